@@ -1,0 +1,24 @@
+"""What the wire can be told. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    """The all-to-all that switches between model and data parallelism (section 4.4)."""
+
+    forward: Precision = "fp8"
+    """Embeddings on their way to the ranks that asked; fp8 is E4M3 with one scale per row."""
+    backward: Precision = "fp8"
+    """Gradients on their way back; fp8 is E5M2 with one scale per row."""
+    emulate: bool = False
+    """At world size 1, where nothing is sent, apply the rounding all the same."""
+    timeout_seconds: int = 600
+    """How long a collective waits for the other ranks."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds < 1:
+            raise ValueError(f"comm.timeout_seconds is {self.timeout_seconds}; it must be at least 1")

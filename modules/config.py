@@ -1,0 +1,115 @@
+"""What the model can be told. Imports no torch, so that the command line starts fast."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """SASRec, the user side (appendix A)."""
+
+    blocks: int = 2
+    """b: attention blocks."""
+    heads: int = 1
+    """h: attention heads."""
+    dropout: float = 0.2
+    """Rate on the input, the attention output and the feed-forward layers."""
+    max_length: int = 200
+    """L: history positions that the encoder sees."""
+
+    def __post_init__(self) -> None:
+        require(self.blocks >= 1, "model.encoder.blocks", self.blocks, "at least 1")
+        require(self.heads >= 1, "model.encoder.heads", self.heads, "at least 1")
+        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
+        require(self.max_length >= 1, "model.encoder.max_length", self.max_length, "at least 1")
+
+
+@dataclass(frozen=True)
+class SimilarityConfig:
+    """phi(x, u): a dot product, or the mixture of logits (Algorithm 1, Equation 10)."""
+
+    kind: Literal["dot", "mol"] = "dot"
+    normalize: bool = True
+    """L2-normalise embeddings (dot) or components (mol: «component-level hypersphere embeddings»)."""
+    temperature: float = 0.05
+    """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
+    query_components: int = 8
+    """U: the paper's k_u."""
+    item_components: int = 8
+    """I: the paper's k_x."""
+    component_dim: int = 32
+    """C: width of a component."""
+    gate_hidden: int = 128
+    """Hidden width of the three gating MLPs."""
+    projection_hidden: int = 512
+    """Hidden width of the two projections to components."""
+    projection_dropout: float = 0.1
+    gate_dropout: float = 0.2
+    """Rate on the gating distribution, which is renormalised afterwards."""
+    gate_input_dropout: float = 0.0
+    """Rate on the inputs of the query's and the item's gating MLPs."""
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, "model.similarity.temperature", self.temperature, "above 0")
+        for name in ("query_components", "item_components", "component_dim", "gate_hidden", "projection_hidden"):
+            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+        for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
+            require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class HIndexerConfig:
+    """Stage 1: a low-dimensional dot product, co-trained with the similarity (section 4.1)."""
+
+    dim: int = 64
+    """H: its width."""
+    weight: float = 0.0
+    """Weight of its own sampled softmax in the loss; 0 leaves it out of training, export and retrieval."""
+
+    def __post_init__(self) -> None:
+        require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")
+        require(self.weight >= 0, "model.hindexer.weight", self.weight, "0 or more")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    kind: Literal["softmax", "bce"] = "softmax"
+    """Sampled softmax, or the binary cross entropy of the paper's baseline."""
+    negatives: int = 128
+    """N: uniform negatives of a group."""
+    share: Literal["sequence", "batch"] = "sequence"
+    """The group that shares one set of negatives."""
+
+    def __post_init__(self) -> None:
+        require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    dim: int = 64
+    """D: width of the item embedding and of the encoder."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    similarity: SimilarityConfig = field(default_factory=SimilarityConfig)
+    hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    def __post_init__(self) -> None:
+        if self.dim < 4 or self.dim % 4:
+            below = max(4, self.dim // 4 * 4)
+            raise ValueError(
+                f"model.dim ({self.dim}) must be divisible by 4, as FBGEMM's embedding rows are; "
+                f"set model.dim to {below} or {below + 4}"
+            )
+        if self.dim % self.encoder.heads:
+            near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
+            near.sort(key=lambda h: abs(h - self.encoder.heads))
+            raise ValueError(
+                f"model.dim ({self.dim}) must be divisible by model.encoder.heads ({self.encoder.heads}); "
+                f"set model.encoder.heads to {near[0]} or {near[1]}"
+            )
+
+
+def require(holds: bool, flag: str, value: object, needs: str) -> None:
+    """ValueError that names the flag to change, its value, and what works."""
+    if not holds:
+        raise ValueError(f"{flag} is {value}; it must be {needs}")

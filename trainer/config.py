@@ -1,0 +1,207 @@
+"""Composes the packages' configurations. Imports no torch."""
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+
+from logitmix.comm.config import WireConfig
+from logitmix.modules.config import ModelConfig, require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str = "data/demo"
+    """Dataset directory, as `logitmix prepare` writes it."""
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """The sharded embedding tables."""
+
+    sharding: Literal["row_wise", "table_wise", "column_wise"] = "row_wise"
+    optimizer: Literal["adam", "rowwise_adagrad", "sgd"] = "adam"
+    """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    init_std: float = 0.02
+    """Standard deviation of the truncated normal that rows start from."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "tables.lr", self.lr, "above 0")
+        require(0 <= self.beta1 < 1, "tables.beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "tables.beta2", self.beta2, "in [0, 1)")
+        require(self.eps > 0, "tables.eps", self.eps, "above 0")
+        require(self.init_std >= 0, "tables.init_std", self.init_std, "0 or more")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The data-parallel part: encoder, similarity, h-indexer."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled (AdamW)."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "dense.lr", self.lr, "above 0")
+        require(0 <= self.beta1 < 1, "dense.beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "dense.beta2", self.beta2, "in [0, 1)")
+        require(self.eps > 0, "dense.eps", self.eps, "above 0")
+        require(self.weight_decay >= 0, "dense.weight_decay", self.weight_decay, "0 or more")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    seed: int = 0
+    """Initial weights, dropout, negatives and batch order follow from it, whatever the number of ranks."""
+    batch_size: int = 128
+    """B: users of a global batch, divided among the ranks."""
+    epochs: int = 40
+    minutes: float = 0.0
+    """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
+    warmup_steps: int = 0
+    """Steps over which both learning rates rise linearly from 0."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Autocast of encoder and similarity; weights and tables stay FP32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+    """CPU threads of a rank; bit-equal reruns need the same number."""
+    log_every: int = 10
+    """Steps between two rows of metrics."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0 makes one at each evaluation."""
+    keep: int = 2
+    """Newest checkpoints kept, beside the best."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
+        for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        for name in ("minutes", "warmup_steps", "checkpoint_every"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every_epochs: int = 1
+    """Epochs between two evaluations on the validation items."""
+    metric: Literal["hr@10", "hr@50", "hr@200", "ndcg@10", "mrr"] = "hr@10"
+    """What the best checkpoint is chosen by, on validation."""
+    exclude_history: bool = True
+    """Leave items of a user's history out of that user's ranking, as the paper's relatives do."""
+    batch_size: int = 64
+    """Users ranked at once."""
+
+    def __post_init__(self) -> None:
+        require(self.every_epochs >= 1, "evaluate.every_epochs", self.every_epochs, "at least 1")
+        require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A named run: defaults < recipe < command line."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
+    comm: WireConfig = field(default_factory=WireConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+def recipe_names() -> list[str]:
+    files = resources.files("logitmix.trainer.recipes").iterdir()
+    return sorted(entry.name[: -len(".toml")] for entry in files if entry.name.endswith(".toml"))
+
+
+def load_recipe(name: str) -> Config:
+    """A shipped recipe by its name, or a TOML file by its path.
+
+    Raises ValueError for an unknown name, broken TOML, an unknown key or a value of the wrong type.
+    """
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"no recipe file {name}; give the path of a TOML file or one of: {', '.join(recipe_names())}")
+        return load_toml(path.read_text(), name)
+    if name not in recipe_names():
+        raise ValueError(f"no recipe named {name!r}{_nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}")
+    text = resources.files("logitmix.trainer.recipes").joinpath(f"{name}.toml").read_text()
+    return load_toml(text, f"{name}.toml")
+
+
+def load_toml(text: str, source: str) -> Config:
+    """Strict: unknown keys and wrong types are errors that name `source` and the key."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: not valid TOML: {error}") from None
+    return from_mapping(Config, tree, source)
+
+
+def dump_toml(config: Config) -> str:
+    return tomli_w.dumps(dataclasses.asdict(config))
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """{"model.encoder.heads": 1, …}"""
+    flat: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{entry.name}.")
+        else:
+            flat[prefix + entry.name] = value
+    return flat
+
+
+def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in hints:
+            raise ValueError(f"{source}: unknown key {prefix}{key}{_nearest(key, list(hints))}")
+        values[key] = _convert(hints[key], value, source, prefix + key)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{source}: {key} is a section; write [{key}]")
+        return from_mapping(hint, value, source, f"{key}.")  # type: ignore[arg-type]
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ValueError(f"{source}: {key} is {value!r}; it must be one of {', '.join(choices)}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
+    return value
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
