@@ -1,0 +1,96 @@
+"""SASRec (Kang and McAuley, 2018): causal self-attention over a user's history.
+
+Axes: B sequences, T positions of all of them, packed, L longest sequence, D width, G heads.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import EncoderConfig
+from ..noise import Noise
+
+
+class SASRec(nn.Module):
+    """Packed item embeddings in, one query per position out.
+
+    Every layer but attention works on the packed positions. Attention dropout falls on the output of attention, not
+    on its weights, so that its mask does not depend on how sequences are padded.
+    """
+
+    def __init__(self, dim: int, config: EncoderConfig) -> None:
+        super().__init__()
+        self.scale, self.rate = math.sqrt(dim), config.dropout
+        self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
+        self.blocks = nn.ModuleList(_Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks))
+        self.norm = nn.LayerNorm(dim, eps=1e-8)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        nn.init.trunc_normal_(self.position_LD, std=0.02, a=-0.04, b=0.04, generator=generator)
+
+    def forward(self, item_TD: Tensor, packing: "Packing", noise: Noise | None) -> Tensor:
+        """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
+        x_TD = item_TD * self.scale + self.position_LD[packing.position_T]
+        if noise:
+            x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
+        for block in self.blocks:
+            x_TD = block(x_TD, packing, noise)
+        return self.norm(x_TD)
+
+
+class Packing:
+    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array.
+
+    `first_row`: the global number of the first position, which names the rows of the dropout masks.
+    """
+
+    def __init__(self, lengths_B: Tensor, first_row: int = 0) -> None:
+        total, longest = int(lengths_B.sum()), int(lengths_B.max()) if len(lengths_B) else 0
+        start_B = lengths_B.cumsum(0) - lengths_B
+        sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
+        self.lengths_B = lengths_B
+        self.bounds = [0, *lengths_B.cumsum(0).tolist()]
+        self.position_T = torch.arange(total) - start_B[sequence_T]
+        self.row_T = torch.arange(first_row, first_row + total)
+        self.padded_T = sequence_T * longest + self.position_T
+        self.shape = (len(lengths_B), longest)
+        self.last_B = start_B + lengths_B - 1
+
+    def to(self, device: torch.device) -> "Packing":
+        for name in ("position_T", "row_T", "padded_T", "last_B"):
+            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+        return self
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int, heads: int, rate: float, site: str) -> None:
+        super().__init__()
+        self.heads, self.rate, self.site = heads, rate, site
+        self.attention_norm = nn.LayerNorm(dim, eps=1e-8)
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.output = nn.Linear(dim, dim)
+        self.feed_norm = nn.LayerNorm(dim, eps=1e-8)
+        self.up = nn.Linear(dim, dim)
+        self.down = nn.Linear(dim, dim)
+
+    def forward(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
+        q_TD = self.attention_norm(x_TD)
+        x_TD = q_TD + self._drop(self._attend(q_TD, x_TD, packing), noise, "attention", packing)
+        x_TD = self.feed_norm(x_TD)
+        hidden_TD = self._drop(F.relu(self.up(x_TD)), noise, "up", packing)
+        return x_TD + self._drop(self.down(hidden_TD), noise, "down", packing)
+
+    def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
+        B, L = packing.shape
+        packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1)
+        padded = packed.new_zeros(B * L, packed.shape[1]).index_copy(0, packing.padded_T, packed)
+        q, k, v = padded.view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
+        out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, -1)[packing.padded_T])
+
+    def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
+        return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x

@@ -1,0 +1,121 @@
+"""Mixture of logits (MoL): Algorithm 1 and Equation 10 of the paper.
+
+Axes: T queries, N items, D width, U query components (k_u), I item components (k_x), C component width,
+M = U * I mixture components.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import SimilarityConfig
+from ..noise import Noise
+from .dot import l2_normalize
+
+GateDropout = Callable[[Tensor], Tensor]
+
+
+class MoL(nn.Module):
+    """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2).
+
+    Precision: projections, logits, gating MLPs, SiLU and the gates' softmax run in the dtype that autocast sets, as
+    in section 4.3. L2 norms and the weighted sum over components are FP32, because their results are few, and
+    because a similarity of size 1/tau rounded to BF16 would be off by up to 0.06.
+    """
+
+    def __init__(self, dim: int, config: SimilarityConfig) -> None:
+        super().__init__()
+        self.config = config
+        U, I, C = config.query_components, config.item_components, config.component_dim
+        self.query_projection = _Projection(dim, config.projection_hidden, U * C)
+        self.item_projection = _Projection(dim, config.projection_hidden, I * C)
+        self.query_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
+        self.item_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
+        self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
+
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
+        components = self.query_projection(query_TD).view(len(query_TD), self.config.query_components, -1)
+        weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
+        return self._scaled(components, 1 / self.config.temperature), weights
+
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+        """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
+        dropped_ND = item_ND
+        if noise:
+            dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
+        components = self.item_projection(dropped_ND).view(len(item_ND), self.config.item_components, -1)
+        weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
+        return self._scaled(components, 1.0), weights
+
+    def all_pairs(
+        self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None
+    ) -> Tensor:
+        """phi(x, u) of each query with each item, FP32 [T, N]."""
+        (query_TUC, query_TM), (item_NIC, item_NM) = query, item
+        T, U, C = query_TUC.shape
+        N, I, _ = item_NIC.shape
+        logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
+        logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
+        return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)
+
+    def pairs(
+        self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None
+    ) -> Tensor:
+        """phi(x, u) of query t with item t, FP32 [T]."""
+        (query_TUC, query_TM), (item_TIC, item_TM) = query, item
+        logits_TM = torch.bmm(query_TUC, item_TIC.transpose(1, 2)).flatten(1)
+        return self._mix(logits_TM, query_TM, item_TM, dropout)
+
+    def pair_parameters(self) -> list[nn.Parameter]:
+        """The parameters that all_pairs and pairs use: the cross gate's."""
+        return list(self.cross_gate.parameters())
+
+    def gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
+        """pi(x, u): decomposed gating of logits [..., M], a distribution over the M components."""
+        combined = torch.addcmul(self.cross_gate(logits), query_weights, item_weights)
+        with torch.autocast(combined.device.type, enabled=False):
+            return F.softmax(F.silu(combined), dim=-1)
+
+    def sample_gates(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...]) -> Tensor:
+        """pi of query t with item t [T, M], for watching how the components are used."""
+        logits_TM = torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
+        return self.gates(logits_TM, query[1], item[1]).float()
+
+    def _mix(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor, dropout: GateDropout | None) -> Tensor:
+        gates = self.gates(logits, query_weights, item_weights)
+        if dropout is not None:
+            gates = dropout(gates)
+        mixed = (gates * logits).sum(-1, dtype=torch.float32)
+        if dropout is not None:
+            # The gates stay a distribution: what dropout leaves is renormalised.
+            mixed = mixed / gates.sum(-1, dtype=torch.float32).clamp(min=1e-6)
+        return mixed
+
+    def _scaled(self, components: Tensor, scale: float) -> Tensor:
+        dtype = components.dtype
+        if self.config.normalize:
+            components = l2_normalize(components)
+        return (components * scale).to(dtype)
+
+    def _gate_input(self, x_RD: Tensor, row_R: Tensor, noise: Noise | None, site: str) -> Tensor:
+        return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD
+
+
+class _Projection(nn.Module):
+    """Gated linear unit, then a linear layer: D -> hidden -> components."""
+
+    def __init__(self, dim: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.gated = nn.Linear(dim, 2 * hidden)
+        self.output = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.gated(x).chunk(2, dim=-1)
+        return self.output(value * F.silu(gate))
+
+
+def _gate(dim: int, hidden: int, out: int, bias: bool) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, out, bias=bias))

@@ -1,0 +1,211 @@
+"""Checkpoints: sharded, complete or absent, checked when read.
+
+A checkpoint is a directory `checkpoints/step-N` that PyTorch's distributed checkpointing (DCP) wrote, plus
+`checkpoint.json` with the digests of its files. It is written under another name and renamed when it is whole, and no
+directory is written twice.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from logitmix.comm.collectives import barrier, broadcast_object
+from logitmix.modules.model import Tower
+from logitmix.trainer.config import Config, load_toml
+from logitmix.trainer.parallelize import WEIGHT, ParallelModel
+
+MANIFEST = "checkpoint.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: steps done, seconds spent in them, validation metrics at this step (if it was evaluated)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    validation: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OfflineModel:
+    """A checkpoint without a process group: the whole item table and the tower, on the CPU, in FP32."""
+
+    config: Config
+    step: int
+    item_XD: Tensor
+    tower: Tower
+
+
+def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> None:
+    """A new checkpoint; then drops all but the best and the `keep` newest. Collective."""
+    folder = run / "checkpoints"
+    ranks, config = model.ranks, model.config
+    part = folder / broadcast_object(f".part-{progress.step}-{uuid.uuid4().hex[:8]}", ranks)
+    dcp.save(_state(model, optimizer), checkpoint_id=part, process_group=ranks.group)
+    if ranks.rank == 0:
+        _publish(part, folder / f"step-{progress.step}", progress)
+        _prune(folder, keep, config.evaluate.metric)
+    barrier(ranks)
+
+
+def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> Progress:
+    """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
+
+    A run without one starts from step 0. Raises ValueError where there are checkpoints but none is intact.
+    """
+    ranks = model.ranks
+    found = broadcast_object(_newest_intact(run / "checkpoints") if ranks.rank == 0 else None, ranks)
+    if isinstance(found, str):
+        raise ValueError(found)
+    if found is None:
+        return Progress()
+    path, progress = found
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=path, process_group=ranks.group)
+    model.table_optimizer.restore(state["table_optimizer"], progress.step)
+    return progress
+
+
+def load_offline(run: Path, which: Literal["best", "last"] = "best") -> OfflineModel:
+    """The best checkpoint of a run by its validation metric (or the last one), without a process group.
+
+    Raises ValueError for a run that is not one, has no checkpoint, or whose checkpoint is damaged.
+    """
+    config = read_config(run)
+    path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
+    problem = _damage(path)
+    if problem:
+        raise ValueError(problem)
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"table.{WEIGHT}"]
+    assert isinstance(metadata, TensorStorageMetadata)
+    item_XD = torch.empty(metadata.size)
+    tower = Tower(config.model)
+    dcp.load({"table": {WEIGHT: item_XD}, "tower": tower.state_dict()}, checkpoint_id=path, no_dist=True)
+    return OfflineModel(config, _progress(path).step, item_XD, tower.eval())
+
+
+def read_config(run: Path) -> Config:
+    path = run / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
+    return load_toml(path.read_text(), str(path))
+
+
+def best_checkpoint(run: Path, metric: str) -> Path:
+    """The checkpoint with the best validation metric, the earliest of equals; the last one where none was evaluated."""
+    evaluated = [path for path in _complete(run / "checkpoints") if metric in _progress(path).validation]
+    if not evaluated:
+        return _last(run)
+    return max(evaluated, key=lambda path: (_progress(path).validation[metric], -_progress(path).step))
+
+
+def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds, by reference: loading into it in place restores the model."""
+    return {
+        "table": {WEIGHT: model.shard()},
+        "table_optimizer": model.table_optimizer.state_dict(),
+        "tower": model.tower.state_dict(),
+        "dense_optimizer": _dense_state(model.tower, optimizer),
+    }
+
+
+def _dense_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: dict(optimizer.state[parameter]) for name, parameter in module.named_parameters()}
+
+
+def _publish(part: Path, final: Path, progress: Progress) -> None:
+    files = {path.name: _digest(path) for path in sorted(part.iterdir())}
+    content = {
+        "format_version": FORMAT_VERSION,
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "validation": progress.validation,
+        "sha256": files,
+    }
+    with open(part / MANIFEST, "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(part)
+    if final.exists():
+        # Only a damaged one can be in the way: an intact one would have been continued from.
+        shutil.rmtree(final)
+    part.rename(final)
+    _sync_directory(final.parent)
+
+
+def _prune(folder: Path, keep: int, metric: str) -> None:
+    complete = _complete(folder)
+    kept = {*complete[-keep:], best_checkpoint(folder.parent, metric)}
+    for path in complete:
+        if path not in kept:
+            shutil.rmtree(path)
+    for path in folder.glob(".part-*"):
+        shutil.rmtree(path)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Published checkpoints in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _last(run: Path) -> Path:
+    complete = _complete(run / "checkpoints")
+    if not complete:
+        raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
+    return complete[-1]
+
+
+def _newest_intact(folder: Path) -> tuple[Path, Progress] | str | None:
+    problems = []
+    for path in reversed(_complete(folder)):
+        problem = _damage(path)
+        if problem is None:
+            return path, _progress(path)
+        problems.append(problem)
+    return problems[0] if problems else None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files; DCP itself would load flipped bits without a word."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        version, digests = manifest["format_version"], manifest["sha256"]
+    except (ValueError, KeyError) as error:
+        return f"{path / MANIFEST} is damaged ({error}); remove {path} to go on from an older checkpoint"
+    if version != FORMAT_VERSION:
+        return f"{path / MANIFEST} has format {version}, this logitmix reads {FORMAT_VERSION}; train into another --run"
+    for name, digest in digests.items():
+        if not (path / name).is_file() or _digest(path / name) != digest:
+            return f"{path / name} is damaged or missing; remove {path} to go on from an older checkpoint"
+    return None
+
+
+def _progress(path: Path) -> Progress:
+    manifest = json.loads((path / MANIFEST).read_text())
+    return Progress(manifest["step"], manifest["seconds"], manifest["validation"])
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

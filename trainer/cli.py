@@ -1,0 +1,221 @@
+"""The command line: prepare, train, evaluate, export, retrieve."""
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from logitmix.trainer.config import Config, load_recipe, recipe_names
+from logitmix.trainer.data.config import NAMES, PrepareOptions
+
+USAGE = """\
+usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
+
+  prepare NAME [--source PATH] [--out DIR]          raw files -> dataset directory
+  train RECIPE [--section.field VALUE ...] [--run DIR]
+                                                    alone, or under torchrun or torchx with the same words
+  evaluate RUN                                      metrics of the best checkpoint over the whole corpus
+  export RUN --out DIR                              best checkpoint -> serving directory
+  retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
+
+datasets: {names}
+recipes:  {recipes}"""
+
+Positional = tyro.conf.Positional
+
+
+@dataclass(frozen=True)
+class TrainCommand(Config):
+    """Train a recipe, or go on with its run from the last complete checkpoint."""
+
+    run: str = ""
+    """Run directory; runs/RECIPE when left empty."""
+    json: bool = False
+    """Print the results as JSON."""
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Rank the whole corpus for every user with the best checkpoint of a run."""
+
+    run: Positional[str]
+    """Run directory."""
+    split: Literal["test", "validation"] = "test"
+    exclude_history: bool | None = None
+    """Leave a user's history out of the ranking; as the run was configured when not given."""
+    threads: int = 0
+    """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write the best checkpoint of a run as a serving directory."""
+
+    run: Positional[str]
+    """Run directory."""
+    out: str
+    """Serving directory to write."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint: the best on validation, or the last."""
+    overwrite: bool = False
+    """Replace the serving directory that is already there."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class RetrieveCommand:
+    """The top items for one history."""
+
+    directory: Positional[str]
+    """Serving directory."""
+    history: str
+    """Raw item ids, oldest first, separated by commas."""
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
+    """How many items."""
+    stage1: int = 100_000
+    """K': items that the h-indexer keeps for the similarity to rank; a smaller corpus is ranked whole."""
+    include_history: bool = False
+    """Let items of the history be retrieved again."""
+    json: bool = False
+    """Print JSON."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = COMMANDS.get(words[0]) if words else None
+    if command is None:
+        asked = bool(words) and words[0] in ("-h", "--help")
+        usage = USAGE.format(names=", ".join(NAMES), recipes=", ".join(recipe_names()))
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        if words and not asked:
+            print(f"\nlogitmix: no command {words[0]!r}", file=sys.stderr)
+        raise SystemExit(0 if asked else 2)
+    try:
+        command(words[1:])
+    except ValueError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+
+
+def _prepare(words: list[str]) -> None:
+    options = tyro.cli(PrepareOptions, prog="logitmix prepare", args=words, config=(tyro.conf.PositionalRequiredArgs,))
+    from logitmix.trainer.data.prepare import prepare
+
+    description = prepare(options)
+    shown = {name: description[name] for name in ("users", "items", "actions", "rejected_lines")}
+    print(f"{options.directory}: " + ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in shown.items()))
+
+
+def _train(words: list[str]) -> None:
+    if not words or words[0].startswith("-"):
+        if words and words[0] not in ("-h", "--help"):
+            raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
+        print(f"usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]\n\nrecipes: {', '.join(recipe_names())}"
+              "\n\nlogitmix train RECIPE --help lists every setting with the recipe's value")
+        return
+    recipe = load_recipe(words[0])
+    default = TrainCommand(**{entry.name: getattr(recipe, entry.name) for entry in dataclasses.fields(recipe)})
+    command = tyro.cli(TrainCommand, prog=f"logitmix train {words[0]}", args=words[1:], default=default)
+    config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
+    run = Path(command.run or f"runs/{Path(words[0]).stem}")
+    _quiet()
+    from logitmix.trainer.loop import train
+
+    results = train(config, run)
+    if _is_main():
+        _show_metrics(results, f"{run}: test, checkpoint of step {results['step']}", command.json)
+
+
+def _evaluate(words: list[str]) -> None:
+    command = tyro.cli(EvaluateCommand, prog="logitmix evaluate", args=words)
+    _quiet()
+    from logitmix.trainer.evaluate import evaluate_run
+
+    threads = command.threads or max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    results = evaluate_run(Path(command.run), command.split, command.exclude_history, threads, _is_main())
+    if _is_main():
+        title = f"{command.run}: {command.split}, checkpoint of step {results['step']}"
+        _show_metrics(results, title, command.json)
+
+
+def _export(words: list[str]) -> None:
+    command = tyro.cli(ExportCommand, prog="logitmix export", args=words)
+    _quiet()
+    from logitmix.trainer.export import export
+
+    manifest = export(Path(command.run), Path(command.out), overwrite=command.overwrite, which=command.checkpoint)
+    if command.json:
+        print(json.dumps(manifest))
+    else:
+        print(f"{command.out}: {manifest['num_items']:,} items, step {manifest['step']} of {command.run}")
+
+
+def _retrieve(words: list[str]) -> None:
+    command = tyro.cli(RetrieveCommand, prog="logitmix retrieve", args=words)
+    from logitmix.serving.retriever import Retriever
+
+    retriever = Retriever.load(Path(command.directory))
+    history = [part.strip() for part in command.history.split(",") if part.strip()]
+    rows = retriever.rows(history, command.k, exclude_history=not command.include_history, stage1=command.stage1)
+    if command.json:
+        print(json.dumps(rows))
+        return
+    table = Table("rank", "item", "title", "score")
+    for row in rows:
+        table.add_row(str(row["rank"]), row["id"], row["title"] or "", f"{row['score']:.4f}")
+    Console().print(table)
+
+
+COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "retrieve": _retrieve,
+}
+
+
+def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(metrics))
+        return
+    table = Table("metric", "value", title=title)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
+    Console().print(table)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _quiet() -> None:
+    """Keep what torchrec says to its developers off the screen of those who use it."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for name in ("torchrec", "torch.fx", "torch.distributed", "fbgemm_gpu", "root"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"logitmix: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Prepared dataset -> training batches and evaluation users.
+
+What a global batch holds is a function of (seed, epoch, step) alone; rank r of w takes a contiguous part of its
+sequences. So the data position is one integer, and a run can go on with another number of ranks.
+
+Axes: B sequences, T positions, packed, N negatives of a group, L history positions, V unique items, X items in the
+corpus.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from logitmix.modules.encoders.sasrec import Packing
+from logitmix.modules.model import Batch
+from logitmix.modules.noise import Noise, derive_key
+from logitmix.trainer.data.dataset import Dataset
+
+HELD_OUT = 2
+"""Leave-one-out: a user's last action is the test item, the one before it the validation item."""
+
+Ints = NDArray[np.int64]
+
+
+class TrainingBatches:
+    """Batches of a rank, addressed by step: step s of the run is batch s % steps of epoch s // steps."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        max_length: int,
+        negatives: int,
+        share: Literal["sequence", "batch"],
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Raises ValueError where no user has the four actions that one training position takes."""
+        self.dataset, self.batch_size, self.negatives, self.share = dataset, batch_size, negatives, share
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        lengths = np.diff(dataset.offsets) - HELD_OUT
+        self.users = np.flatnonzero(lengths >= 2)
+        if len(self.users) == 0:
+            raise ValueError(
+                f"{dataset.path}: no user has 4 actions or more (validation, test and one training position); "
+                "prepare it again from more data"
+            )
+        self.end = dataset.offsets[:-1] + lengths
+        self.length = np.minimum(lengths - 1, max_length)
+        self.steps_per_epoch = -(-len(self.users) // batch_size)
+
+    def at(self, step: int) -> Batch:
+        """This rank's part of the global batch of a step, on the CPU."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
+        users = self.users[order[index * self.batch_size : (index + 1) * self.batch_size]]
+        random = np.random.default_rng([self.seed, epoch, index + 1])
+        groups = len(users) if self.share == "sequence" else 1
+        negatives = random.integers(0, self.dataset.num_items, size=(groups, self.negatives))
+
+        bounds = np.concatenate([[0], np.cumsum(self.length[users])])
+        first, last = self._part(bounds)
+        users = users[first:last]
+        if self.share == "sequence":
+            negatives = negatives[first:last]
+        lengths = self.length[users]
+        inputs = ranges(self.end[users] - 1 - lengths, lengths)
+        items = self.dataset.items_flat
+        named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
+        unique, inverse = np.unique(named, return_inverse=True)
+        input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
+        return Batch(
+            id_V=torch.from_numpy(unique.astype(np.int64)),
+            packing=Packing(torch.from_numpy(lengths), first_row=int(bounds[first])),
+            input_T=torch.from_numpy(input_T),
+            target_T=torch.from_numpy(target_T),
+            negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
+            noise=Noise(derive_key("dropout", self.seed, step)),
+            total_positions=int(bounds[-1]),
+        )
+
+    def _part(self, bounds: Ints) -> tuple[int, int]:
+        """First and last sequence of this rank: contiguous, with about as many positions as the others'."""
+        cuts = np.arange(self.world_size + 1) * bounds[-1] / self.world_size
+        nearest = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
+        return int(nearest[self.rank]), int(nearest[self.rank + 1])
+
+
+@dataclass(frozen=True)
+class RankingUsers:
+    """Users to rank the corpus for: flat histories (oldest first, at most L) with lengths, and their targets."""
+
+    history: Ints
+    lengths: Ints
+    target: Ints
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def batches(self, size: int) -> Iterator["RankingUsers"]:
+        """Consecutive users, `size` at a time."""
+        bounds = np.concatenate([[0], np.cumsum(self.lengths)])
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            stop = min(start + size, len(self))
+            yield RankingUsers(self.history[bounds[start] : bounds[stop]], self.lengths[part], self.target[part])
+
+
+def ranking_users(dataset: Dataset, split: Literal["validation", "test"], max_length: int) -> RankingUsers:
+    """Every user with an item of that split and a history before it, in order of index."""
+    target = dataset.offsets[1:] - (1 if split == "test" else 2)
+    available = target - dataset.offsets[:-1]
+    # Three actions give one of each: history, validation item, test item.
+    users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
+    lengths = np.minimum(available[users], max_length)
+    history = dataset.items_flat[ranges(target[users] - lengths, lengths)]
+    return RankingUsers(history.astype(np.int64), lengths, dataset.items_flat[target[users]].astype(np.int64))
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenated arange(start, start + length) of each pair."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)

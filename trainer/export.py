@@ -1,0 +1,86 @@
+"""Checkpoint -> serving directory, without a process group.
+
+Axes: X items in the corpus, D encoder width.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from logitmix.modules.model import Tower
+from logitmix.serving.format import Contents, Source, check_target, write
+from logitmix.serving.model import TABLE, item_cache, item_shapes, query_weights
+from logitmix.trainer.checkpoint import OfflineModel, load_offline
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+
+_ITEMS = 2**13
+"""Items whose cache is computed at once."""
+
+
+def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best", "last"] = "best") -> dict[str, Any]:
+    """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest.
+
+    The raw ids and titles come from the dataset directory that the run names. Raises ValueError where `out` is there
+    and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or has
+    another number of items.
+    """
+    check_target(out, overwrite)
+    model = load_offline(run, which)
+    dataset = load_dataset(model.config.data.path)
+    if dataset.num_items != len(model.item_XD):
+        raise ValueError(
+            f"{dataset.path} has {dataset.num_items} items, but {run} was trained on {len(model.item_XD)}; "
+            "prepare the dataset that the run was trained on"
+        )
+    source = Source(run.resolve().name, model.step, dataset.name)
+    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, overwrite)
+
+
+def export_model(
+    model: OfflineModel,
+    raw_ids: list[str],
+    titles: list[str] | None,
+    source: Source,
+    out: Path,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Writes a serving directory of a model whose items have these raw ids and titles; gives its manifest.
+
+    Raises ValueError as `logitmix.serving.format.write` does.
+    """
+    assert len(raw_ids) == len(model.item_XD)
+    tower = model.tower.eval()
+    contents = Contents(
+        model=model.config.model,
+        source=source,
+        weights=query_weights(tower),
+        items=_items(tower, model.item_XD),
+        raw_ids=raw_ids,
+        titles=titles,
+    )
+    return write(contents, out, overwrite)
+
+
+@torch.inference_mode()
+def _items(tower: Tower, item_XD: Tensor) -> dict[str, Tensor]:
+    """The table and what the similarity and the h-indexer make of it."""
+    hindexer = tower.hindexer if tower.config.hindexer.weight > 0 else None
+    shapes = item_shapes(tower.config, len(item_XD))
+    items = {name: torch.empty(shape) for name, shape in shapes.items() if name != TABLE}
+    for start in range(0, len(item_XD), _ITEMS):
+        part = item_cache(tower.similarity, hindexer, item_XD[start : start + _ITEMS])
+        for name, value in part.items():
+            items[name][start : start + _ITEMS] = value
+    return {TABLE: item_XD, **items}
+
+
+def _titles(dataset: Dataset) -> list[str] | None:
+    """By item index, "" where an item has none; None where the dataset has none at all."""
+    file = dataset.path / "items.parquet"
+    if "title" not in (schema := pq.read_schema(file)).names or not pa.types.is_string(schema.field("title").type):
+        return None
+    return [title or "" for title in pq.read_table(file, columns=["title"])["title"].to_pylist()]

@@ -1,0 +1,176 @@
+"""The training loop: restore, for batch, step, log, evaluate, save."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from logitmix.comm.collectives import agreed, broadcast_object
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.trainer import checkpoint
+from logitmix.trainer.checkpoint import Progress
+from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.data.batches import TrainingBatches, ranking_users
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.evaluate import evaluate
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.telemetry import Telemetry, counting
+
+MAY_CHANGE = {
+    "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
+    "train.keep", "comm.timeout_seconds",
+}  # fmt: skip
+"""What a run that is continued may be told anew."""
+
+
+def train(config: Config, run: Path) -> dict[str, float]:
+    """Trains, or continues, the run; returns the test metrics of its best checkpoint. Collective.
+
+    Raises ValueError for what the user can mend: no dataset, another run's directory, a loss that is not finite.
+    """
+    torch.set_num_threads(config.train.threads)
+    dataset = load_dataset(config.data.path)
+    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, _owned(run, ranks):
+        _agree_on_config(config, run, ranks)
+        model = parallelize(dataset.num_items, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        done = checkpoint.restore(run, model, optimizer)
+        done = _steps(config, run, dataset, model, optimizer, done)
+        results = _test(config, run, dataset, ranks) | {"seconds": done.seconds}
+        if ranks.rank == 0:
+            write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def _steps(
+    config: Config, run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer, done: Progress
+) -> Progress:
+    """Every step from `done` to the end of the run."""
+    ranks, batches = model.ranks, _batches(config, dataset, model.ranks)
+    total = config.train.epochs * batches.steps_per_epoch
+    evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
+    save_every = config.train.checkpoint_every or evaluate_every
+    with Telemetry(run, model, done, total) as telemetry:
+        clock, finished = telemetry.clock, done.step >= total or _out_of_time(config, done.seconds, ranks)
+        while not finished:
+            step = done.step + 1
+            log = clock.exact = step % config.train.log_every == 0 or step == total
+            with clock("data"):
+                batch = batches.at(step - 1).to(ranks.device)
+            with clock("all_to_all"):
+                rows_VD = model.lookup(batch.id_V)
+                # The graph is cut where model parallelism ends; what returns to the tables is sent explicitly.
+                leaf_VD = rows_VD.detach().requires_grad_()
+            with clock("forward"):
+                losses = model.loss(leaf_VD, batch)
+            with clock("backward"):
+                model.backward(losses["loss"])
+            if log:
+                telemetry.log_training(step, step / batches.steps_per_epoch, losses, batch, leaf_VD.detach())
+            _set_rates(config, step, model, optimizer)
+            with clock("all_to_all"):
+                model.return_gradients(rows_VD, leaf_VD.grad)
+            with clock("optimizer"):
+                model.table_optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            telemetry.advance(step, batch)
+            done = Progress(step, clock.total)
+            finished = step == total or _out_of_time(config, clock.total, ranks)
+            if finished or step % evaluate_every == 0:
+                done = Progress(step, clock.total, _validate(config, dataset, model))
+                telemetry.log_validation(step, step / batches.steps_per_epoch, done.validation)
+            if done.validation or step % save_every == 0:
+                checkpoint.save(run, model, optimizer, done, config.train.keep)
+    return done
+
+
+def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    rate = min(1.0, step / max(1, config.train.warmup_steps))
+    for group in optimizer.param_groups:
+        group["lr"] = rate * config.dense.lr
+    model.table_optimizer.prepare(rate * config.tables.lr)
+
+
+def _out_of_time(config: Config, seconds: float, ranks: Ranks) -> bool:
+    if config.train.minutes == 0:
+        return False
+    return agreed(seconds >= config.train.minutes * 60, ranks)
+
+
+def _validate(config: Config, dataset: Dataset, model: ParallelModel) -> dict[str, float]:
+    users = ranking_users(dataset, "validation", config.model.encoder.max_length)
+    exclude = config.evaluate.exclude_history
+    with counting("validation", len(users), model.ranks.rank == 0) as advance:
+        return evaluate(model.tower, model.gather_table(), users, config.evaluate, exclude, model.ranks, advance)
+
+
+def _test(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    """Metrics of the best checkpoint on the test items: computed once, at the end."""
+    best = checkpoint.load_offline(run)
+    users = ranking_users(dataset, "test", config.model.encoder.max_length)
+    exclude, tower = config.evaluate.exclude_history, best.tower.to(ranks.device)
+    with counting("test", len(users), ranks.rank == 0) as advance:
+        metrics = evaluate(tower, best.item_XD, users, config.evaluate, exclude, ranks, advance)
+    return metrics | {"step": best.step}
+
+
+def _batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
+    return TrainingBatches(
+        dataset,
+        batch_size=config.train.batch_size,
+        max_length=config.model.encoder.max_length,
+        negatives=config.model.loss.negatives,
+        share=config.model.loss.share,
+        seed=config.train.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+
+
+@contextmanager
+def _owned(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Rank 0 makes the run directory and keeps other jobs out of it."""
+    problem, lock = None, None
+    if ranks.rank == 0:
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            problem = f"another job is training {run}; wait for it, or give another --run"
+    if problem := broadcast_object(problem, ranks):
+        raise ValueError(problem)
+    try:
+        yield
+    finally:
+        if lock:
+            lock.close()
+
+
+def _agree_on_config(config: Config, run: Path, ranks: Ranks) -> None:
+    """A new run keeps its configuration; a continued one must have been started with the same."""
+    problem, path = None, run / "config.toml"
+    if ranks.rank == 0:
+        if path.exists():
+            before, now = flatten(load_toml(path.read_text(), str(path))), flatten(config)
+            changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
+            changed = [text for text in changed if text.split()[0] not in MAY_CHANGE]
+            if changed:
+                problem = f"{run} was started otherwise: {'; '.join(changed)}; give another --run, or the same settings"
+        if not problem:
+            write_whole(path, dump_toml(config))
+    if problem := broadcast_object(problem, ranks):
+        raise ValueError(problem)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has its old content or the new one, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)

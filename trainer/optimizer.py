@@ -1,0 +1,182 @@
+"""Optimizers of the sharded tables and of the dense part.
+
+Tables: TorchRec fuses most optimizers into the backward of the lookup, but FBGEMM has no fused Adam on CPU. There,
+tables take another route with the same meaning: gradients are sparse, and SparseAdam moves only the rows that the
+batch touched.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import Shard, ShardedTensor
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from logitmix.trainer.config import DenseConfig, TablesConfig
+
+
+class TableOptimizer(Protocol):
+    def prepare(self, lr: float) -> None:
+        """Before the backward of a step: set its learning rate, forget the last gradients."""
+
+    def step(self) -> None:
+        """After the backward of a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded state, by reference: what is loaded into its tensors in place takes effect."""
+
+    def restore(self, state: dict[str, Any], steps: int) -> None:
+        """Take up the state that was loaded into `state_dict()`, after this many steps."""
+
+
+def table_optimizer(table: ShardedEmbeddingCollection, weight: str, config: TablesConfig) -> TableOptimizer:
+    """The optimizer of a table that was sharded with `table_kernel` and `fused_params`."""
+    kernels = [module for module in _kernels(table) if isinstance(module, BatchedDenseEmbedding)]
+    if config.optimizer == "adam" and table_kernel(config, _device(table)) is EmbeddingComputeKernel.DENSE:
+        return TouchedRowsAdam(table, weight, [p for kernel in kernels for p in _take_rows(kernel)], config)
+    return FusedOptimizer(table)
+
+
+def table_kernel(config: TablesConfig, device: torch.device) -> EmbeddingComputeKernel:
+    if config.optimizer == "adam" and device.type == "cpu":
+        return EmbeddingComputeKernel.DENSE
+    return EmbeddingComputeKernel.FUSED
+
+
+def fused_params(config: TablesConfig) -> dict[str, Any]:
+    """What FBGEMM's fused kernels are to be told."""
+    kind = {
+        "adam": EmbOptimType.ADAM,
+        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "sgd": EmbOptimType.EXACT_SGD,
+    }[config.optimizer]
+    params: dict[str, Any] = {"optimizer": kind, "learning_rate": config.lr}
+    if config.optimizer != "sgd":
+        params["eps"] = config.eps
+    if config.optimizer == "adam":
+        params |= {"beta1": config.beta1, "beta2": config.beta2}
+    return params
+
+
+def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    betas = (config.beta1, config.beta2)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    # The moments exist from the start, so that a checkpoint has tensors to be loaded into.
+    for parameter in module.parameters():
+        zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+    return optimizer
+
+
+class FusedOptimizer:
+    """TorchRec's optimizer inside the backward of the lookup."""
+
+    def __init__(self, table: ShardedEmbeddingCollection) -> None:
+        self.optimizer = cast(CombinedOptimizer, table.fused_optimizer)
+
+    def prepare(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # FBGEMM takes the rate over here; the rows move in the backward that follows.
+        self.optimizer.step()
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.optimizer.state_dict()["state"]}
+
+    def restore(self, state: dict[str, Any], steps: int) -> None:
+        whole = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(whole | {"state": state["state"]})
+        for _, part in self.optimizer.optimizers:
+            cast(Any, part).set_optimizer_step(steps)
+
+
+class TouchedRowsAdam:
+    """torch.optim.SparseAdam over this rank's shards: rows that no rank looked up stay as they are."""
+
+    def __init__(
+        self, table: ShardedEmbeddingCollection, weight: str, rows: list[nn.Parameter], config: TablesConfig
+    ) -> None:
+        self.sharded = cast(ShardedTensor, table.state_dict()[weight])
+        self.rows = rows
+        options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        self.optimizers = [torch.optim.SparseAdam([parameter], lr=config.lr, **options) for parameter in rows]
+        for optimizer, parameter in zip(self.optimizers, rows, strict=True):
+            zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
+            optimizer.state[parameter] = {"step": 0, **zeros}
+
+    def prepare(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: self._sharded(name) for name in _MOMENTS}
+
+    def restore(self, state: dict[str, Any], steps: int) -> None:
+        for optimizer, parameter in zip(self.optimizers, self.rows, strict=True):
+            optimizer.state[parameter]["step"] = steps
+
+    def _sharded(self, name: str) -> ShardedTensor:
+        shards = self.sharded.local_shards()
+        by_storage = {parameter.data_ptr(): optimizer for parameter, optimizer in zip(self.rows, self.optimizers)}
+        local = [
+            Shard(optimizer.state[optimizer.param_groups[0]["params"][0]][name], shard.metadata)
+            for shard in shards
+            for optimizer in [by_storage[shard.tensor.data_ptr()]]
+        ]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            local, self.sharded.metadata(), process_group=self.sharded._process_group
+        )
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _SparseRows(BatchedDenseEmbedding):
+    """TorchRec's dense kernel with gradients that name their rows."""
+
+    _rows: list[nn.Parameter]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values = features.values().long().split(features.length_per_key())
+        tables = [self._rows[table] for table in self._feature_table_map]
+        return torch.cat([F.embedding(ids, rows, sparse=True) for ids, rows in zip(values, tables, strict=True)])
+
+
+def _take_rows(kernel: BatchedDenseEmbedding) -> list[nn.Parameter]:
+    """Turn the kernel into _SparseRows; its tables [rows, width] as parameters over the storage it had."""
+    rows = [nn.Parameter(weight.detach()) for weight in kernel.split_embedding_weights()]
+    # TorchRec builds its kernels itself and offers no place to name another class. The parameters stay out of its
+    # module tree, so that its state dict keeps the sharded names.
+    kernel.__class__ = _SparseRows
+    object.__setattr__(kernel, "_rows", rows)
+    return rows
+
+
+def _kernels(table: ShardedEmbeddingCollection) -> Iterator[nn.Module]:
+    # The lookups are not among the module's children.
+    for lookup in table._lookups:
+        yield from lookup.modules()
+
+
+def _device(table: ShardedEmbeddingCollection) -> torch.device:
+    assert table._device is not None
+    return table._device

@@ -1,0 +1,127 @@
+"""The only file that shards or wraps a model.
+
+The item table is model-parallel: TorchRec shards it. The tower is data-parallel. Between them the rows of a batch
+change sides: `lookup` sends them from the ranks that own them to the rank that needs them, `return_gradients` sends
+their gradients back, and both pass the wire codec.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
+
+from logitmix.comm.collectives import all_reduce_sum
+from logitmix.comm.fp8 import roundtrip
+from logitmix.comm.hooks import WireMeter, codecs_registry, common_row_dim
+from logitmix.comm.process_group import Ranks
+from logitmix.modules.embeddings import ITEM, item_lookup
+from logitmix.modules.model import Batch, RetrievalModel, Tower
+from logitmix.modules.noise import derive_key, truncated_normal
+from logitmix.trainer.config import Config, TablesConfig
+from logitmix.trainer.optimizer import TableOptimizer, fused_params, table_kernel, table_optimizer
+
+WEIGHT = f"embeddings.{ITEM}.weight"
+"""Name of the item table in state dicts, sharded or not."""
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A sharded table and a replicated tower, ready to train."""
+
+    table: ShardedEmbeddingCollection
+    table_optimizer: TableOptimizer
+    replicated: DistributedDataParallel
+    meter: WireMeter
+    ranks: Ranks
+    config: Config
+
+    @property
+    def tower(self) -> Tower:
+        return cast(Tower, self.replicated.module)
+
+    def lookup(self, id_V: Tensor) -> Tensor:
+        """Rows [V, D] of the item table, wherever they live; collective."""
+        rows_VD = self.table(item_lookup(id_V)).wait()[ITEM].values()
+        wire = self.config.comm
+        if wire.emulate and self.ranks.world_size == 1:
+            rows_VD = roundtrip(rows_VD, wire.forward, wire.backward)
+        return rows_VD
+
+    def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The tower's losses; autocast as configured."""
+        with autocast(self.config, self.ranks.device):
+            return self.replicated(rows_VD, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the tower, summed over the ranks: DDP averages, hence the factor."""
+        (loss * self.ranks.world_size).backward()
+
+    def return_gradients(self, rows_VD: Tensor, gradient_VD: Tensor | None) -> None:
+        """Row gradients [V, D] to their owners, which sum them over the ranks; collective."""
+        rows_VD.backward(gradient_VD)
+
+    def shard(self) -> ShardedTensor:
+        """The item table, of which each rank holds its shards."""
+        return cast(ShardedTensor, self.table.state_dict()[WEIGHT])
+
+    def gather_table(self) -> Tensor:
+        """The whole item table [X, D] on every rank, in FP32 past the codec; collective."""
+        sharded = self.shard()
+        item_XD = torch.zeros(sharded.size(), device=self.ranks.device)
+        for shard in sharded.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            item_XD[row : row + rows, column : column + columns] = shard.tensor
+        return all_reduce_sum(item_XD, self.ranks)
+
+
+def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
+    """Plan, shard with the codec hook, initialise, replicate. The weights depend on the seed alone."""
+    with torch.device("meta"):
+        model = RetrievalModel(num_items, config.model)
+    meter = WireMeter(ranks.rank)
+    plan = _plan(model, config.tables, ranks)
+    table = EmbeddingCollectionSharder(
+        fused_params=fused_params(config.tables),
+        qcomm_codecs_registry=codecs_registry(config.comm, common_row_dim(plan), meter),
+    ).shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
+    optimizer = table_optimizer(table, WEIGHT, config.tables)
+    _initialise_table(table, config)
+
+    tower = model.tower.to_empty(device="cpu")
+    tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
+    replicated = DistributedDataParallel(tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True)
+    return ParallelModel(table, optimizer, replicated, meter, ranks, config)
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16")
+
+
+def _plan(model: RetrievalModel, config: TablesConfig, ranks: Ranks) -> EmbeddingModuleShardingPlan:
+    sharder = EmbeddingCollectionSharder()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=ranks.world_size, compute_device=ranks.device.type),
+        constraints={ITEM: ParameterConstraints(sharding_types=[config.sharding])},
+    )
+    plan = planner.collective_plan(model, [sharder], ranks.group).get_plan_for_module("table")
+    assert plan is not None
+    for parameter in cast(dict, plan).values():
+        parameter.compute_kernel = table_kernel(config, ranks.device).value
+    return cast(EmbeddingModuleShardingPlan, plan)
+
+
+def _initialise_table(table: ShardedEmbeddingCollection, config: Config) -> None:
+    key = derive_key("table", ITEM, config.train.seed)
+    for shard in cast(ShardedTensor, table.state_dict()[WEIGHT]).local_shards():
+        (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        values = truncated_normal(
+            key, torch.arange(row, row + rows), torch.arange(column, column + columns), config.tables.init_std
+        )
+        with torch.no_grad():
+            shard.tensor.copy_(values)

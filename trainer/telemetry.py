@@ -1,0 +1,203 @@
+"""What a run shows while it runs: a progress bar, metrics.jsonl and TensorBoard, all on rank 0."""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.utils.tensorboard import SummaryWriter
+
+from logitmix.comm.collectives import all_reduce_sum
+from logitmix.modules.model import Batch
+from logitmix.trainer.checkpoint import Progress as Done
+from logitmix.trainer.parallelize import ParallelModel, autocast
+
+PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
+"""Parts of a step. all_to_all is the change of sides both ways: ids and rows out, gradients back, codec, waiting for
+the other ranks, and the tables' own lookup and fused update."""
+
+
+class Clock:
+    """Seconds of this rank in each phase since `take`, and in all phases since the run began."""
+
+    def __init__(self, device: torch.device, total: float) -> None:
+        self.device, self.total, self.exact = device, total, False
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        spent = self._now() - start
+        self.seconds[phase] += spent
+        self.total += spent
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _now(self) -> float:
+        # Waiting for the device costs time, so only steps that are logged do it.
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class Telemetry:
+    """Writes rows on rank 0; on the other ranks it takes part in the sums and is silent."""
+
+    def __init__(self, run: Path, model: ParallelModel, done: Done, total_steps: int) -> None:
+        """Rows after `done`, which a killed attempt may have left, are dropped first."""
+        self.model, self.ranks = model, model.ranks
+        self.clock = Clock(self.ranks.device, done.seconds)
+        self.main = self.ranks.rank == 0
+        self.last_step, self.positions = done.step, 0
+        self.console = Console(stderr=True)
+        if self.main:
+            keep_rows(run / "metrics.jsonl", done.step)
+            self.file = open(run / "metrics.jsonl", "a")  # noqa: SIM115 (closed in __exit__)
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=done.step + 1)
+            self.bar = progress_bar(self.console)
+            self.task = self.bar.add_task("training", total=total_steps, completed=done.step)
+            if done.step:
+                self.console.print(f"continuing {run} after step {done.step}", highlight=False)
+
+    def __enter__(self) -> "Telemetry":
+        if self.main and self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.main:
+            self.bar.stop()
+            self.board.close()
+            self.file.close()
+
+    def advance(self, step: int, batch: Batch) -> None:
+        self.positions += batch.total_positions
+        if self.main:
+            self.bar.update(self.task, completed=step)
+
+    def log_training(
+        self, step: int, epoch: float, losses: dict[str, Tensor], batch: Batch, rows_VD: Tensor
+    ) -> None:
+        """A row of this step's losses over all ranks, and of rates since the last row; between backward and update.
+
+        Collective. Raises ValueError where the loss is not finite, before it reaches the weights.
+        """
+        wire = self.model.meter.take()
+        names = sorted(losses)
+        counts = [wire.forward_bytes + wire.backward_bytes, wire.forward_fp32_bytes + wire.backward_fp32_bytes]
+        local = [*(losses[name].item() for name in names), *map(float, counts)]
+        *sums, sent, fp32 = all_reduce_sum(torch.tensor(local, dtype=torch.float64), self.ranks).tolist()
+        loss = dict(zip(names, sums, strict=True))
+        self._require_finite(loss["loss"], step)
+        gradients = [p.grad for p in self.model.tower.parameters() if p.grad is not None]
+        phases, steps = self.clock.take(), step - self.last_step
+        seconds = sum(phases.values())
+        row: dict[str, Any] = {"epoch": epoch, "loss": loss.pop("loss")}
+        row |= {f"loss/{name}": value for name, value in loss.items()}
+        row["gradient_norm"] = float(get_total_norm(gradients))
+        row |= {"examples_per_second": self.positions / seconds, "time/step": seconds / steps}
+        row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
+        row["wire/bytes_per_step"] = sent / steps
+        if fp32:
+            row["wire/share_of_fp32"] = sent / fp32
+        row["memory/peak_gib"] = _peak_memory(self.ranks.device)
+        self.last_step, self.positions = step, 0
+        if self.main:
+            self._write("train", step, row | self._gates(step, batch, rows_VD))
+            self.bar.update(self.task, description=f"loss {row['loss']:.4f}")
+
+    def log_validation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        if self.main:
+            self._write("validation", step, metrics | {"epoch": epoch})
+            shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
+            self.console.print(f"epoch {epoch:g}, step {step}: validation {shown}", highlight=False)
+
+    def _require_finite(self, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} at step {step}; lower --dense.lr and --tables.lr, or set --train.warmup-steps; "
+                f"the checkpoints up to here are whole"
+            )
+
+    def _gates(self, step: int, batch: Batch, rows_VD: Tensor) -> dict[str, float]:
+        """How rank 0's first sequences use MoL's components; entropy 1 is even use."""
+        with autocast(self.model.config, self.ranks.device):
+            gates_TM = self.model.tower.gate_sample(rows_VD, batch)
+        if gates_TM is None:
+            return {}
+        use_M = gates_TM.mean(0)
+        self.board.add_histogram("gates/use_of_components", use_M.cpu().numpy(), step)
+        entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
+        return {
+            "gates/entropy": float(entropy) / math.log(gates_TM.shape[1]) if gates_TM.shape[1] > 1 else 0.0,
+            "gates/least_used": float(use_M.min()),
+            "gates/most_used": float(use_M.max()),
+        }
+
+    def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
+        self.file.flush()
+        for name, value in row.items():
+            tag = name if "/" in name else f"{kind}/{name}"
+            self.board.add_scalar(tag, value, step)
+        self.board.flush()
+
+
+def progress_bar(console: Console | None = None) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
+    )
+
+
+@contextmanager
+def counting(title: str, total: int, shown: bool) -> Iterator[Any]:
+    """A progress bar over `total` things; yields a function that takes how many more are done."""
+    console = Console(stderr=True)
+    visible = shown and console.is_terminal
+    bar = progress_bar(console)
+    with bar if visible else nullcontext():
+        task = bar.add_task(title, total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+def keep_rows(path: Path, last_step: int) -> None:
+    """Drop rows of later steps, and a last line that was cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+                kept.append(line)
+        except ValueError:
+            continue
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept))
+    part.replace(path)
+
+
+def _peak_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
