@@ -10,13 +10,14 @@ import json
 import os
 import shutil
 import uuid
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from logitmix.comm.collectives import barrier, broadcast_object
@@ -73,7 +74,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     path, progress = found
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path, process_group=ranks.group)
-    model.table_optimizer.restore(state["table_optimizer"], progress.step)
+    model.table_optimizer.restore(state.get("table_optimizer", {}), progress.step)
     return progress
 
 
@@ -91,7 +92,9 @@ def load_offline(run: Path, which: Literal["best", "last"] = "best") -> OfflineM
     assert isinstance(metadata, TensorStorageMetadata)
     item_XD = torch.empty(metadata.size)
     tower = Tower(config.model)
-    dcp.load({"table": {WEIGHT: item_XD}, "tower": tower.state_dict()}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load({"table": {WEIGHT: item_XD}, "tower": tower.state_dict()}, checkpoint_id=path, no_dist=True)
     return OfflineModel(config, _progress(path).step, item_XD, tower.eval())
 
 
@@ -112,16 +115,17 @@ def best_checkpoint(run: Path, metric: str) -> Path:
 
 def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a checkpoint holds, by reference: loading into it in place restores the model."""
-    return {
+    state: dict[str, dict[str, Any]] = {
         "table": {WEIGHT: model.shard()},
         "table_optimizer": model.table_optimizer.state_dict(),
         "tower": model.tower.state_dict(),
-        "dense_optimizer": _dense_state(model.tower, optimizer),
+        "dense_optimizer": {
+            name: dict(optimizer.state[parameter]) for name, parameter in model.tower.named_parameters()
+        },
     }
-
-
-def _dense_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: dict(optimizer.state[parameter]) for name, parameter in module.named_parameters()}
+    # DCP would take an empty mapping for an entry; a rank without shards has some, and so has SGD.
+    entries = {part: {name: value for name, value in content.items() if value != {}} for part, content in state.items()}
+    return {part: content for part, content in entries.items() if content}
 
 
 def _publish(part: Path, final: Path, progress: Progress) -> None:

@@ -95,11 +95,11 @@ class FusedOptimizer:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.optimizer.state_dict()["state"]}
+        return self.optimizer.state_dict()["state"]
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
         whole = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(whole | {"state": state["state"]})
+        self.optimizer.load_state_dict(whole | {"state": whole["state"] | state})
         for _, part in self.optimizer.optimizers:
             cast(Any, part).set_optimizer_step(steps)
 

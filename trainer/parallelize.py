@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
@@ -107,6 +108,7 @@ def _plan(model: RetrievalModel, config: TablesConfig, ranks: Ranks) -> Embeddin
     sharder = EmbeddingCollectionSharder()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=ranks.world_size, compute_device=ranks.device.type),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
         constraints={ITEM: ParameterConstraints(sharding_types=[config.sharding])},
     )
     plan = planner.collective_plan(model, [sharder], ranks.group).get_plan_for_module("table")

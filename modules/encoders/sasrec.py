@@ -4,6 +4,7 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, D wid
 """
 
 import math
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,10 @@ class Packing:
         self.last_B = start_B + lengths_B - 1
 
     def to(self, device: torch.device) -> "Packing":
+        moved = copy(self)
         for name in ("position_T", "row_T", "padded_T", "last_B"):
-            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
-        return self
+            setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
+        return moved
 
 
 class _Block(nn.Module):
@@ -84,13 +86,13 @@ class _Block(nn.Module):
         return x_TD + self._drop(self.down(hidden_TD), noise, "down", packing)
 
     def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
-        B, L = packing.shape
+        (B, L), D = packing.shape, x_TD.shape[1]
         packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1)
         padded = packed.new_zeros(B * L, packed.shape[1]).index_copy(0, packing.padded_T, packed)
-        q, k, v = padded.view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = padded.view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
         out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, -1)[packing.padded_T])
+        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, D)[packing.padded_T])
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
         return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x

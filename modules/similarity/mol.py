@@ -37,7 +37,8 @@ class MoL(nn.Module):
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
-        components = self.query_projection(query_TD).view(len(query_TD), self.config.query_components, -1)
+        shape = (len(query_TD), self.config.query_components, self.config.component_dim)
+        components = self.query_projection(query_TD).view(shape)
         weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
         return self._scaled(components, 1 / self.config.temperature), weights
 
@@ -46,7 +47,8 @@ class MoL(nn.Module):
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
-        components = self.item_projection(dropped_ND).view(len(item_ND), self.config.item_components, -1)
+        shape = (len(item_ND), self.config.item_components, self.config.component_dim)
+        components = self.item_projection(dropped_ND).view(shape)
         weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
         return self._scaled(components, 1.0), weights
 

@@ -1,0 +1,58 @@
+"""Small datasets and configurations for tests."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from logitmix.trainer.config import Config, from_mapping
+from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+
+ITEMS = 50
+
+
+def write_dataset(path: Path, users: int = 60, items: int = ITEMS, seed: int = 0) -> Path:
+    """Users with 5 to 24 random actions each."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(5, 25, users)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    actions = random.integers(0, items, offsets[-1])
+    names = pa.array([f"item-{index}" for index in range(items)])
+    path.mkdir(parents=True)
+    write_contents(path, Contents(offsets, actions, np.arange(offsets[-1]), item_columns={"raw_id": names}))
+    counts = {"users": users, "items": items, "actions": int(offsets[-1])}
+    write_description(path, {"format_version": FORMAT_VERSION, "name": "demo", **counts})
+    return path
+
+
+def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """A MoL that trains in a moment: D = 8, 2 x 2 components; `settings` ({"train.epochs": 3}) go on top."""
+    flat = {
+        "data.path": str(data),
+        "model.dim": 8,
+        "model.encoder.blocks": 1,
+        "model.encoder.max_length": 12,
+        "model.similarity.kind": "mol",
+        "model.similarity.query_components": 2,
+        "model.similarity.item_components": 2,
+        "model.similarity.component_dim": 4,
+        "model.similarity.gate_hidden": 8,
+        "model.similarity.projection_hidden": 8,
+        "model.hindexer.dim": 4,
+        "model.hindexer.weight": 0.5,
+        "model.loss.negatives": 5,
+        "train.batch_size": 16,
+        "train.epochs": 2,
+        "train.log_every": 1,
+    }
+    tree: dict[str, Any] = {}
+    for key, value in (flat | dict(settings)).items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return from_mapping(Config, tree, "test")

@@ -1,0 +1,190 @@
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from small_data import ITEMS, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.trainer import checkpoint
+from logitmix.trainer.checkpoint import Progress
+from logitmix.trainer.config import Config, dump_toml
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import ParallelModel, parallelize
+
+ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
+ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
+
+
+def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One update of table and tower by gradients that follow from the seed, the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(ITEMS, generator=generator)[:20].sort().values
+    gradient = torch.randn(len(ids), 8, generator=generator)
+    model.table_optimizer.prepare(0.01)
+    # Every rank looks up the same rows: the owners average what the ranks send.
+    model.return_gradients(model.lookup(ids), gradient)
+    model.table_optimizer.step()
+    for parameter in model.tower.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {name: value.clone() for name, value in model.tower.state_dict().items()}
+    return state | {"table": model.gather_table()}
+
+
+def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
+    """State two steps after the checkpoint of `steps`."""
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(ITEMS, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for seed in range(steps):
+            step(model, optimizer, seed)
+        checkpoint.save(run, model, optimizer, Progress(steps, 1.5, {"hr@10": 0.1}), keep=2)
+        for seed in range(steps, steps + 2):
+            step(model, optimizer, seed)
+        return snapshot(model, optimizer)
+
+
+def resume(run: Path, config: Config) -> dict[str, Tensor]:
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(ITEMS, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        done = checkpoint.restore(run, model, optimizer)
+        for seed in range(done.step, done.step + 2):
+            step(model, optimizer, seed)
+        return snapshot(model, optimizer)
+
+
+def save_and_resume(jobs: list[tuple[Path, Config]], others: list[tuple[Path, Config]]) -> list[dict[str, Tensor]]:
+    for run, config in jobs:
+        train_and_save(run, config, 3)
+    return [resume(run, config) for run, config in jobs + others]
+
+
+def new_run(folder: Path, name: str, config: Config) -> Path:
+    run = folder / name
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.toml").write_text(dump_toml(config))
+    return run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) -> None:
+    configs = {name: small_config(data, settings) for name, settings in {"adam": ADAM, "adagrad": ADAGRAD}.items()}
+    alone = {name: new_run(tmp_path, f"alone-{name}", config) for name, config in configs.items()}
+    paired = {name: new_run(tmp_path, f"paired-{name}", config) for name, config in configs.items()}
+    expected = {name: train_and_save(alone[name], config, 3) for name, config in configs.items()}
+    jobs = [(paired[name], configs[name]) for name in configs]
+    others = [(alone[name], configs[name]) for name in configs]
+    for on_rank in two_ranks.run(save_and_resume, jobs, others):
+        for name, actual in zip([*configs, *configs], on_rank, strict=True):
+            assert_equal(actual, expected[name])
+    for name, config in configs.items():
+        assert_equal(resume(alone[name], config), expected[name])
+        assert_equal(resume(paired[name], config), expected[name])
+
+
+@pytest.fixture
+def run(tmp_path: Path, data: Path) -> Path:
+    config = small_config(data, ADAM)
+    run = new_run(tmp_path, "run", config)
+    train_and_save(run, config, 3)
+    return run
+
+
+def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
+    model = checkpoint.load_offline(run)
+    assert not torch.distributed.is_initialized()
+    assert (model.step, model.config) == (3, small_config(data, ADAM))
+    with process_group("cpu", 60) as ranks:
+        sharded = parallelize(ITEMS, model.config, ranks)
+        checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
+        assert torch.equal(model.item_XD, sharded.gather_table())
+        for name, value in sharded.tower.state_dict().items():
+            assert torch.equal(model.tower.state_dict()[name], value)
+
+
+def test_every_flipped_bit_is_found(run: Path) -> None:
+    (path,) = (run / "checkpoints").iterdir()
+    files = sorted(file for file in path.iterdir() if file.name != checkpoint.MANIFEST)
+    chance = random.Random(0)
+    for _ in range(60):
+        file = chance.choice(files)
+        content = bytearray(file.read_bytes())
+        at, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
+        content[at] ^= bit
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"is damaged or missing; remove .*step-3"):
+            checkpoint.load_offline(run)
+        content[at] ^= bit
+        file.write_bytes(content)
+    checkpoint.load_offline(run)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, data: Path) -> None:
+    config = small_config(data, ADAM)
+    before = resume(run, config)
+    newest = run / "checkpoints" / "step-9"
+    shutil.copytree(run / "checkpoints" / "step-3", newest)
+    (newest / ".metadata").write_bytes(b"")
+    assert_equal(resume(run, config), before)
+    (run / "checkpoints" / "step-3" / ".metadata").unlink()
+    with pytest.raises(ValueError, match="step-9/.metadata is damaged or missing"):
+        resume(run, config)
+
+
+def test_a_job_killed_while_saving_leaves_nothing_that_counts(run: Path, data: Path) -> None:
+    config = small_config(data, ADAM)
+    before = resume(run, config)
+    part = run / "checkpoints" / ".part-5-0123abcd"
+    shutil.copytree(run / "checkpoints" / "step-3", part)
+    assert_equal(resume(run, config), before)
+    train_and_save(run, config, 4)
+    assert not part.exists()
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
+    config = small_config(data, ADAM)
+    run = new_run(tmp_path, "run", config)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(ITEMS, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
+            metrics = {} if rate is None else {"hr@10": rate}
+            checkpoint.save(run, model, optimizer, Progress(number, 0.0, metrics), keep=2)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
+    assert checkpoint.load_offline(run).step == 2
+    assert checkpoint.load_offline(run, "last").step == 6
+
+
+def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ValueError, match="is not a run directory"):
+        checkpoint.load_offline(tmp_path)
+    run = new_run(tmp_path, "run", small_config(data))
+    with pytest.raises(ValueError, match="no complete checkpoint yet; train it first"):
+        checkpoint.load_offline(run)
+
+
+def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
+    path = run / "checkpoints" / "step-3" / checkpoint.MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"format_version": 2}))
+    with pytest.raises(ValueError, match="has format 2, this logitmix reads 1"):
+        checkpoint.load_offline(run)

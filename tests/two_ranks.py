@@ -1,0 +1,43 @@
+"""Real processes on the loopback, as torchrun would start them; the caller's process hosts the store."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD_SIZE = 2
+
+
+def run(worker: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `worker(*args)` returned on each rank; raises what a rank raised."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = host_store()
+        mp.start_processes(_enter, args=(store.port, folder, worker, args), nprocs=WORLD_SIZE, start_method="spawn")
+        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(WORLD_SIZE)]
+
+
+def host_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def set_launcher_variables(rank: int, port: int, attempt: int = 0) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(WORLD_SIZE),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
+    )
+
+
+def _enter(rank: int, port: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    set_launcher_variables(rank, port)
+    torch.save(worker(*args), Path(folder, str(rank)))
