@@ -1,0 +1,149 @@
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import two_ranks
+
+from logitmix.comm.collectives import agreed, barrier
+from logitmix.comm.process_group import LAUNCHER_VARIABLES, process_group
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TIMEOUT_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_alone_is_a_world_of_one() -> None:
+    with process_group("auto", TIMEOUT_SECONDS) as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.local_rank) == (0, 1, 0)
+        assert ranks.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert ranks.group.size() == 1
+    assert not dist.is_initialized()
+
+
+def test_an_address_left_behind_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with process_group("cpu", TIMEOUT_SECONDS) as ranks:
+        assert ranks.world_size == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_alone_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = listening()
+    with process_group("cpu", TIMEOUT_SECONDS) as ranks:
+        second = dist.new_group([0])
+        barrier(ranks)
+        assert all(address.startswith(("0100007F", "0" * 24 + "01000000")) for address in listening() - before)
+        dist.destroy_process_group(second)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def listening() -> set[str]:
+    inodes = {
+        os.readlink(f"/proc/self/fd/{name}")[8:-1]
+        for name in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    }
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_an_error_leaves_no_group_behind() -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"), process_group("cpu", TIMEOUT_SECONDS):
+            raise KeyError("mine")
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": None}, "not RANK;"),
+        ({"LOCAL_RANK": None, "MASTER_PORT": ""}, "not LOCAL_RANK, MASTER_PORT;"),
+        ({"RANK": "one"}, "RANK is 'one'"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK is 0 and WORLD_SIZE is 0"),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
+    ],
+)
+def test_bad_launcher_variables(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], message: str) -> None:
+    for name, value in (LAUNCHED | changes).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message), process_group("cpu", TIMEOUT_SECONDS):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_cuda_that_is_not_there() -> None:
+    one_line = r"^train\.device is cuda.*set train\.device to .*\Z"
+    with pytest.raises(ValueError, match=one_line), process_group("cuda", TIMEOUT_SECONDS):
+        pass
+
+
+def take_part(rank: int, port: int, attempts: list[int], answers: "Queue[Any]") -> None:
+    """Rank 1 leaves attempt 0 by an error and attempt 1 without a word; attempt 2 goes well."""
+    for attempt in attempts:
+        two_ranks.set_launcher_variables(rank, port, attempt)
+        started = time.monotonic()
+        try:
+            with process_group("cpu", TIMEOUT_SECONDS) as ranks:
+                barrier(ranks)
+                started = time.monotonic()
+                if rank == 1 and attempt == 0:
+                    raise SystemExit(3)
+                if rank == 1 and attempt == 1:
+                    os._exit(9)
+                answers.put((attempt, rank, agreed(rank == 1, ranks)))
+        except RuntimeError:
+            answers.put((attempt, rank, (time.monotonic() - started, dist.is_initialized())))
+
+
+@pytest.fixture(scope="module")
+def attempts() -> tuple[dict[tuple[int, int], Any], list[int | None]]:
+    """Three attempts that share a store, as under `torchrun --max-restarts`: answers and exit codes."""
+    store = two_ranks.host_store()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    shares = [(0, [0, 1, 2]), (1, [0]), (1, [1]), (1, [2])]
+    processes = [context.Process(target=take_part, args=(rank, store.port, todo, answers)) for rank, todo in shares]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT_SECONDS)
+        process.kill()
+        process.join()
+    received = []
+    while not answers.empty():
+        received.append(answers.get(timeout=5))
+    return {(attempt, rank): answer for attempt, rank, answer in received}, [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize(("attempt", "exit_code"), [(0, 3), (1, 9)], ids=["an error", "a kill"])
+def test_a_lost_peer_holds_nobody_up(attempts: Any, attempt: int, exit_code: int) -> None:
+    answers, exit_codes = attempts
+    assert exit_codes[attempt + 1] == exit_code
+    seconds, initialised = answers[attempt, 0]
+    assert not initialised
+    assert seconds < TIMEOUT_SECONDS / 4
+
+
+def test_a_restart_finds_no_stale_addresses(attempts: Any) -> None:
+    answers, exit_codes = attempts
+    assert (exit_codes[0], exit_codes[3]) == (0, 0)
+    assert (answers[2, 0], answers[2, 1]) == (True, True)

@@ -1,0 +1,441 @@
+import csv
+import hashlib
+import io
+import json
+import tempfile
+import zipfile
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.prepare import prepare
+
+QUIET = Console(quiet=True)
+
+
+def run(name: str, source: Path | str, out: Path, **options: Any) -> dict[str, Any]:
+    return prepare(PrepareOptions(name, str(source), str(out), **{"min_user_actions": 1} | options), QUIET)
+
+
+def sequences(out: Path) -> dict[str, list[tuple[str, int]]]:
+    """Raw user id -> the raw items and times, as another program would read them."""
+    items = pq.read_table(out / "items.parquet").to_pylist()
+    assert [row["item_index"] for row in items] == list(range(len(items)))
+    users = pq.read_table(out / "sequences").to_pylist()
+    assert [row["user_index"] for row in users] == list(range(len(users)))
+    return {
+        row["raw_user_id"]: [
+            (items[item]["raw_id"], time) for item, time in zip(row["item_indices"], row["timestamps"], strict=True)
+        ]
+        for row in users
+    }
+
+
+def entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Users 2, 10 and 9 with 3, 2 and 1 actions; items x, y and z with 3, 2 and 1."""
+    path = tmp_path / "in" / "table.csv"
+    path.parent.mkdir()
+    path.write_text("user,item,timestamp\n10,x,5\n2,y,9\n2,x,3\n9,x,1\n10,y,4\n2,z,1\n")
+    return path
+
+
+def zip_of(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) -> None:
+    made = run("table", table, tmp_path / "out")
+    assert list(sequences(tmp_path / "out").items()) == [
+        ("2", [("z", 1), ("x", 3), ("y", 9)]),
+        ("9", [("x", 1)]),
+        ("10", [("y", 4), ("x", 5)]),
+    ]
+    assert load_dataset(tmp_path / "out").raw_ids() == ["x", "y", "z"]
+    assert made == json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert made == {
+        "format_version": 1,
+        "name": "table",
+        "users": 3,
+        "items": 3,
+        "actions": 6,
+        "filters": {"min_user_actions": 1, "min_item_actions": 0},
+        "read": {"users": 3, "items": 3, "actions": 6},
+        "rejected_lines": 0,
+        "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
+        "generator": None,
+    }
+    assert entries(tmp_path / "out") == {"dataset.json", "items.parquet", "sequences"}
+    assert entries(tmp_path) == {"in", "out"}
+
+
+def test_ids_sort_as_text_as_soon_as_one_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("10 1\n9 1\n010 1\n")
+    (tmp_path / "b.txt").write_text("10 1\n9 1\nx 1\n")
+    for name in "ab":
+        run("sequences", tmp_path / f"{name}.txt", tmp_path / name)
+    assert list(sequences(tmp_path / "a")) == ["9", "010", "10"]
+    assert list(sequences(tmp_path / "b")) == ["10", "9", "x"]
+
+
+def test_ties_stay_in_file_order(tmp_path: Path) -> None:
+    rows = [f"{row % 3},{row},{7 + row % 2}" for row in range(600)]
+    (tmp_path / "in.csv").write_text("\n".join(["user,item,timestamp", *rows]))
+    run("table", tmp_path / "in.csv", tmp_path / "out")
+    for user, actions in sequences(tmp_path / "out").items():
+        own = [(str(row), 7 + row % 2) for row in range(int(user), 600, 3)]
+        assert actions == sorted(own, key=lambda action: action[1])
+
+
+@pytest.mark.parametrize(
+    ("users_at_least", "items_at_least", "expected"),
+    [
+        (2, 0, {"2": "zxy", "10": "yx"}),
+        (3, 0, {"2": "zxy"}),
+        (1, 2, {"2": "xy", "9": "x", "10": "yx"}),
+        (3, 1, {"2": "zxy"}),
+        # Users are counted after the item filter, and items not again after the user filter: y keeps one action.
+        (2, 2, {"2": "xy", "10": "yx"}),
+        (0, 3, {"2": "x", "9": "x", "10": "x"}),
+    ],
+)
+def test_filters(
+    users_at_least: int, items_at_least: int, expected: dict[str, str], table: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    made = run("table", table, out, min_user_actions=users_at_least, min_item_actions=items_at_least)
+    assert {user: "".join(item for item, _ in actions) for user, actions in sequences(out).items()} == expected
+    assert load_dataset(out).raw_ids() == sorted(set("".join(expected.values())))
+    assert made["filters"] == {"min_user_actions": users_at_least, "min_item_actions": items_at_least}
+    assert made["read"] == {"users": 3, "items": 3, "actions": 6}
+
+
+def test_each_filter_runs_once_items_first(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a x\na y\nb y\nb y\nc z\n")
+
+    def kept(users_at_least: int) -> dict[str, str]:
+        out = tmp_path / "out"
+        options = {"min_user_actions": users_at_least, "min_item_actions": 2, "overwrite": True}
+        run("sequences", tmp_path / "in.txt", out, **options)
+        return {user: "".join(item for item, _ in actions) for user, actions in sequences(out).items()}
+
+    assert kept(0) == {"a": "y", "b": "yy"}, "c has nothing left"
+    assert kept(2) == {"b": "yy"}, "a has one action left"
+
+
+def test_five_actions_and_any_item_by_default(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"{user} {user}-{n}\n" for user in (4, 5) for n in range(user)))
+    made = prepare(PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out")), QUIET)
+    assert (made["users"], made["items"], made["actions"]) == (1, 5, 5)
+
+
+def test_no_user_left_says_how_many_there_were(table: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"no user has 4 or more actions \(there were 3 users with 6 actions\); lower --"
+    ):
+        run("table", table, tmp_path / "out", min_user_actions=4)
+    assert entries(tmp_path) == {"in"}
+
+
+ML_1M = {
+    "ml-1m/ratings.dat": b"1::20::5::30\n1::3::4::10\n2::3::1::1000000007\n",
+    "ml-1m/movies.dat": "3::Café, Le (1801)::Drama|Musical\n20::Éva::Drama\n9::Unseen::War\n".encode("latin-1"),
+    "ml-1m/users.dat": b"1::F::33::3::01234-5\n2::M::44::4::06789\n",
+}
+ML_100K = {
+    "ml-100k/u.data": b"1\t20\t5\t30\n1\t3\t4\t10\n2\t3\t1\t1000000007\n",
+    "ml-100k/u.item": "".join(
+        f"{item}|{title}|01-Jan-1995||http://a|0|0|{flags}\n"
+        for item, title, flags in [
+            (3, "Café, Le (1801)", "0|0|0|0|0|0|1|0|0|0|1|0|0|0|0|0|0"),
+            (20, "Éva", "0|0|0|0|0|0|1|0|0|0|0|0|0|0|0|0|0"),
+        ]
+    ).encode("latin-1"),
+    "ml-100k/u.user": b"1|33|F|3|01234-5\n2|44|M|4|06789\n",
+}
+ML_20M = {
+    "ml-20m/ratings.csv": b"userId,movieId,rating,timestamp\r\n1,20,5,30\r\n1,3,4.5,10\r\n2,3,1,1000000007\r\n",
+    "ml-20m/movies.csv": 'movieId,title,genres\r\n3,"Café, Le (1801)",Drama|Musical\r\n20,Éva,Drama\r\n'.encode(),
+}
+
+
+@pytest.mark.parametrize("form", ["zip", "folder", "outer folder"])
+@pytest.mark.parametrize(
+    ("name", "files"), [("ml-1m", ML_1M), ("ml-100k", ML_100K), ("ml-20m", ML_20M), ("ml-latest", ML_20M)]
+)
+def test_movielens(name: str, files: dict[str, bytes], form: str, tmp_path: Path) -> None:
+    source = zip_of(tmp_path / "in.zip", files)
+    if form != "zip":
+        with zipfile.ZipFile(source) as archive:
+            archive.extractall(tmp_path / "in")
+        inner = next((tmp_path / "in").iterdir())
+        source = inner if form == "folder" else inner.parent
+    made = run(name, source, tmp_path / "out")
+    assert sequences(tmp_path / "out") == {"1": [("3", 10), ("20", 30)], "2": [("3", 1000000007)]}
+    assert pq.read_table(tmp_path / "out" / "items.parquet").to_pylist() == [
+        {"item_index": 0, "raw_id": "3", "title": "Café, Le (1801)", "genres": ["Drama", "Musical"]},
+        {"item_index": 1, "raw_id": "20", "title": "Éva", "genres": ["Drama"]},
+    ]
+    if name in ("ml-1m", "ml-100k"):
+        users = pq.read_table(tmp_path / "out" / "sequences", columns=["gender", "age", "occupation", "zip"])
+        assert users.to_pylist() == [
+            {"gender": "F", "age": "33", "occupation": "3", "zip": "01234-5"},
+            {"gender": "M", "age": "44", "occupation": "4", "zip": "06789"},
+        ]
+    inside = {Path(member).name for member in files}
+    assert {Path(read).name for read in made["source"]["sha256"]} == ({"in.zip"} if form == "zip" else inside)
+    assert made["rejected_lines"] == 0
+
+
+def test_ratings_alone_make_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes(ML_1M["ml-1m/ratings.dat"])
+    run("ml-1m", tmp_path / "ratings.dat", tmp_path / "out")
+    assert sequences(tmp_path / "out")["1"] == [("3", 10), ("20", 30)]
+    assert pq.read_schema(tmp_path / "out" / "items.parquet").names == ["item_index", "raw_id"]
+
+
+def test_amazon(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("A2,B1,5.0,20\nA1,B2,4.0,30\nA2,B2,1.0,10\n")
+    reviews = [{"reviewerID": "A2", "asin": "B1", "unixReviewTime": 20}]
+    (tmp_path / "in.json").write_text("\n".join(map(json.dumps, reviews)))
+    run("amazon-books", tmp_path / "in.csv", tmp_path / "ratings")
+    run("amazon-kindle-store", tmp_path / "in.json", tmp_path / "reviews")
+    assert sequences(tmp_path / "ratings") == {"A1": [("B2", 30)], "A2": [("B2", 10), ("B1", 20)]}
+    assert sequences(tmp_path / "reviews") == {"A2": [("B1", 20)]}
+
+
+def test_a_folder_of_parts_is_one_table(tmp_path: Path) -> None:
+    source = tmp_path / "parts"
+    source.mkdir()
+    (source / "_SUCCESS").touch()
+    (source / ".part-2.csv").write_text("rubbish")
+    (source / "part-1.csv").write_text("user,item,timestamp\na,y,2\na,z,1\n")
+    pq.write_table(pa.table({"user": ["a"], "item": ["x"], "timestamp": [2]}), source / "part-0.parquet")
+    made = run("table", source, tmp_path / "out")
+    assert sequences(tmp_path / "out") == {"a": [("z", 1), ("x", 2), ("y", 2)]}
+    assert list(made["source"]["sha256"]) == ["part-0.parquet", "part-1.csv"]
+
+
+def test_malformed_lines_are_shown_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a x\n" * 71 + "only\n" * 29)
+    shown = io.StringIO()
+    options = PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out"), max_rejects=0.29)
+    made = prepare(options, Console(file=shown))
+    assert (made["actions"], made["rejected_lines"]) == (71, 29)
+    expected = [f"in.txt:{line}: has 1 fields, not 2" for line in range(72, 77)] + ["… and 24 more malformed lines"]
+    assert shown.getvalue().splitlines() == expected
+    rows = (tmp_path / "out" / "rejects.tsv").read_text().splitlines()
+    assert rows[0] == "file\tline\treason\ttext" and rows[29] == "in.txt\t100\thas 1 fields, not 2\tonly"
+    load_dataset(tmp_path / "out")
+
+
+def test_too_many_malformed_lines_stop_the_job(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a x\n" * 98 + "b\tad y z\n" * 2)
+    with pytest.raises(ValueError) as caught:
+        prepare(PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out")), QUIET)
+    kept = tmp_path / "out.rejects.tsv"
+    assert str(caught.value) == (f"2 of 100 lines are malformed, above --max-rejects 0.01; they are listed in {kept}")
+    assert kept.read_text().splitlines()[1] == "in.txt\t99\thas 4 fields, not 2\tb\\tad y z"
+    assert entries(tmp_path) == {"in.txt", "out.rejects.tsv"}
+
+
+def test_an_existing_dataset_is_replaced_only_when_asked(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("table", table, out)
+    with pytest.raises(ValueError, match=r"there is a dataset at .*/out already; replace it with --overwrite"):
+        run("table", table, out, min_user_actions=3)
+    assert load_dataset(out).num_users == 3
+    run("table", table, out, min_user_actions=3, overwrite=True)
+    assert load_dataset(out).num_users == 1
+    assert entries(tmp_path) == {"in", "out"}
+
+
+def test_a_failed_job_leaves_the_old_dataset(table: Path, tmp_path: Path) -> None:
+    run("table", table, tmp_path / "out")
+    with pytest.raises(ValueError, match="no user has 4"):
+        run("table", table, tmp_path / "out", min_user_actions=4, overwrite=True)
+    assert load_dataset(tmp_path / "out").num_users == 3
+    assert entries(tmp_path) == {"in", "out"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "dataset with more", "file", "link"])
+def test_what_is_no_dataset_is_never_replaced(kind: str, table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "folder":
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    else:
+        run("table", table, tmp_path / "real" if kind == "link" else out)
+        (out.symlink_to(tmp_path / "real") if kind == "link" else (out / "mine.txt").write_text("mine"))
+    before = entries(tmp_path), out.stat()
+    with pytest.raises(ValueError, match="choose another --out"):
+        run("table", table, out, overwrite=True)
+    assert (entries(tmp_path), out.stat()) == before
+
+
+def test_an_empty_folder_is_filled(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run("table", table, tmp_path / "out")
+    assert load_dataset(tmp_path / "out").num_users == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        (
+            "ml-1m",
+            {"x/u.data": b"1\t2\t3\t4"},
+            r"no ratings\.dat in it; ml-1m needs the original zip, its folder or that",
+        ),
+        ("ml-1m", {"x/ratings.dat": b""}, r"in\.zip: holds no actions"),
+        ("sequences", {"a.txt": b"1 2\n"}, "this format is one text file, plain or .gz"),
+        ("amazon-books", {"a.csv": b"1,2,3,4\n"}, "this format is one text file, plain or .gz"),
+    ],
+)
+def test_archives_that_do_not_hold_it(name: str, files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+    source = zip_of(tmp_path / "in.zip", files)
+    with pytest.raises(ValueError, match=message):
+        run(name, source, tmp_path / "out")
+    assert entries(tmp_path) == {"in.zip"}
+
+
+def test_a_truncated_zip_is_one_line(tmp_path: Path) -> None:
+    source = zip_of(tmp_path / "in.zip", {"ratings.dat": b"1::2::3::4\n" * 10_000})
+    whole = source.read_bytes()
+    source.write_bytes(whole[:-30])
+    with pytest.raises(ValueError, match=r"in\.zip: truncated or damaged zip \(.*\); fetch it again"):
+        run("ml-1m", source, tmp_path / "out")
+    source.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    with pytest.raises(ValueError, match=r"in\.zip: truncated or damaged \(.*\); fetch it again"):
+        run("ml-1m", source, tmp_path / "out")
+    assert entries(tmp_path) == {"in.zip"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("sequences", b"", "holds no actions"),
+        ("table", b"", "no column 'user'; there are: "),
+        ("table", b"user,item,timestamp\n", "holds no actions"),
+        ("table", b"user;item;timestamp\n", "no column 'user'; there are: user;item;timestamp"),
+        ("amazon-books", b"", "holds no actions"),
+        ("ml-20m", b"1,2,3,4\n", "not with the header userId,movieId,rating,timestamp"),
+    ],
+)
+def test_files_without_actions(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        run(name, tmp_path / "in.txt", tmp_path / "out")
+    assert entries(tmp_path) == {"in.txt"}
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no file or folder at .*/nothing; give the downloaded file with --source"):
+        run("table", tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no \.parquet, \.csv or \.csv\.gz file in this folder"):
+        run("table", tmp_path / "empty", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "ml1m"},
+            r"no data format named 'ml1m' \(did you mean ml-1m\?\); there are: demo, demo-low-rank, ml-100k",
+        ),
+        ({"name": "amazon-"}, r"no data format named 'amazon-' \(did you mean amazon-"),
+        ({"name": "demo", "source": "x"}, "demo is generated and takes no --source"),
+        ({"name": "table", "max_rejects": 1.5}, "--max-rejects is 1.5; it must be a share from 0 to 1"),
+        ({"name": "table", "min_user_actions": -1}, "--min-user-actions is -1; it must be 0 or more"),
+        ({"name": "table", "min_item_actions": -1}, "--min-item-actions is -1; it must be 0 or more"),
+        ({"name": "demo", "seed": -1}, "--seed is -1; it must be from 0"),
+        ({"name": "table", "user_column": ""}, "--user-column is ''; it must be a column name"),
+        ({"name": "table", "item_column": ""}, "--item-column is ''; it must be a column name"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        PrepareOptions(**options)
+
+
+def test_the_output_is_named_after_the_data() -> None:
+    assert PrepareOptions("ml-1m").directory == Path("data/ml-1m")
+
+
+def test_demo(tmp_path: Path) -> None:
+    first = prepare(PrepareOptions("demo", out=str(tmp_path / "a"), seed=5), QUIET)
+    prepare(PrepareOptions("demo", out=str(tmp_path / "b"), seed=5), QUIET)
+    assert first["source"] is None
+    assert first["generator"]["name"] == "demo" and first["generator"]["parameters"]["seed"] == 5
+    assert first["users"] == first["generator"]["parameters"]["users"] == 2_000
+    assert (tmp_path / "a" / "dataset.json").read_bytes() == (tmp_path / "b" / "dataset.json").read_bytes()
+    assert sequences(tmp_path / "a") == sequences(tmp_path / "b")
+    titles = pq.read_table(tmp_path / "a" / "items.parquet")["title"].to_pylist()
+    assert len(set(titles)) == first["items"] and titles[0].startswith("topic ")
+
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6) | st.integers(0, 30).map(str)
+triples = st.tuples(ids, ids, st.integers(-5, 5) | st.integers(-(10**18) + 1, 10**18 - 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(triples, min_size=1, max_size=40))
+def test_any_table_comes_back(actions: list[tuple[str, str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "in.csv"), Path(folder, "out")
+        with source.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("user", "item", "timestamp"), *actions])
+        run("table", source, out)
+        expected = defaultdict(list)
+        for user, item, time in sorted(actions, key=lambda action: action[2]):
+            expected[user].append((item, time))
+        assert sequences(out) == expected
+        loaded = load_dataset(out)
+        raw = loaded.raw_ids()
+        assert Counter(raw[item] for item in loaded.items_flat) == Counter(item for _, item, _ in actions)
+        assert (loaded.num_users, loaded.offsets[-1]) == (len(expected), len(actions))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "users", "items", "actions"),
+    [
+        ("ml-1m", "ml-1m.zip", 6_040, 3_615, 999_917),
+        ("ml-100k", "ml-100k.zip", 943, 1_682, 100_000),
+        ("sequences", "amazon-beauty/beauty.txt.gz", 40_226, 54_542, 353_962),
+    ],
+)
+def test_real_data(name: str, file: str, users: int, items: int, actions: int, real_data: Path, tmp_path: Path) -> None:
+    made = prepare(PrepareOptions(name, str(real_data / file), str(tmp_path / "out")), QUIET)
+    assert (made["users"], made["items"], made["actions"]) == (users, items, actions)
+    assert made["rejected_lines"] == 0
+    loaded = load_dataset(tmp_path / "out")
+    assert (loaded.num_users, loaded.num_items, len(loaded.items_flat)) == (users, items, actions)
+
+
+def test_real_ratings_of_movielens_are_sorted_by_time(real_data: Path, tmp_path: Path) -> None:
+    """Every one of these users has ratings out of order in the file."""
+    source = real_data / "ml-1m-original-users1-2999.dat.gz"
+    made = prepare(PrepareOptions("ml-1m", str(source), str(tmp_path / "out")), QUIET)
+    assert made["users"] == 2_999
+    for actions in sequences(tmp_path / "out").values():
+        times = [time for _, time in actions]
+        assert times == sorted(times)

@@ -1,0 +1,65 @@
+"""What `logitmix prepare` can be told. Imports no torch."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from logitmix.modules.config import require
+
+MOVIELENS = ("ml-100k", "ml-1m", "ml-20m", "ml-latest")
+DEMOS = ("demo", "demo-low-rank")
+NAMES = (*DEMOS, *MOVIELENS, "amazon-beauty", "amazon-games", "amazon-books", "sequences", "table")
+"""What `name` may be; any other amazon-CATEGORY is read like the three."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Raw files in, dataset directory out."""
+
+    name: str
+    """Format of the source: demo, demo-low-rank, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY, sequences or
+    table."""
+    source: str = ""
+    """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output."""
+    out: str = ""
+    """Dataset directory to write; data/NAME when left empty."""
+    min_user_actions: int = 5
+    """Leave out users with fewer actions, counted after the item filter."""
+    min_item_actions: int = 0
+    """Leave out items with fewer actions, counted over all users; 0 keeps all."""
+    max_rejects: float = 0.01
+    """Share of malformed lines above which the job stops."""
+    seed: int = 0
+    """Seed of the demo generators."""
+    user_column: str = "user"
+    """Column with the user ids (table only)."""
+    item_column: str = "item"
+    """Column with the item ids (table only)."""
+    timestamp_column: str = "timestamp"
+    """Column with the times, whole numbers in any unit (table only); "" takes the order of the rows."""
+    overwrite: bool = False
+    """Replace the dataset that is already at the output."""
+
+    def __post_init__(self) -> None:
+        if not is_known_name(self.name):
+            near = difflib.get_close_matches(self.name, NAMES, n=1, cutoff=0.5)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"no data format named {self.name!r}{hint}; there are: {', '.join(NAMES)}")
+        require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
+        require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
+        require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")
+        require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
+        require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
+        require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
+        if self.name in DEMOS and self.source:
+            raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
+
+    @property
+    def directory(self) -> Path:
+        """Where the dataset goes."""
+        return Path(self.out or f"data/{self.name}")
+
+
+def is_known_name(name: str) -> bool:
+    return name in NAMES or re.fullmatch(r"amazon-[a-z0-9][a-z0-9-]*", name) is not None

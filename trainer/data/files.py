@@ -1,0 +1,91 @@
+"""Source files as byte streams: plain, gzip, a member of a zip, or part of a folder.
+
+A compressed file is told by its first bytes, not by its name. Reading moves a bar in a rich `Progress`.
+"""
+
+import gzip
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from rich.progress import Progress
+
+_DAMAGE = (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
+"""What gzip and zipfile raise for a truncated, corrupt or encrypted archive."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    path: Path
+    member: str = ""
+    """Name inside the zip at `path`; empty for a file of its own."""
+
+    @property
+    def label(self) -> str:
+        """How messages call it: the base name."""
+        return Path(self.member).name if self.member else self.path.name
+
+    @contextmanager
+    def open(self, progress: Progress) -> Iterator[BinaryIO]:
+        """The decompressed bytes. ValueError when the archive is truncated or damaged, there or while reading."""
+        with ExitStack() as stack:
+            raw = stack.enter_context(self.path.open("rb"))
+            task = progress.add_task(self.label, total=self.path.stat().st_size)
+            # The bar follows the compressed bytes: only their number is known beforehand.
+            counted = progress.wrap_file(raw, task_id=task)
+            try:
+                if self.member:
+                    archive = stack.enter_context(zipfile.ZipFile(counted))
+                    yield cast(BinaryIO, stack.enter_context(archive.open(self.member)))
+                elif magic(self.path).startswith(b"\x1f\x8b"):
+                    yield cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=counted)))
+                else:
+                    yield counted
+            except _DAMAGE as error:
+                raise ValueError(f"{self.path}: truncated or damaged ({error}); fetch it again") from None
+            progress.update(task, completed=self.path.stat().st_size)
+
+
+def magic(path: Path) -> bytes:
+    """The first 4 bytes; fewer where the file is shorter."""
+    with path.open("rb") as stream:
+        return stream.read(4)
+
+
+def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
+    """Those of `names` that are in a zip, a folder or its immediate subfolders, by name.
+
+    ValueError when the zip is truncated, or when a name is there twice.
+    """
+    if source.is_dir():
+        candidates = [InputFile(path) for path in [*sorted(source.glob("*")), *sorted(source.glob("*/*"))]]
+    else:
+        try:
+            with zipfile.ZipFile(source) as archive:
+                candidates = [InputFile(source, member) for member in archive.namelist()]
+        except _DAMAGE as error:
+            raise ValueError(f"{source}: truncated or damaged zip ({error}); fetch it again") from None
+    found: dict[str, InputFile] = {}
+    for file in candidates:
+        if file.label in names:
+            if file.label in found:
+                raise ValueError(f"{source}: holds two files named {file.label}; give the folder of one of them")
+            found[file.label] = file
+    return found
+
+
+def digests(source: Path, files: list[InputFile]) -> dict[str, str]:
+    """sha256 of the source file, or of those files of a source folder that were read, by name relative to it."""
+    if not source.is_dir():
+        return {source.name: file_digest(source, "sha256")}
+    return {file.path.relative_to(source).as_posix(): file_digest(file.path, "sha256") for file in files}
+
+
+def file_digest(path: Path, algorithm: str) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, algorithm).hexdigest()

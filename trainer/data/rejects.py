@@ -1,0 +1,71 @@
+"""Lines that no reader could make sense of: shown, written down, counted."""
+
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+SHOWN = 5
+ENOUGH_TO_JUDGE = 1000
+
+
+class TooManyRejects(ValueError):
+    """More malformed lines than `max_rejects` allows."""
+
+
+class Rejects:
+    """Collects malformed lines in a tab-separated file: file, line, reason, text.
+
+    The file starts with the first reject. Tabs, line ends, backslashes and undecodable bytes of the text are escaped,
+    so that each reject is one line. Rows of a Parquet file are counted from 1.
+    """
+
+    def __init__(self, path: Path, max_share: float, console: Console) -> None:
+        self.path = path
+        self.max_share = max_share
+        self.console = console
+        self.count = 0
+        self.lines = 0
+        """Lines read so far, malformed ones too."""
+        self._file: TextIO | None = None
+
+    def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
+        if self._file is None:
+            self._file = self.path.open("w", encoding="utf-8", newline="\n")
+            self._file.write("file\tline\treason\ttext\n")
+        self.count += 1
+        self._file.write(f"{file}\t{line}\t{_escape(reason)}\t{_escape(text)}\n")
+        if self.count <= SHOWN:
+            self._say(f"{file}:{line}: {_escape(reason)}")
+
+    def check_format(self, file: str) -> None:
+        """Stops early where nothing at all could be read: that is another format, not a few bad lines."""
+        if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
+            raise TooManyRejects(
+                f"{file}: all of the first {self.lines:,} lines are malformed; is it of another format?"
+            )
+
+    def finish(self) -> None:
+        """Raises TooManyRejects when the share of malformed lines is above the limit."""
+        self.close()
+        if self.count > SHOWN:
+            self._say(f"… and {self.count - SHOWN:,} more malformed lines")
+        if self.count and self.count / self.lines > self.max_share:
+            raise TooManyRejects(
+                f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}"
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _say(self, message: str) -> None:
+        self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _escape(text: str | bytes) -> str:
+    plain = text.decode("utf-8", "backslashreplace") if isinstance(text, bytes) else text
+    plain = plain.rstrip("\r\n").replace("\\", "\\\\")
+    for character, escaped in (("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
+        plain = plain.replace(character, escaped)
+    return plain.encode("utf-8", "backslashreplace").decode()
