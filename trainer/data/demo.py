@@ -6,7 +6,7 @@ moves on along the ring with each action, while the active interest switches as 
 item thus depends on the pair, narrowly, for hundreds of places, and on what that user took before.
 
 `demo-low-rank` is its control: the log-odds of an item are its log popularity plus one inner product of a user vector
-with an item vector, and the user vector drifts. Popularity, sizes and lengths are the same.
+with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn alike.
 
 In both, an item's popularity weight falls as a power of its rank, nobody takes an item twice, and times are seconds.
 The same seed gives the same actions on the same numpy; another processor's rounding may change a few in

@@ -98,9 +98,7 @@ def prepare(
     console = console or Console(stderr=True)
     out = options.directory
     _check_out(out, options.overwrite)
-    if options.name not in DEMOS and not options.source:
-        source_for(options.name, PINNED if pinned is None else pinned)
-    elif options.source and not Path(options.source).exists():
+    if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"

@@ -127,7 +127,7 @@ def test_filters(
 
 
 def test_each_filter_runs_once_items_first(tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("a x\na y\nb y\nb y\nc z\n")
+    (tmp_path / "in.txt").write_text("a x\na y\nb y\nb y\nC z\n")
 
     def kept(users_at_least: int) -> dict[str, str]:
         out = tmp_path / "out"
@@ -135,7 +135,7 @@ def test_each_filter_runs_once_items_first(tmp_path: Path) -> None:
         run("sequences", tmp_path / "in.txt", out, **options)
         return {user: "".join(item for item, _ in actions) for user, actions in sequences(out).items()}
 
-    assert kept(0) == {"a": "y", "b": "yy"}, "c has nothing left"
+    assert kept(0) == {"a": "y", "b": "yy"}, "C has nothing left"
     assert kept(2) == {"b": "yy"}, "a has one action left"
 
 

@@ -1,0 +1,248 @@
+"""Batches against each user's sequence cut by hand."""
+
+import itertools
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitmix.modules.model import Batch
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users
+from logitmix.trainer.data.dataset import Dataset
+
+Share = Literal["sequence", "batch"]
+LENGTHS = [4, 9, 0, 3, 25, 5, 1, 12, 2, 4, 7, 30, 6, 4, 8]
+"""Actions of each user; those with fewer than four give no training position."""
+TRAINABLE = [user for user, length in enumerate(LENGTHS) if length >= 4]
+
+
+def of_lengths(lengths: list[int]) -> Dataset:
+    """Every action has an item of its own, so that an item says whose it is and when."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    items = np.arange(offsets[-1], dtype=np.int32)
+    return Dataset(Path("somewhere"), "made", len(lengths), int(offsets[-1]), items, offsets)
+
+
+def sequence(dataset: Dataset, user: int) -> list[int]:
+    return dataset.items_flat[dataset.offsets[user] : dataset.offsets[user + 1]].tolist()
+
+
+def batches(
+    dataset: Dataset | None = None,
+    batch_size: int = 4,
+    max_length: int = 6,
+    negatives: int = 5,
+    share: Share = "sequence",
+    seed: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TrainingBatches:
+    return TrainingBatches(
+        dataset or of_lengths(LENGTHS),
+        batch_size=batch_size,
+        max_length=max_length,
+        negatives=negatives,
+        share=share,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def items_of(batch: Batch) -> dict[str, list]:
+    """A batch in terms of items: per sequence the inputs, the targets and the numbers of its positions."""
+    bounds = batch.packing.bounds
+    whole = {
+        "inputs": batch.id_V[batch.input_T],
+        "targets": batch.id_V[batch.target_T],
+        "rows": batch.packing.row_T,
+        "positions": batch.packing.position_T,
+    }
+    parts = {
+        name: [flat[start:end].tolist() for start, end in itertools.pairwise(bounds)] for name, flat in whole.items()
+    }
+    return parts | {"negatives": batch.id_V[batch.negatives_GN].tolist()}
+
+
+def owner(dataset: Dataset, item: int) -> int:
+    return int(np.searchsorted(dataset.offsets, item, side="right")) - 1
+
+
+def test_a_sequence_is_the_last_actions_before_those_held_out() -> None:
+    dataset, seen = of_lengths(LENGTHS), 0
+    source = batches(dataset)
+    for step in range(source.steps_per_epoch):
+        parts = items_of(source.at(step))
+        for inputs, targets, positions in zip(parts["inputs"], parts["targets"], parts["positions"], strict=True):
+            training = sequence(dataset, owner(dataset, inputs[0]))[:-2]
+            # L + 1 actions make L positions: 6 here, or all there are.
+            window = training[-7:]
+            assert inputs == window[:-1] and targets == window[1:]
+            assert positions == list(range(len(inputs)))
+            seen += 1
+    assert seen == len(TRAINABLE)
+
+
+def test_held_out_items_are_never_told() -> None:
+    dataset = of_lengths(LENGTHS)
+    source = batches(dataset, max_length=100)
+    held_out = {item for user in range(len(LENGTHS)) for item in sequence(dataset, user)[-2:]}
+    trained: set[int] = set()
+    for step in range(source.steps_per_epoch):
+        batch = source.at(step)
+        told = set(batch.id_V[torch.cat([batch.input_T, batch.target_T])].tolist())
+        assert not told & held_out
+        trained |= told
+    # And all else is, where a user has enough.
+    assert trained == {item for user in TRAINABLE for item in sequence(dataset, user)[:-2]}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 11, 100])
+def test_every_user_comes_once_an_epoch_in_an_order_of_its_own(batch_size: int) -> None:
+    dataset = of_lengths(LENGTHS)
+    source = batches(dataset, batch_size=batch_size)
+    assert source.steps_per_epoch == -(-len(TRAINABLE) // batch_size)
+    orders = []
+    for epoch in range(3):
+        steps = range(epoch * source.steps_per_epoch, (epoch + 1) * source.steps_per_epoch)
+        users = [[owner(dataset, inputs[0]) for inputs in items_of(source.at(step))["inputs"]] for step in steps]
+        assert [len(part) for part in users[:-1]] == [batch_size] * (len(users) - 1)
+        orders.append([user for part in users for user in part])
+        assert sorted(orders[-1]) == TRAINABLE
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return items_of(a) == items_of(b) and a.noise == b.noise and a.total_positions == b.total_positions
+
+
+def test_a_batch_follows_from_seed_and_step_alone() -> None:
+    source, again = batches(), batches()
+    steps = [7, 0, 3, 7, 11]
+    in_any_order = [source.at(step) for step in steps]
+    for step, batch in zip(steps, in_any_order, strict=True):
+        assert same(batch, again.at(step))
+    np.random.seed(5)
+    torch.manual_seed(5)
+    assert same(batches().at(3), in_any_order[2])
+    # Another seed changes the order, the negatives and the masks; another step, the negatives and the masks.
+    other = batches(seed=2).at(0)
+    first = source.at(0)
+    for key in ("inputs", "negatives"):
+        assert items_of(other)[key] != items_of(first)[key]
+    assert other.noise != first.noise
+    negatives = [tuple(map(tuple, items_of(source.at(step))["negatives"])) for step in range(20)]
+    assert len(set(negatives)) == 20 and len({source.at(step).noise for step in range(20)}) == 20
+
+
+@pytest.mark.parametrize("share", ["sequence", "batch"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 40])
+def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size: int) -> None:
+    for step in (0, 1, 2, 5):
+        whole = batches(share=share).at(step)
+        parts = [batches(share=share, rank=rank, world_size=world_size).at(step) for rank in range(world_size)]
+        expected = items_of(whole)
+        together = [items_of(part) for part in parts]
+        for key in ("inputs", "targets", "rows", "positions"):
+            assert [entry for part in together for entry in part[key]] == expected[key]
+        if share == "sequence":
+            assert [entry for part in together for entry in part["negatives"]] == expected["negatives"]
+        else:
+            assert len(expected["negatives"]) == 1
+            assert all(part["negatives"] == expected["negatives"] for part in together)
+        assert {part.noise for part in parts} == {whole.noise}
+        assert {part.total_positions for part in parts} == {len(whole.input_T)} == {whole.total_positions}
+
+
+def test_row_numbers_count_the_positions_of_the_global_batch() -> None:
+    for rank in range(3):
+        batch = batches(rank=rank, world_size=3).at(0)
+        before = sum(len(batches(rank=earlier, world_size=3).at(0).input_T) for earlier in range(rank))
+        assert batch.packing.row_T.tolist() == list(range(before, before + len(batch.input_T)))
+
+
+def test_ranks_get_about_as_many_positions_each() -> None:
+    random = np.random.default_rng(0)
+    dataset = of_lengths(random.integers(4, 60, 200).tolist())
+    for step in range(2):
+        parts = [batches(dataset, 100, 50, rank=rank, world_size=4).at(step) for rank in range(4)]
+        positions = [len(part.input_T) for part in parts]
+        # A cut falls at the nearest boundary between sequences: half of the longest, 50, on either side.
+        assert max(abs(count - sum(positions) / 4) for count in positions) <= 50
+
+
+def test_unique_items_are_sorted_and_are_those_named() -> None:
+    for share in ("sequence", "batch"):
+        for rank in range(2):
+            batch = batches(share=share, rank=rank, world_size=2).at(1)
+            named = torch.cat([batch.input_T, batch.target_T, batch.negatives_GN.flatten()])
+            assert batch.id_V.dtype == torch.int64 and named.dtype == torch.int64
+            assert batch.id_V.tolist() == sorted(set(batch.id_V.tolist()))
+            assert sorted(set(named.tolist())) == list(range(len(batch.id_V)))
+
+
+def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items() -> None:
+    dataset = of_lengths([4] * 25)
+    source = batches(dataset, batch_size=25, negatives=40)
+    drawn = np.array([items_of(source.at(step))["negatives"] for step in range(40)])
+    assert drawn.shape == (40, 25, 40)
+    assert len(np.unique(drawn.reshape(-1, 40), axis=0)) == 1000
+    count = np.bincount(drawn.ravel(), minlength=100)
+    # 400 times each: 99 degrees of freedom, a standard deviation of 14.
+    assert 99 - 5 * 14 < float(((count - 400) ** 2 / 400).sum()) < 99 + 5 * 14
+    shared = batches(dataset, batch_size=25, negatives=40, share="batch")
+    assert shared.at(0).negatives_GN.shape == (1, 40)
+
+
+def test_no_user_with_enough_actions_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"^somewhere: no user has 4 actions or more .*; prepare it again from more data$"
+    ):
+        batches(of_lengths([3, 0, 2]))
+    assert len(batches(of_lengths([3, 4])).at(0).input_T) == 1
+
+
+@pytest.mark.parametrize(("split", "held_out"), [("validation", 2), ("test", 1)])
+@pytest.mark.parametrize("max_length", [1, 6, 100])
+def test_ranking_users_are_all_who_have_a_target_and_a_history(
+    split: Literal["validation", "test"], held_out: int, max_length: int
+) -> None:
+    dataset = of_lengths(LENGTHS)
+    users = ranking_users(dataset, split, max_length)
+    expected = []
+    for user, length in enumerate(LENGTHS):
+        if length >= 3:
+            items = sequence(dataset, user)
+            expected.append((items[:-held_out][-max_length:], items[-held_out]))
+    histories = np.split(users.history, np.cumsum(users.lengths)[:-1])
+    assert [(h.tolist(), t) for h, t in zip(histories, users.target.tolist(), strict=True)] == expected
+    assert len(users) == len(expected)
+    assert {users.history.dtype, users.lengths.dtype, users.target.dtype} == {np.dtype(np.int64)}
+
+
+def test_nobody_to_rank_is_no_error() -> None:
+    users = ranking_users(of_lengths([2, 0, 1]), "test", 5)
+    assert len(users) == 0 and len(users.history) == 0 and list(users.batches(3)) == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 11, 50])
+def test_batches_of_ranking_users_are_consecutive(size: int) -> None:
+    users = ranking_users(of_lengths(LENGTHS), "test", 6)
+    parts = list(users.batches(size))
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1) and 0 < len(parts[-1]) <= size
+    for name in ("history", "lengths", "target"):
+        joined = np.concatenate([getattr(part, name) for part in parts])
+        assert np.array_equal(joined, getattr(users, name))
+    assert all(len(part.history) == part.lengths.sum() and isinstance(part, RankingUsers) for part in parts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs=st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 6)), max_size=8))
+def test_ranges_are_those_of_each_pair_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
+    starts, lengths = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in (0, 1))
+    expected = [value for start, length in pairs for value in range(start, start + length)]
+    assert ranges(starts, lengths).tolist() == expected
