@@ -1,0 +1,65 @@
+# make install   the environment, in .venv
+# make train     the demo from nothing: prepare, train on two processes (or all GPUs), evaluate, export, retrieve
+# make test      lint and the tests: what a change must pass
+# make lint      ruff, mypy, import-linter
+# make soak      the long proofs
+
+PYTHON ?= python3
+ACCELERATOR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+PROCESSES ?= $(if $(filter cuda,$(ACCELERATOR)),$(shell nvidia-smi --list-gpus | wc -l),2)
+
+LOCKED := .venv/locked-$(ACCELERATOR)
+INSTALLED := .venv/installed-$(ACCELERATOR)
+PACKAGES := comm launch modules serving trainer
+RUN := runs/demo-mol
+EXPORT := exports/demo-mol
+HISTORY := item-0000,item-0001,item-0002
+
+# torchx starts the torchrun that it finds here.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: install train test lint soak
+.DELETE_ON_ERROR:
+
+install: $(INSTALLED)
+
+# --no-deps: requirements/common.txt says why. --clear: the two accelerators' wheels would overwrite each other.
+$(LOCKED): requirements/common.txt requirements/dev.txt requirements/$(ACCELERATOR).txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "logitmix needs Python 3.11 or newer: make PYTHON=…")'
+	$(PYTHON) -m venv --clear .venv
+	@echo 'Installing about 70 wheels; this takes a minute or two.'
+	@.venv/bin/pip install --quiet --quiet --no-deps -r requirements/$(ACCELERATOR).txt -r requirements/dev.txt || \
+	  { echo 'If pip found no torch==…+cpu, point it at an index of PyTorch CPU wheels (README.md, Install).'; exit 1; }
+	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
+	@touch $@
+
+$(INSTALLED): $(LOCKED) pyproject.toml
+	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+train: install data/demo/dataset.json
+	torchx run --scheduler local_cwd launch/components.py:train -j 1x$(PROCESSES) -- demo-mol --run $(RUN)
+	logitmix evaluate $(RUN)
+	logitmix export $(RUN) --out $(EXPORT) --overwrite
+	logitmix retrieve $(EXPORT) --history $(HISTORY) -k 10
+	@echo
+	@echo 'Curves:         .venv/bin/tensorboard --logdir $(RUN)/tensorboard'
+	@echo 'Exported model: .venv/bin/logitmix retrieve $(EXPORT) --history $(HISTORY) -k 10'
+
+data/demo/dataset.json: | install
+	logitmix prepare demo --out data/demo
+
+test: lint
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow')
+
+soak: install
+	pytest -m $(if $(filter cuda,$(ACCELERATOR)),slow,'slow and not gpu') --timeout 3600
+
+# mypy does not read the mapping of an editable install, so it gets the folders under their namespace.
+lint: install
+	ruff check
+	ruff format --check
+	@mkdir -p build/lint/logitmix
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/lint/logitmix/$$package; done
+	mypy
+	PYTHONPATH=build/lint lint-imports --no-cache --no-logo

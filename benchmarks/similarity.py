@@ -1,0 +1,114 @@
+"""Dot product and mixture of logits at equal training time, on the demo and on its low-rank control.
+
+    python -m benchmarks.similarity [--minutes 1] [--seeds 3] [--json]
+
+The demo's users and items meet in hundreds of narrow places (high rank); the control's log-odds are one inner product
+(rank 16), where a dot product has all it needs. Each model trains for the same time on one process with one thread,
+its best checkpoint is chosen on validation, and the table gives the test metrics' mean and standard deviation over the
+seeds. `dot` is shown at the widths 48, 128 and 256; the best of them on validation is the one to compare `mol` with.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+DATASETS = ("demo", "demo-low-rank")
+METRICS = ("hr@10", "hr@50", "mrr")
+COMMON = ["--evaluate.every-epochs", "5", "--train.epochs", "100000", "--train.precision", "fp32"]
+MODELS = {
+    **{f"dot {dim}": ["--model.similarity.kind", "dot", "--model.dim", str(dim)] for dim in (48, 128, 256)},
+    "mol 4x4x32": ["--model.similarity.kind", "mol", "--model.dim", "64"],
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    minutes: float = 1.0
+    """Training time of each run, evaluation not counted."""
+    seeds: int = 3
+    jobs: int = 2
+    """Runs at once, one thread each."""
+    json: bool = False
+    """Print JSON."""
+
+
+def main(options: Options) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for dataset in DATASETS:
+            _logitmix("prepare", dataset, "--out", str(folder / dataset))
+        tasks = [(dataset, model, seed) for seed in range(options.seeds) for dataset in DATASETS for model in MODELS]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = pool.map(lambda task: _train(folder, options.minutes, *task), tasks)
+            results = list(track(runs, "training", len(tasks), console=Console(stderr=True)))
+    table: dict[str, dict[str, list[dict[str, float]]]] = {dataset: {model: [] for model in MODELS} for dataset in DATASETS}
+    for (dataset, model, _), result in zip(tasks, results, strict=True):
+        table[dataset][model].append(result)
+    if options.json:
+        print(json.dumps({"setting": _setting(options), "results": table}))
+    else:
+        _show(table, options)
+
+
+def _train(folder: Path, minutes: float, dataset: str, model: str, seed: int) -> dict[str, float]:
+    run = folder / f"{dataset}-{model}-{seed}".replace(" ", "-")
+    words = ["--data.path", str(folder / dataset), "--train.seed", str(seed), "--train.minutes", str(minutes)]
+    out = _logitmix("train", "demo-mol", *words, *COMMON, *MODELS[model], "--run", str(run), "--json")
+    results: dict[str, float] = json.loads(out)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    results["validation"] = max(row["hr@10"] for row in rows if row["kind"] == "validation")
+    results["last_step"] = rows[-1]["step"]
+    return results
+
+
+def _logitmix(*words: str) -> str:
+    command = [sys.executable, "-m", "logitmix.trainer.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options) -> None:
+    shown = Table("dataset", "model", *METRICS, "hr@10, validation", "steps", "HR@10 / best dot's", title=_setting(options))
+    for dataset, models in table.items():
+        means = {model: statistics.mean(run["validation"] for run in runs) for model, runs in models.items()}
+        best = max((model for model in models if model.startswith("dot")), key=means.__getitem__)
+        reference = statistics.mean(run["hr@10"] for run in models[best])
+        for model, runs in models.items():
+            cells = [_spread([run[metric] for run in runs]) for metric in (*METRICS, "validation")]
+            ratio = statistics.mean(run["hr@10"] for run in runs) / reference
+            steps = f"{statistics.mean(run['last_step'] for run in runs):.0f}"
+            shown.add_row(dataset, model + (" *" if model == best else ""), *cells, steps, f"{ratio:.2f}")
+    console = Console(width=140)
+    console.print(shown)
+    console.print("* the width that is best on validation")
+
+
+def _spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
+
+
+def _setting(options: Options) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return (
+        f"{options.minutes:g} min of training a run, {options.seeds} seeds, 1 process x 1 thread, {options.jobs} runs at "
+        f"once; torch {torch.__version__}, {platform.machine()}, commit {commit}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,102 @@
+"""The torchx components, as torchx itself reads and runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchx.specs.file_linter import validate
+from torchx.specs.finder import get_component
+
+COMPONENTS = Path(__file__).parents[2] / "launch/components.py"
+# A stand-in for the trainer: says what it was given, and fails when told to.
+ENTRY = """
+import os, sys
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:])
+sys.exit("planted failure" if "--fail" in sys.argv else 0)
+"""
+
+
+def torchx(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    scripts = Path(sys.executable).parent
+    return subprocess.run(
+        [scripts / "torchx", "run", *words],
+        env={**os.environ, **env, "PATH": f"{scripts}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "tensorboard"])
+def test_torchx_accepts_the_component(name: str) -> None:
+    assert validate(str(COMPONENTS), name) == []
+    assert get_component(f"{COMPONENTS}:{name}").description
+    result = torchx("-s", "local_cwd", f"{COMPONENTS}:{name}", "--help")
+    assert result.returncode == 0
+    # Where the docstring says nothing on an argument, torchx ends the line with a blank.
+    assert [line for line in result.stdout.splitlines() if line != line.rstrip()] == []
+
+
+def test_train_on_slurm() -> None:
+    result = torchx(
+        "-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "-j", "2x4", "--gpu", "4", "--max_retries", "3",
+        "--", "demo-mol", "--run", "runs/a b",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    script = result.stdout.partition("SBATCH_SCRIPT\n#-")[2]
+    # One group for each node; memory and cores follow from the processes.
+    for node in ("train-0", "train-1"):
+        assert (
+            f"#SBATCH --job-name={node} --requeue --ntasks-per-node=1 --cpus-per-task=8 --mem=65536 --gpus-per-task=4"
+            in script
+        )
+    assert "export TORCHX_MAX_RETRIES=3" in script
+    assert "--rdzv_endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:29500" in script
+    assert "--nnodes 2 --nproc_per_node 4" in script
+    command = script.replace("'\"'\"'", "'")
+    assert "-m -- logitmix.trainer.cli train demo-mol --run 'runs/a b'" in command
+
+
+def test_memory_and_cores_can_be_told() -> None:
+    result = torchx("-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "--cpu", "3", "--memMB", "5000", "--", "demo-mol")
+    assert "--cpus-per-task=3 --mem=5000" in result.stdout
+
+
+def test_train_on_kubernetes() -> None:
+    pytest.importorskip("kubernetes")
+    result = torchx(
+        "-s", "kubernetes", "--dryrun", "--workspace=", "-cfg", "queue=default", f"{COMPONENTS}:train",
+        "-j", "2x4", "--gpu", "4", "--image", "here/logitmix:1", "--", "demo-mol", "--run", "/data/runs/x",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("image: here/logitmix:1") == 2
+    assert "nvidia.com/gpu: '4'" in result.stdout
+    assert "--run /data/runs/x" in result.stdout
+
+
+def test_train_runs_on_two_processes(tmp_path: Path) -> None:
+    """`--run` reaches the trainer, though torchrun has a `--run-path`; a failed job fails torchx, with its words."""
+    entry = tmp_path / "logitmix/trainer/cli.py"
+    entry.parent.mkdir(parents=True)
+    (entry.parent / "__init__.py").touch()
+    entry.write_text(ENTRY)
+    words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b")
+
+    result = torchx(*words, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 ['train', 'demo-mol', '--run', 'a b']" in result.stderr
+
+    result = torchx(*words, "--fail", PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0
+    assert "planted failure" in result.stderr
+
+
+def test_tensorboard_shows_a_run() -> None:
+    app = get_component(f"{COMPONENTS}:tensorboard").fn("runs/demo-mol", port=7007)
+    (role,) = app.roles
+    assert (role.entrypoint, role.args) == (
+        "tensorboard",
+        ["--logdir", "runs/demo-mol", "--host", "localhost", "--port", "7007"],
+    )
