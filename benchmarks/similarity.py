@@ -53,7 +53,9 @@ def main(options: Options) -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = pool.map(lambda task: _train(folder, options.minutes, *task), tasks)
             results = list(track(runs, "training", len(tasks), console=Console(stderr=True)))
-    table: dict[str, dict[str, list[dict[str, float]]]] = {dataset: {model: [] for model in MODELS} for dataset in DATASETS}
+    table: dict[str, dict[str, list[dict[str, float]]]] = {
+        dataset: {model: [] for model in MODELS} for dataset in DATASETS
+    }
     for (dataset, model, _), result in zip(tasks, results, strict=True):
         table[dataset][model].append(result)
     if options.json:
@@ -82,7 +84,9 @@ def _logitmix(*words: str) -> str:
 
 
 def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options) -> None:
-    shown = Table("dataset", "model", *METRICS, "hr@10, validation", "steps", "HR@10 / best dot's", title=_setting(options))
+    shown = Table(
+        "dataset", "model", *METRICS, "hr@10, validation", "steps", "HR@10 / best dot's", title=_setting(options)
+    )
     for dataset, models in table.items():
         means = {model: statistics.mean(run["validation"] for run in runs) for model, runs in models.items()}
         best = max((model for model in models if model.startswith("dot")), key=means.__getitem__)
@@ -105,8 +109,8 @@ def _spread(values: list[float]) -> str:
 def _setting(options: Options) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return (
-        f"{options.minutes:g} min of training a run, {options.seeds} seeds, 1 process x 1 thread, {options.jobs} runs at "
-        f"once; torch {torch.__version__}, {platform.machine()}, commit {commit}"
+        f"{options.minutes:g} min of training a run, {options.seeds} seeds, 1 process x 1 thread, {options.jobs} runs "
+        f"at once; torch {torch.__version__}, {platform.machine()}, commit {commit}"
     )
 
 

@@ -89,9 +89,7 @@ def sampled_loss(
         hit_TN = target_T[:, None] == block.negatives_N[None]
         return reduce(positive_T, negative_TN, hit_TN)
 
-    return _Blockwise.apply(
-        block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters()
-    )
+    return _Blockwise.apply(block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters())
 
 
 def _softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
@@ -141,6 +139,6 @@ class _Blockwise(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (None, None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))

@@ -5,6 +5,7 @@ corpus, D encoder width.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from .hindexer import HIndexer
 from .losses import Block, Examples, sampled_loss
 from .noise import Noise
 from .similarity.build import build_similarity
+from .similarity.dot import Dot
 from .similarity.mol import MoL
 
 
@@ -108,7 +110,7 @@ class Tower(nn.Module):
         return self.similarity.sample_gates(query, item)
 
     def _loss(
-        self, similarity: nn.Module, query_TD: Tensor, item_VD: Tensor, batch: Batch, examples: Examples
+        self, similarity: Dot | MoL | HIndexer, query_TD: Tensor, item_VD: Tensor, batch: Batch, examples: Examples
     ) -> Tensor:
         gate_dropout = self.config.similarity.gate_dropout if isinstance(similarity, MoL) else 0.0
         query = similarity.query(query_TD, batch.packing.row_T, batch.noise)
@@ -120,7 +122,7 @@ class Tower(nn.Module):
 def _blocks(batch: Batch) -> list[Block]:
     bounds, groups = batch.packing.bounds, len(batch.negatives_GN)
     if groups == len(bounds) - 1:
-        spans = [(start, end, g) for g, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))]
+        spans = [(start, end, g) for g, (start, end) in enumerate(pairwise(bounds))]
     else:
         assert groups == 1
         spans = [(start, min(start + _BLOCK, bounds[-1]), 0) for start in range(0, bounds[-1], _BLOCK)]

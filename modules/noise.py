@@ -46,7 +46,7 @@ class Noise:
         """
         if rate == 0:
             return x
-        threshold = round(rate * 65536)
+        threshold = min(round(rate * 65536), 65535)
         width = x[0].numel() if len(x) else x.shape[-1]
         columns = torch.arange((width + 1) // 2, device=x.device)
         lanes = random_bits(derive_key(self.key, site), rows_R, columns).view(torch.int16)

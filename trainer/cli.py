@@ -1,6 +1,8 @@
 """The command line: prepare, train, evaluate, export, retrieve."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -9,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -31,7 +33,16 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
 datasets: {names}
 recipes:  {recipes}"""
 
-Positional = tyro.conf.Positional
+TRAIN_USAGE = """\
+usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
+
+logitmix train RECIPE --help lists every setting with the recipe's value
+recipes: {recipes}, or the path of a TOML file"""
+
+BOX = " ╭╮╰╯─│"
+"""What tyro frames its messages with."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class TrainCommand(Config):
 class EvaluateCommand:
     """Rank the whole corpus for every user with the best checkpoint of a run."""
 
-    run: Positional[str]
+    run: tyro.conf.Positional[str]
     """Run directory."""
     split: Literal["test", "validation"] = "test"
     exclude_history: bool | None = None
@@ -63,7 +74,7 @@ class EvaluateCommand:
 class ExportCommand:
     """Write the best checkpoint of a run as a serving directory."""
 
-    run: Positional[str]
+    run: tyro.conf.Positional[str]
     """Run directory."""
     out: str
     """Serving directory to write."""
@@ -79,14 +90,14 @@ class ExportCommand:
 class RetrieveCommand:
     """The top items for one history."""
 
-    directory: Positional[str]
+    directory: tyro.conf.Positional[str]
     """Serving directory."""
     history: str
     """Raw item ids, oldest first, separated by commas."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """How many items."""
-    stage1: int = 100_000
-    """K': items that the h-indexer keeps for the similarity to rank; a smaller corpus is ranked whole."""
+    stage1: int | None = None
+    """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
     include_history: bool = False
     """Let items of the history be retrieved again."""
     json: bool = False
@@ -112,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare(words: list[str]) -> None:
-    options = tyro.cli(PrepareOptions, prog="logitmix prepare", args=words, config=(tyro.conf.PositionalRequiredArgs,))
+    options = _parse(PrepareOptions, "prepare", words)
     from logitmix.trainer.data.prepare import prepare
 
     description = prepare(options)
@@ -124,12 +135,11 @@ def _train(words: list[str]) -> None:
     if not words or words[0].startswith("-"):
         if words and words[0] not in ("-h", "--help"):
             raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
-        print(f"usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]\n\nrecipes: {', '.join(recipe_names())}"
-              "\n\nlogitmix train RECIPE --help lists every setting with the recipe's value")
+        print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     recipe = load_recipe(words[0])
     default = TrainCommand(**{entry.name: getattr(recipe, entry.name) for entry in dataclasses.fields(recipe)})
-    command = tyro.cli(TrainCommand, prog=f"logitmix train {words[0]}", args=words[1:], default=default)
+    command = _parse(TrainCommand, f"train {words[0]}", words[1:], default)
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
     run = Path(command.run or f"runs/{Path(words[0]).stem}")
     _quiet()
@@ -141,7 +151,7 @@ def _train(words: list[str]) -> None:
 
 
 def _evaluate(words: list[str]) -> None:
-    command = tyro.cli(EvaluateCommand, prog="logitmix evaluate", args=words)
+    command = _parse(EvaluateCommand, "evaluate", words)
     _quiet()
     from logitmix.trainer.evaluate import evaluate_run
 
@@ -153,7 +163,7 @@ def _evaluate(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    command = tyro.cli(ExportCommand, prog="logitmix export", args=words)
+    command = _parse(ExportCommand, "export", words)
     _quiet()
     from logitmix.trainer.export import export
 
@@ -165,7 +175,7 @@ def _export(words: list[str]) -> None:
 
 
 def _retrieve(words: list[str]) -> None:
-    command = tyro.cli(RetrieveCommand, prog="logitmix retrieve", args=words)
+    command = _parse(RetrieveCommand, "retrieve", words)
     from logitmix.serving.retriever import Retriever
 
     retriever = Retriever.load(Path(command.directory))
@@ -178,6 +188,26 @@ def _retrieve(words: list[str]) -> None:
     for row in rows:
         table.add_row(str(row["rank"]), row["id"], row["title"] or "", f"{row['score']:.4f}")
     Console().print(table)
+
+
+def _parse(kind: type[T], command: str, words: list[str], default: T | None = None) -> T:
+    """tyro's parser, but what is wrong with the words comes as a ValueError of one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                kind,
+                prog=f"logitmix {command}",
+                args=words,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareOptions else (),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.strip(BOX) for line in said.getvalue().splitlines()]
+        problem = " ".join(line for line in lines[1:] if line and not line.startswith("For full helptext"))
+        raise ValueError(f"{problem}; see logitmix {command} --help") from None
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {

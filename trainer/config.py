@@ -139,10 +139,14 @@ def load_recipe(name: str) -> Config:
     if name.endswith(".toml"):
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"no recipe file {name}; give the path of a TOML file or one of: {', '.join(recipe_names())}")
+            raise ValueError(
+                f"no recipe file {name}; give the path of a TOML file or one of: {', '.join(recipe_names())}"
+            )
         return load_toml(path.read_text(), name)
     if name not in recipe_names():
-        raise ValueError(f"no recipe named {name!r}{_nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}")
+        raise ValueError(
+            f"no recipe named {name!r}{_nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}"
+        )
     text = resources.files("logitmix.trainer.recipes").joinpath(f"{name}.toml").read_text()
     return load_toml(text, f"{name}.toml")
 

@@ -78,7 +78,9 @@ def evaluate(
                 excluded = history_T if exclude_history else history_T[:0]
                 lengths = packing.lengths_B if exclude_history else torch.zeros_like(packing.lengths_B)
                 target_B = torch.from_numpy(part.target).to(device)
-                rank_of[start : start + len(part)] = target_ranks(score_BX, target_B, excluded, lengths.to(device)).cpu()
+                rank_of[start : start + len(part)] = target_ranks(
+                    score_BX, target_B, excluded, lengths.to(device)
+                ).cpu()
             advance(len(part))
     tower.train()
     return summarise(all_reduce_sum(rank_of, ranks).numpy(), len(item_XD))

@@ -112,8 +112,8 @@ class TouchedRowsAdam:
     ) -> None:
         self.sharded = cast(ShardedTensor, table.state_dict()[weight])
         self.rows = rows
-        options = {"betas": (config.beta1, config.beta2), "eps": config.eps}
-        self.optimizers = [torch.optim.SparseAdam([parameter], lr=config.lr, **options) for parameter in rows]
+        betas = (config.beta1, config.beta2)
+        self.optimizers = [torch.optim.SparseAdam([parameter], config.lr, betas, config.eps) for parameter in rows]
         for optimizer, parameter in zip(self.optimizers, rows, strict=True):
             zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
             optimizer.state[parameter] = {"step": 0, **zeros}
@@ -135,13 +135,12 @@ class TouchedRowsAdam:
             optimizer.state[parameter]["step"] = steps
 
     def _sharded(self, name: str) -> ShardedTensor:
+        states = {
+            parameter.data_ptr(): optimizer.state[parameter]
+            for optimizer, parameter in zip(self.optimizers, self.rows, strict=True)
+        }
         shards = self.sharded.local_shards()
-        by_storage = {parameter.data_ptr(): optimizer for parameter, optimizer in zip(self.rows, self.optimizers)}
-        local = [
-            Shard(optimizer.state[optimizer.param_groups[0]["params"][0]][name], shard.metadata)
-            for shard in shards
-            for optimizer in [by_storage[shard.tensor.data_ptr()]]
-        ]
+        local = [Shard(states[shard.tensor.data_ptr()][name], shard.metadata) for shard in shards]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             local, self.sharded.metadata(), process_group=self.sharded._process_group
         )

@@ -96,7 +96,9 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
 
     tower = model.tower.to_empty(device="cpu")
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
-    replicated = DistributedDataParallel(tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True)
+    replicated = DistributedDataParallel(
+        tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True
+    )
     return ParallelModel(table, optimizer, replicated, meter, ranks, config)
 
 

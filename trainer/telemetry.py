@@ -90,9 +90,7 @@ class Telemetry:
         if self.main:
             self.bar.update(self.task, completed=step)
 
-    def log_training(
-        self, step: int, epoch: float, losses: dict[str, Tensor], batch: Batch, rows_VD: Tensor
-    ) -> None:
+    def log_training(self, step: int, epoch: float, losses: dict[str, Tensor], batch: Batch, rows_VD: Tensor) -> None:
         """A row of this step's losses over all ranks, and of rates since the last row; between backward and update.
 
         Collective. Raises ValueError where the loss is not finite, before it reaches the weights.

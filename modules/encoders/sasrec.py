@@ -25,7 +25,9 @@ class SASRec(nn.Module):
         super().__init__()
         self.scale, self.rate = math.sqrt(dim), config.dropout
         self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
-        self.blocks = nn.ModuleList(_Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks))
+        self.blocks = nn.ModuleList(
+            _Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks)
+        )
         self.norm = nn.LayerNorm(dim, eps=1e-8)
 
     def reset_parameters(self, generator: torch.Generator) -> None:

@@ -63,9 +63,7 @@ class MoL(nn.Module):
         logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
         return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)
 
-    def pairs(
-        self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None
-    ) -> Tensor:
+    def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None) -> Tensor:
         """phi(x, u) of query t with item t, FP32 [T]."""
         (query_TUC, query_TM), (item_TIC, item_TM) = query, item
         logits_TM = torch.bmm(query_TUC, item_TIC.transpose(1, 2)).flatten(1)

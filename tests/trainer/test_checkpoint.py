@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, data: Path)
     (newest / ".metadata").write_bytes(b"")
     assert_equal(resume(run, config), before)
     (run / "checkpoints" / "step-3" / ".metadata").unlink()
-    with pytest.raises(ValueError, match="step-9/.metadata is damaged or missing"):
+    with pytest.raises(ValueError, match=r"step-9/\.metadata is damaged or missing"):
         resume(run, config)
 
 

@@ -96,10 +96,7 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
     configs["fp8"] = small_config(data, SGD | COMPUTE)
     pairs = zip(*two_ranks.run(train_all, list(configs.values()), 1), strict=True)
-    return {
-        name: (*pair, train_steps(config, 1))
-        for (name, config), pair in zip(configs.items(), pairs, strict=True)
-    }
+    return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["row_wise", "table_wise", "column_wise", "dot", "batch", "uneven"])
@@ -134,9 +131,7 @@ def test_emulation_rounds_a_single_process_like_the_wire(data: Path) -> None:
 
 
 def test_weights_come_from_the_seed_alone(data: Path) -> None:
-    once, again, other = (
-        train_steps(small_config(data, FP32 | {"train.seed": seed}), 1) for seed in (1, 1, 2)
-    )
+    once, again, other = (train_steps(small_config(data, FP32 | {"train.seed": seed}), 1) for seed in (1, 1, 2))
     assert torch.equal(once.after, again.after) and once.losses[0] == again.losses[0]
     assert not torch.equal(once.before, other.before)
     assert abs(float(once.before.std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma

@@ -1,0 +1,57 @@
+"""Whole commands, started as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+QUIET = {"OMP_NUM_THREADS": "1"}
+
+
+def start(words: list[str], folder: Path, processes: int = 1) -> subprocess.Popen[str]:
+    """`logitmix WORDS` in a session of its own, under torchrun where there is more than one process."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    module = ["-m", "logitmix.trainer.cli", *(["--"] if launcher else [])]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *module, *words],
+        cwd=folder,
+        env=os.environ | QUIET,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(words: list[str], folder: Path, processes: int = 1) -> str:
+    """Its standard output; an AssertionError with what it said where it fails."""
+    process = start(words, folder, processes)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, f"{words}: {out}\n{err}"
+    return out
+
+
+def refused(words: list[str], folder: Path) -> str:
+    """What it says in its one line on standard error, where it must fail."""
+    process = start(words, folder)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
+    assert "Traceback" not in err
+    return err.strip()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl, without what depends on the clock and the machine."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = ("time/", "memory/", "examples_per_second")
+    # Bytes are counted from the last row on, or from the start of the process.
+    measured += ("wire/",)
+    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
+
+
+def results(run: Path) -> dict[str, Any]:
+    """results.json without the seconds."""
+    found = json.loads((run / "results.json").read_text())
+    return {key: value for key, value in found.items() if key != "seconds"}
