@@ -1,0 +1,168 @@
+"""prepare, train on two processes, evaluate, export, retrieve: the commands, as a user gives them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+from small_data import small_config, write_dataset
+
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import cli
+from logitmix.trainer.config import dump_toml
+from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluate import HIT_RATES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CSV of users that walk round a ring of 40 items, prepared and trained on two processes."""
+    folder = tmp_path_factory.mktemp("job")
+    random = np.random.default_rng(0)
+    lines = ["who,what,when"]
+    for user in range(150):
+        first = random.integers(40)
+        lines += [f"user{user},item{(first + step) % 40},{step}" for step in range(random.integers(6, 15))]
+    (folder / "clicks.csv").write_text("\n".join(lines) + "\n")
+    columns = ["--user-column", "who", "--item-column", "what", "--timestamp-column", "when"]
+    jobs.run(["prepare", "table", "--source", "clicks.csv", "--out", "data/clicks", *columns], folder)
+    settings = {"train.epochs": 25, "model.dim": 16, "dense.lr": 5e-3, "tables.lr": 5e-3, "train.log_every": 7}
+    config = small_config(Path("data/clicks"), settings | {"evaluate.every_epochs": 5})
+    (folder / "ring.toml").write_text(dump_toml(config))
+    jobs.run(["train", "ring.toml"], folder, processes=2)
+    return folder
+
+
+def test_a_model_learns_what_comes_next(folder: Path) -> None:
+    results = jobs.results(folder / "runs/ring")
+    # The next item follows from the last one; a random order would hit 1 time in 4.
+    assert results["hr@10"] > 0.9
+    assert (results["users"], results["corpus"]) == (150, 40)
+
+
+def test_evaluate_repeats_the_results_on_any_number_of_processes(folder: Path) -> None:
+    results = json.loads((folder / "runs/ring/results.json").read_text())
+    del results["seconds"]
+    for processes in (1, 2):
+        words = ["evaluate", "runs/ring", "--threads", "1", "--json"]
+        assert json.loads(jobs.run(words, folder, processes)) == results
+
+
+def test_the_exported_model_retrieves_what_the_trained_one_ranks(folder: Path) -> None:
+    jobs.run(["export", "runs/ring", "--out", "exports/ring"], folder)
+    dataset = load_dataset(folder / "data/clicks")
+    users = ranking_users(dataset, "test", 12)
+    histories = np.split(users.history, np.cumsum(users.lengths)[:-1])
+    retriever = Retriever.load(folder / "exports/ring")
+    found = retriever.retrieve([history.tolist() for history in histories], k=40).items.numpy()
+    results = jobs.results(folder / "runs/ring")
+    for k in HIT_RATES:
+        hits = (found[:, :k] == users.target[:, None]).any(1)
+        assert hits.mean() == pytest.approx(results[f"hr@{k}"], abs=1e-12)
+
+    words = ["retrieve", "exports/ring", "--history", "item3,item4,item5", "-k", "3", "--json"]
+    rows = json.loads(jobs.run(words, folder))
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    assert "item6" in [row["id"] for row in rows]
+
+
+def test_a_run_is_watched(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "runs/ring/metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == [*range(7, 250, 7), 250]
+    for row in trained:
+        phases = sum(row[f"time/{name}"] for name in ("data", "all_to_all", "forward", "backward", "optimizer"))
+        assert phases == pytest.approx(row["time/step"])
+        # One FP8 row of 16: 20 bytes for 64.
+        assert row["wire/share_of_fp32"] == pytest.approx(20 / 64)
+        assert 0 <= row["gates/entropy"] <= 1
+        assert row["examples_per_second"] > 0 and row["gradient_norm"] > 0 and row["memory/peak_gib"] > 0
+        assert row["loss"] == pytest.approx(row["loss/similarity"] + 0.5 * row["loss/hindexer"], rel=1e-5)
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [50, 100, 150, 200, 250]
+    assert list((folder / "runs/ring/tensorboard").glob("events.*"))
+
+
+def test_torchx_starts_the_same_job(folder: Path, tmp_path: Path) -> None:
+    words = ["ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1", "--evaluate.every-epochs", "1"]
+    component = f"{ROOT / 'launch/components.py'}:train"
+    bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = subprocess.run(
+        ["torchx", "run", "-s", "local_cwd", component, "-j", "1x2", "--", *words],
+        cwd=folder,
+        env=os.environ | {"PATH": bin_first},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert jobs.results(tmp_path / "run")["step"] == 10
+
+
+REFUSED = {
+    "no command 'trian'": ["trian"],
+    "train needs a recipe first": ["train", "--run", "x"],
+    "did you mean demo-mol?": ["train", "demo-moll"],
+    "unknown key model.encoder.haeds (did you mean heads?)": ["train", "typo.toml"],
+    "train.epochs is 'many'; it must be of type int": ["train", "type.toml"],
+    "bad.toml: not valid TOML": ["train", "bad.toml"],
+    "Perhaps you meant: --train.batch-size": ["train", "ring.toml", "--train.batchsize", "3"],
+    "set model.dim to 8 or 12": ["train", "ring.toml", "--model.dim", "10", "--run", "new"],
+    "set model.encoder.heads to 2": ["train", "ring.toml", "--model.encoder.heads", "3", "--run", "new"],
+    "no dataset at nowhere; make it with: logitmix prepare": ["train", "demo-mol", "--data.path", "nowhere"],
+    "train.seed was 0, is 1; give another --run": ["train", "ring.toml", "--train.seed", "1"],
+    "nowhere is not a run directory": ["evaluate", "nowhere"],
+    "data is there and is not a serving directory": ["export", "runs/ring", "--out", "data"],
+    "no serving directory at nowhere": ["retrieve", "nowhere", "--history", "a"],
+    "no file or folder at nowhere.zip": ["prepare", "ml-1m", "--source", "nowhere.zip", "--out", "new"],
+    "did you mean ml-1m?": ["prepare", "ml-1n"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED.keys())
+def test_a_mistake_is_told_in_one_line(
+    folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "typo.toml").write_text("[model.encoder]\nhaeds = 2\n")
+    (folder / "type.toml").write_text("[train]\nepochs = 'many'\n")
+    (folder / "bad.toml").write_text("[train\n")
+    (expected,) = (text for text, given in REFUSED.items() if given == words)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2
+    assert expected in said
+    assert len(said.splitlines()) == 1 or words == ["trian"]
+    assert not (folder / "new").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_spreads(tmp_path: Path) -> None:
+    settings = {"dense.lr": 1e30, "train.epochs": 3, "train.precision": "fp32"}
+    config = small_config(write_dataset(tmp_path / "data"), settings)
+    (tmp_path / "recipe.toml").write_text(dump_toml(config))
+    said = jobs.refused(["train", "recipe.toml", "--run", "run"], tmp_path)
+    assert said.splitlines()[-1].startswith("logitmix: the loss is nan at step 2; lower --dense.lr")
+    assert not any(row["loss"] != row["loss"] for row in jobs.metrics(tmp_path / "run"))
+
+
+def test_two_jobs_do_not_share_a_run(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs/ring", tmp_path / "run")
+    more = ["train", "ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1000"]
+    first = jobs.start(more, folder)
+    try:
+        assert first.stderr is not None
+        for line in first.stderr:
+            if "continuing" in line:
+                break
+        assert "another job is training" in jobs.refused(more, folder)
+    finally:
+        first.kill()
+        first.communicate()
