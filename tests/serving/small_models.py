@@ -1,0 +1,88 @@
+"""Small trained models and brute-force rankings of them, for the tests of serving."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, SimilarityConfig
+from logitmix.modules.encoders.sasrec import Packing
+from logitmix.modules.model import Tower
+from logitmix.serving.format import Source
+from logitmix.trainer.checkpoint import OfflineModel
+from logitmix.trainer.config import Config
+from logitmix.trainer.export import export_model
+
+LENGTH = 7
+SOURCE = Source(run="small", step=12, dataset="demo")
+
+
+def small_model(kind: Literal["dot", "mol"], num_items: int, hindexer: bool = True, seed: int = 0) -> OfflineModel:
+    """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
+    config = ModelConfig(
+        dim=16,
+        encoder=EncoderConfig(blocks=2, heads=2, max_length=LENGTH),
+        similarity=SimilarityConfig(
+            kind=kind, query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16
+        ),
+        hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tower = Tower(config)
+    tower.reset_parameters(generator)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    item_XD = torch.randn(num_items, config.dim, generator=generator)
+    return OfflineModel(Config(model=config), SOURCE.step, item_XD, tower.eval())
+
+
+def raw_ids(num_items: int) -> list[str]:
+    return [f"id {index * 7}" for index in range(num_items)]
+
+
+def export_small(model: OfflineModel, out: Path) -> Path:
+    ids = raw_ids(len(model.item_XD))
+    export_model(model, ids, [f"«{raw_id}»" for raw_id in ids], SOURCE, out)
+    return out
+
+
+@dataclass(frozen=True)
+class BruteForce:
+    """Scores [B, X] of all items, from the trained modules; excluded items have -inf."""
+
+    similarity_BX: Tensor
+    hindexer_BX: Tensor | None
+
+    def two_stages(self, stage1: int) -> Tensor:
+        """The similarity, with -inf for items that are not among the best `stage1` of the h-indexer."""
+        assert self.hindexer_BX is not None
+        left_out = torch.ones_like(self.hindexer_BX, dtype=torch.bool)
+        left_out.scatter_(1, self.hindexer_BX.topk(stage1).indices, False)
+        return self.similarity_BX.masked_fill(left_out, -torch.inf)
+
+
+@torch.no_grad()
+def brute_force(model: OfflineModel, histories: list[list[int]], exclude_history: bool = True) -> BruteForce:
+    tower, seen = model.tower, [history[-LENGTH:] for history in histories]
+    packing = Packing(torch.tensor([len(history) for history in seen]))
+    history_T = torch.tensor([item for history in seen for item in history])
+    query_BD = tower.queries(model.item_XD[history_T], packing)
+
+    def score(stage: torch.nn.Module) -> Tensor:
+        query = stage.query(query_BD, packing.last_B)
+        score_BX = stage.all_pairs(query, stage.item(model.item_XD, torch.arange(len(model.item_XD))))
+        if exclude_history:
+            for row, history in enumerate(histories):
+                score_BX[row, history] = -torch.inf
+        return score_BX
+
+    has_hindexer = tower.config.hindexer.weight > 0
+    return BruteForce(score(tower.similarity), score(tower.hindexer) if has_hindexer else None)
+
+
+def random_histories(num_items: int, lengths: list[int], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(num_items, (length,), generator=generator).tolist() for length in lengths]

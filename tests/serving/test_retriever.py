@@ -1,0 +1,211 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import LENGTH, brute_force, export_small, random_histories, raw_ids, small_model
+from torch import Tensor
+
+from logitmix.serving import retriever as retriever_module
+from logitmix.serving.retriever import Retrieved, Retriever
+from logitmix.serving.topk import merge, rank_keys, split_keys
+from logitmix.trainer.checkpoint import OfflineModel
+
+X = 300
+LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
+"""More histories than are ranked at once, some longer than the model sees."""
+
+
+def load(model: OfflineModel, folder: Path) -> Retriever:
+    return Retriever.load(export_small(model, folder / "served"))
+
+
+def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
+    """The k best of the scores; neighbours within rounding may change places."""
+    expected = score_BX.topk(min(k, score_BX.shape[1])).values
+    torch.testing.assert_close(found.scores[:, : expected.shape[1]], expected, rtol=1e-5, atol=1e-5)
+    for row, (items, scores) in enumerate(zip(found.items, found.scores, strict=True)):
+        real = items[items >= 0]
+        assert len(set(real.tolist())) == len(real) == min(k, int(score_BX[row].isfinite().sum()))
+        torch.testing.assert_close(score_BX[row, real], scores[items >= 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exclude_history", [True, False])
+@pytest.mark.parametrize("hindexer", [True, False])
+@pytest.mark.parametrize("kind", ["dot", "mol"])
+def test_top_k_is_the_trained_models(
+    tmp_path: Path, kind: Literal["dot", "mol"], hindexer: bool, exclude_history: bool
+) -> None:
+    model = small_model(kind, X, hindexer)
+    histories = random_histories(X, LENGTHS)
+    found = load(model, tmp_path).retrieve(histories, 10, exclude_history)
+    assert found.items.shape == found.scores.shape == (len(LENGTHS), 10)
+    assert_is_top(found, brute_force(model, histories, exclude_history).similarity_BX, 10)
+
+
+@pytest.mark.parametrize("numbers", [1, 100, 10_000])
+@pytest.mark.parametrize("kind", ["dot", "mol"])
+def test_chunks_do_not_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["dot", "mol"], numbers: int
+) -> None:
+    model = small_model(kind, X)
+    histories = random_histories(X, [3, 9])
+    monkeypatch.setattr(retriever_module, "_NUMBERS", {"cpu": numbers})
+    retriever, scores = load(model, tmp_path), brute_force(model, histories)
+    assert_is_top(retriever.retrieve(histories, 10), scores.similarity_BX, 10)
+    assert_is_top(retriever.retrieve(histories, 10, stage1=40), scores.two_stages(40), 10)
+
+
+@pytest.mark.parametrize("stage1", [10, 40, X - 1])
+@pytest.mark.parametrize("kind", ["dot", "mol"])
+def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: Literal["dot", "mol"], stage1: int) -> None:
+    model = small_model(kind, X)
+    histories = random_histories(X, LENGTHS)
+    found = load(model, tmp_path).retrieve(histories, 10, stage1=stage1)
+    assert_is_top(found, brute_force(model, histories).two_stages(stage1), 10)
+
+
+def test_stage_1_leaves_good_items_out(tmp_path: Path) -> None:
+    """Without it the test above would not tell two stages from one."""
+    model = small_model("mol", X)
+    retriever, histories = load(model, tmp_path), random_histories(X, LENGTHS)
+    exact, two_stages = retriever.retrieve(histories, 10), retriever.retrieve(histories, 10, stage1=40)
+    assert (exact.scores.sum(1) > two_stages.scores.sum(1) + 0.1).any()
+
+
+@pytest.mark.parametrize("stage1", [None, 20])
+def test_what_is_not_left_is_minus_one(tmp_path: Path, stage1: int | None) -> None:
+    model = small_model("mol", 30)
+    everything, all_but_two = list(range(30)), list(range(28))
+    found = load(model, tmp_path).retrieve([everything, all_but_two, [3]], 20, stage1=stage1)
+    assert found.items[0].tolist() == [-1] * 20
+    assert set(found.items[1].tolist()) == {28, 29, -1} and found.items[1, 2:].tolist() == [-1] * 18
+    assert found.items[2].min() >= 0
+    assert (found.scores.isinf() == (found.items == -1)).all()
+
+
+def test_k_above_the_corpus_gives_all_items(tmp_path: Path) -> None:
+    found = load(small_model("dot", 30), tmp_path).retrieve([[3]], 50, exclude_history=False)
+    assert sorted(found.items[0].tolist()) == [-1] * 20 + list(range(30))
+
+
+def test_equal_scores_come_by_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("dot", X)
+    model.item_XD[:] = model.item_XD[:1]
+    monkeypatch.setattr(retriever_module, "_NUMBERS", {"cpu": 64})
+    retriever = load(model, tmp_path)
+    # The best k of 300 equal items; 5 is excluded.
+    assert retriever.retrieve([[5]], 8).items.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8]]
+    assert retriever.retrieve([[5]], 8, stage1=100).items.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8]]
+
+
+scores = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -1.5]) | scores, min_size=1, max_size=40), st.integers(1, 50))
+def test_keys_order_as_scores_then_indices(values: list[float], k: int) -> None:
+    expected = sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))[:k]
+    keys = rank_keys(torch.tensor([values]), torch.arange(len(values)))
+    indices, found = split_keys(merge(keys[:, :3], keys[:, 3:], k))
+    assert indices[0].tolist() == [index for index, _ in expected]
+    assert found[0].tolist() == [value for _, value in expected]
+
+
+def test_the_largest_index_fits_a_key() -> None:
+    indices, scores = split_keys(rank_keys(torch.tensor([[-2.0, 3.0]]), torch.tensor([2**32 - 2, 2**32 - 1])))
+    assert (indices.tolist(), scores.tolist()) == ([[2**32 - 2, 2**32 - 1]], [[-2.0, 3.0]])
+
+
+def test_no_histories_no_rows(tmp_path: Path) -> None:
+    assert load(small_model("mol", 30), tmp_path).retrieve([], 4).items.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: r.retrieve([[1], []], 3), "history 1 is empty"),
+        (lambda r: r.retrieve([[1, 30]], 3), "history 0 holds 30; item indices go from 0 to 29"),
+        (lambda r: r.retrieve([[1], [-1]], 3), "history 1 holds -1"),
+        (lambda r: r.retrieve([[2**70]], 3), "item indices go from 0 to 29"),
+        (lambda r: r.retrieve([[1.5]], 3), "history 0 is no list of item indices"),
+        (lambda r: r.retrieve(["12"], 3), "history 0 is no list of item indices"),
+        (lambda r: r.retrieve([3], 3), "history 0 is no list of item indices"),
+        (lambda r: r.retrieve([[1]], 0), "k is 0; it must be at least 1"),
+        (lambda r: r.retrieve([[1]], 10, stage1=9), r"stage1 is 9; it must be at least k \(10\)"),
+        (lambda r: r.indices_of(["id 7", "seven", 8]), "no item of demo has the id 'seven', '8'; .*such as 'id 0'"),
+        (lambda r: r.rows([], 3), "history 0 is empty"),
+    ],
+)
+def test_what_a_user_gets_wrong(tmp_path: Path, call: Callable[[Retriever], object], message: str) -> None:
+    retriever = load(small_model("dot", 30), tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        call(retriever)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    served = export_small(small_model("dot", 30), tmp_path / "served")
+    with pytest.raises(ValueError, match="no device tpu"):
+        Retriever.load(served, "tpu")
+
+
+def test_rows_are_for_reading(tmp_path: Path) -> None:
+    retriever, ids = load(small_model("mol", 30), tmp_path), raw_ids(30)
+    history = [3, 1, 4]
+    found = retriever.retrieve([history], 28)
+    rows = retriever.rows([ids[item] for item in history], 28)
+    assert rows == [
+        {"rank": rank + 1, "id": ids[item], "title": f"«{ids[item]}»", "score": found.scores[0, rank].item()}
+        for rank, item in enumerate(found.items[0, :27].tolist())
+    ]
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:
+    histories = random_histories(X, [1, 4, 20])
+    served = [export_small(small_model(kind, X), tmp_path / kind) for kind in ("dot", "mol")]
+    result = subprocess.run(
+        [sys.executable, "-c", RETRIEVE_ALONE, json.dumps(histories), *served], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    for line, path in zip(result.stdout.splitlines(), served, strict=True):
+        items, scores = json.loads(line)
+        here = Retriever.load(path).retrieve(histories, 5)
+        assert items == here.items.tolist()
+        torch.testing.assert_close(torch.tensor(scores), here.scores)
+
+
+def test_the_blocker_of_the_test_above_blocks() -> None:
+    blocked = RETRIEVE_ALONE.replace("from logitmix.serving.retriever", "from logitmix.modules.model")
+    result = subprocess.run([sys.executable, "-c", blocked, "[]"], capture_output=True, text=True)
+    assert result.returncode != 0 and "ImportError: torchrec is not for serving" in result.stderr
+
+
+RETRIEVE_ALONE = """
+import importlib.abc, json, sys
+
+FORBIDDEN = ("torchrec", "fbgemm_gpu", "logitmix.trainer", "logitmix.comm")
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(FORBIDDEN):
+            raise ImportError(f"{name} is not for serving")
+
+sys.meta_path.insert(0, Blocker())
+
+import torch
+from logitmix.serving.retriever import Retriever
+
+for path in sys.argv[2:]:
+    found = Retriever.load(path).retrieve(json.loads(sys.argv[1]), 5)
+    print(json.dumps([found.items.tolist(), found.scores.tolist()]))
+assert not [name for name in sys.modules if name.startswith(FORBIDDEN)]
+assert not torch.distributed.is_initialized()
+"""

@@ -1,0 +1,157 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, SimilarityConfig
+from logitmix.serving.format import read
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import checkpoint
+from logitmix.trainer import export as export_module
+from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
+from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.data.dataset import Contents, load_dataset, write_contents, write_description
+from logitmix.trainer.evaluate import evaluate
+from logitmix.trainer.export import export
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import ParallelModel, parallelize
+
+X, USERS = 50, 80
+
+
+def write_dataset(path: Path, num_items: int, titles: list[str | None] | None) -> Path:
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, 12, USERS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    columns = {"raw_id": pa.array([f"raw {index}" for index in range(num_items)])}
+    if titles is not None:
+        columns["title"] = pa.array(titles, pa.string())
+    path.mkdir()
+    # No user has an item twice: the evaluation ranks a target that is in the history too, the retriever leaves it out.
+    items = np.concatenate([random.choice(num_items, length, replace=False) for length in lengths])
+    write_contents(path, Contents(offsets, items, np.arange(offsets[-1]), item_columns=columns))
+    counts = {"users": USERS, "items": num_items, "actions": int(offsets[-1])}
+    write_description(path, {"format_version": 1, "name": "demo", **counts})
+    return path
+
+
+def perturb(model: ParallelModel, seed: int) -> None:
+    """Other weights, as training would leave them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.tower.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for shard in model.shard().local_shards():
+            shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=generator))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, the first the better one, and metrics of both beside it."""
+    data = write_dataset(tmp_path / "data", X, [None, *(f"title {index}" for index in range(1, X))])
+    config = Config(
+        data=DataConfig(path=str(data)),
+        model=ModelConfig(
+            dim=16,
+            encoder=EncoderConfig(blocks=1, max_length=6),
+            similarity=SimilarityConfig("mol", component_dim=4, gate_hidden=8, projection_hidden=16),
+            hindexer=HIndexerConfig(dim=8, weight=0.2),
+        ),
+        train=TrainConfig(device="cpu"),
+    )
+    run = tmp_path / "the-run"
+    run.mkdir()
+    (run / "config.toml").write_text(dump_toml(config))
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(X, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for step, hit_rate in ((3, 0.5), (6, 0.4)):
+            perturb(model, step)
+            progress = checkpoint.Progress(step=step, validation={config.evaluate.metric: hit_rate})
+            checkpoint.save(run, model, optimizer, progress, keep=2)
+    return run
+
+
+def served_hit_rate(retriever: Retriever, data: Path, exclude_history: bool) -> float:
+    users = ranking_users(load_dataset(data), "test", 6)
+    histories = [part.tolist() for part in np.split(users.history, np.cumsum(users.lengths)[:-1])]
+    top_BK = retriever.retrieve(histories, 10, exclude_history).items.numpy()
+    return float((top_BK == users.target[:, None]).any(1).mean())
+
+
+@pytest.mark.parametrize("exclude_history", [True, False])
+def test_the_retriever_has_the_hit_rate_of_the_evaluation(run: Path, tmp_path: Path, exclude_history: bool) -> None:
+    model = checkpoint.load_offline(run)
+    users = ranking_users(load_dataset(tmp_path / "data"), "test", 6)
+    with process_group("cpu", 60) as ranks:
+        metrics = evaluate(model.tower, model.item_XD, users, model.config.evaluate, exclude_history, ranks)
+    export(run, tmp_path / "served")
+    found = served_hit_rate(Retriever.load(tmp_path / "served"), tmp_path / "data", exclude_history)
+    assert 0 < found < 1
+    assert found == metrics["hr@10"]
+
+
+def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:
+    best, last = export(run, tmp_path / "best"), export(run, tmp_path / "last", which="last")
+    assert (best["run"], best["dataset"], best["num_items"], best["step"], last["step"]) == ("the-run", "demo", X, 3, 6)
+    best_scores, last_scores = (
+        Retriever.load(tmp_path / name).retrieve([[1, 2]], 5).scores for name in ("best", "last")
+    )
+    assert not torch.equal(best_scores, last_scores)
+    assert Retriever.load(tmp_path / "last").source.step == 6
+
+
+def test_ids_and_titles_are_the_datasets(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "served")
+    retriever = Retriever.load(tmp_path / "served")
+    assert retriever.raw_ids == load_dataset(tmp_path / "data").raw_ids()
+    assert retriever.titles == ["", *(f"title {index}" for index in range(1, X))]
+
+
+def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "data")
+    write_dataset(tmp_path / "data", X, None)
+    export(run, tmp_path / "served")
+    assert [row["title"] for row in Retriever.load(tmp_path / "served").rows(["raw 3"], 2)] == [None, None]
+
+
+def test_the_dataset_must_be_there(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no dataset at"):
+        export(run, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_the_dataset_must_be_that_of_the_run(run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "data")
+    write_dataset(tmp_path / "data", X + 1, None)
+    with pytest.raises(ValueError, match=r"has 51 items, but .* was trained on 50"):
+        export(run, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_run_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a run directory"):
+        export(tmp_path / "nothing", tmp_path / "served")
+
+
+def test_what_is_there_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "served")
+    with pytest.raises(ValueError, match="--overwrite"):
+        export(run, tmp_path / "served", which="last")
+    assert Retriever.load(tmp_path / "served").source.step == 3
+    export(run, tmp_path / "served", overwrite=True, which="last")
+    assert Retriever.load(tmp_path / "served").source.step == 6
+
+
+def test_items_are_cached_in_parts(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(run, tmp_path / "whole")
+    monkeypatch.setattr(export_module, "_ITEMS", 7)
+    export(run, tmp_path / "parts")
+    whole, parts = (read(tmp_path / name).items for name in ("whole", "parts"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor)
