@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.modules.model import Tower
 from logitmix.trainer.config import Config, load_toml
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.parallelize import WEIGHT, ParallelModel
 
 MANIFEST = "checkpoint.json"
@@ -103,6 +104,24 @@ def read_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
     return load_toml(path.read_text(), str(path))
+
+
+def require_same_dataset(run: Path, dataset: Dataset) -> None:
+    """ValueError where the run began with another dataset than this one is by now."""
+    noted = run / "dataset.json"
+    if not noted.exists():
+        raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
+    if noted.read_text() != dataset.description():
+        raise ValueError(
+            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with {noted}"
+        )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has its old content or the new one, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def best_checkpoint(run: Path, metric: str) -> Path:

@@ -118,6 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command(words[1:])
     except ValueError as error:
         _fail(str(error), 2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}", 1)
     except KeyboardInterrupt:
         _fail("stopped", 130)
 

@@ -19,7 +19,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.encoders.sasrec import Packing
 from logitmix.modules.losses import Side, Similarity
 from logitmix.modules.model import Tower
-from logitmix.trainer.checkpoint import load_offline
+from logitmix.trainer.checkpoint import load_offline, require_same_dataset
 from logitmix.trainer.config import EvaluateConfig
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -39,11 +39,7 @@ def evaluate_run(
     options = model.config.evaluate
     exclude = options.exclude_history if exclude_history is None else exclude_history
     dataset = load_dataset(model.config.data.path)
-    if dataset.num_items != len(model.item_XD):
-        raise ValueError(
-            f"{dataset.path} has {dataset.num_items} items, but {run} was trained on {len(model.item_XD)}; "
-            "prepare the dataset that the run was trained on"
-        )
+    require_same_dataset(run, dataset)
     users = ranking_users(dataset, split, model.config.model.encoder.max_length)
     group = process_group(model.config.train.device, model.config.comm.timeout_seconds)
     with group as ranks, counting(split, len(users), show_progress) as advance:

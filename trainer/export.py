@@ -14,7 +14,7 @@ from torch import Tensor
 from logitmix.modules.model import Tower
 from logitmix.serving.format import Contents, Source, check_target, write
 from logitmix.serving.model import TABLE, item_cache, item_shapes, query_weights
-from logitmix.trainer.checkpoint import OfflineModel, load_offline
+from logitmix.trainer.checkpoint import OfflineModel, load_offline, require_same_dataset
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 
 _ITEMS = 2**13
@@ -25,17 +25,13 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
     """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest.
 
     The raw ids and titles come from the dataset directory that the run names. Raises ValueError where `out` is there
-    and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or has
-    another number of items.
+    and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or is
+    not the one that the run was trained on.
     """
     check_target(out, overwrite)
     model = load_offline(run, which)
     dataset = load_dataset(model.config.data.path)
-    if dataset.num_items != len(model.item_XD):
-        raise ValueError(
-            f"{dataset.path} has {dataset.num_items} items, but {run} was trained on {len(model.item_XD)}; "
-            "prepare the dataset that the run was trained on"
-        )
+    require_same_dataset(run, dataset)
     source = Source(run.resolve().name, model.step, dataset.name)
     return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, overwrite)
 

@@ -11,8 +11,8 @@ import torch
 from logitmix.comm.collectives import agreed, broadcast_object
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer import checkpoint
-from logitmix.trainer.checkpoint import Progress
-from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.checkpoint import Progress, require_same_dataset, write_whole
+from logitmix.trainer.config import Config, dump_toml, flatten
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import evaluate
@@ -35,7 +35,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
     torch.set_num_threads(config.train.threads)
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks, _owned(run, ranks):
-        _agree_on_config(config, run, ranks)
+        _begin(config, run, dataset, ranks)
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
@@ -153,24 +153,25 @@ def _owned(run: Path, ranks: Ranks) -> Iterator[None]:
             lock.close()
 
 
-def _agree_on_config(config: Config, run: Path, ranks: Ranks) -> None:
-    """A new run keeps its configuration; a continued one must have been started with the same."""
-    problem, path = None, run / "config.toml"
+def _begin(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> None:
+    """A new run takes note of its configuration and dataset; a continued one must have been started with the same."""
+    problem = None
     if ranks.rank == 0:
-        if path.exists():
-            before, now = flatten(load_toml(path.read_text(), str(path))), flatten(config)
-            changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
-            changed = [text for text in changed if text.split()[0] not in MAY_CHANGE]
-            if changed:
-                problem = f"{run} was started otherwise: {'; '.join(changed)}; give another --run, or the same settings"
-        if not problem:
-            write_whole(path, dump_toml(config))
+        try:
+            if (run / "config.toml").exists():
+                _require_same_settings(config, run)
+                require_same_dataset(run, dataset)
+            write_whole(run / "dataset.json", dataset.description())
+            write_whole(run / "config.toml", dump_toml(config))
+        except ValueError as error:
+            problem = str(error)
     if problem := broadcast_object(problem, ranks):
         raise ValueError(problem)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file has its old content or the new one, never a part."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+def _require_same_settings(config: Config, run: Path) -> None:
+    before, now = flatten(checkpoint.read_config(run)), flatten(config)
+    changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
+    if changed:
+        said = "; ".join(f"{key} was {before[key]}, is {now[key]}" for key in changed)
+        raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")

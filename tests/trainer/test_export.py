@@ -66,6 +66,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "the-run"
     run.mkdir()
     (run / "config.toml").write_text(dump_toml(config))
+    (run / "dataset.json").write_text(load_dataset(data).description())
     with process_group("cpu", 60) as ranks:
         model = parallelize(X, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
@@ -129,7 +130,7 @@ def test_the_dataset_must_be_there(run: Path, tmp_path: Path) -> None:
 def test_the_dataset_must_be_that_of_the_run(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "data")
     write_dataset(tmp_path / "data", X + 1, None)
-    with pytest.raises(ValueError, match=r"has 51 items, but .* was trained on 50"):
+    with pytest.raises(ValueError, match=r"is not the dataset that .* began with: compare its dataset.json with"):
         export(run, tmp_path / "served")
     assert not (tmp_path / "served").exists()
 

@@ -73,6 +73,10 @@ class Dataset:
     offsets: np.ndarray
     """int64 [num_users + 1]: user u's items are items_flat[offsets[u] : offsets[u + 1]]."""
 
+    def description(self) -> str:
+        """The text of dataset.json, which tells this dataset from another: counts, filters, digests of the source."""
+        return (self.path / "dataset.json").read_text(encoding="utf-8")
+
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError when items.parquet is not as documented."""
         file = self.path / "items.parquet"
