@@ -39,6 +39,8 @@ class ParallelModel:
     table_optimizer: TableOptimizer
     replicated: DistributedDataParallel
     meter: WireMeter
+    row_dim: int
+    """Elements of a wire row, which share one scale."""
     ranks: Ranks
     config: Config
 
@@ -51,7 +53,7 @@ class ParallelModel:
         rows_VD = self.table(item_lookup(id_V)).wait()[ITEM].values()
         wire = self.config.comm
         if wire.emulate and self.ranks.world_size == 1:
-            rows_VD = roundtrip(rows_VD, wire.forward, wire.backward)
+            rows_VD = roundtrip(rows_VD, wire.forward, wire.backward, self.row_dim)
         return rows_VD
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -87,9 +89,10 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
         model = RetrievalModel(num_items, config.model)
     meter = WireMeter(ranks.rank)
     plan = _plan(model, config.tables, ranks)
+    row_dim = common_row_dim(plan)
     table = EmbeddingCollectionSharder(
         fused_params=fused_params(config.tables),
-        qcomm_codecs_registry=codecs_registry(config.comm, common_row_dim(plan), meter),
+        qcomm_codecs_registry=codecs_registry(config.comm, row_dim, meter),
     ).shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
     optimizer = table_optimizer(table, WEIGHT, config.tables)
     _initialise_table(table, config)
@@ -99,7 +102,7 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     replicated = DistributedDataParallel(
         tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True
     )
-    return ParallelModel(table, optimizer, replicated, meter, ranks, config)
+    return ParallelModel(table, optimizer, replicated, meter, row_dim, ranks, config)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
