@@ -1,6 +1,7 @@
 """What the model can be told. Imports no torch, so that the command line starts fast."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 
@@ -50,7 +51,7 @@ class SimilarityConfig:
     """Rate on the inputs of the query's and the item's gating MLPs."""
 
     def __post_init__(self) -> None:
-        require(self.temperature > 0, "model.similarity.temperature", self.temperature, "above 0")
+        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
         for name in ("query_components", "item_components", "component_dim", "gate_hidden", "projection_hidden"):
             require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
@@ -68,7 +69,7 @@ class HIndexerConfig:
 
     def __post_init__(self) -> None:
         require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")
-        require(self.weight >= 0, "model.hindexer.weight", self.weight, "0 or more")
+        require(0 <= self.weight < inf, "model.hindexer.weight", self.weight, "0 or more and finite")
 
 
 @dataclass(frozen=True)

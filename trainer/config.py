@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,7 +40,7 @@ class TablesConfig:
     """Standard deviation of the truncated normal that rows start from."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "tables.lr", self.lr, "above 0")
+        require(0 < self.lr < inf, "tables.lr", self.lr, "above 0 and finite")
         require(0 <= self.beta1 < 1, "tables.beta1", self.beta1, "in [0, 1)")
         require(0 <= self.beta2 < 1, "tables.beta2", self.beta2, "in [0, 1)")
         require(self.eps > 0, "tables.eps", self.eps, "above 0")
@@ -59,7 +60,7 @@ class DenseConfig:
     """Decoupled (AdamW)."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "dense.lr", self.lr, "above 0")
+        require(0 < self.lr < inf, "dense.lr", self.lr, "above 0 and finite")
         require(0 <= self.beta1 < 1, "dense.beta1", self.beta1, "in [0, 1)")
         require(0 <= self.beta2 < 1, "dense.beta2", self.beta2, "in [0, 1)")
         require(self.eps > 0, "dense.eps", self.eps, "above 0")

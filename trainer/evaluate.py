@@ -57,7 +57,6 @@ def evaluate(
     advance: Callable[[int], None] = lambda users: None,
 ) -> dict[str, float]:
     """HR@k, NDCG@10 and MRR over all users; collective, and equal on all ranks."""
-    tower.eval()
     device = ranks.device
     item_XD = item_XD.to(device)
     rank_of = torch.zeros(len(users), dtype=torch.int64)
@@ -78,7 +77,6 @@ def evaluate(
                     score_BX, target_B, excluded, lengths.to(device)
                 ).cpu()
             advance(len(part))
-    tower.train()
     return summarise(all_reduce_sum(rank_of, ranks).numpy(), len(item_XD))
 
 

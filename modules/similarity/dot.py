@@ -29,11 +29,13 @@ class Dot(nn.Module):
 
     def all_pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
         """phi(x, u) of each query with each item, FP32 [T, N]."""
-        return torch.mm(query[0], item[0].t()).float()
+        # Not in BF16, where cosines over a temperature of 0.05 would be off by up to 0.06.
+        with torch.autocast(query[0].device.type, enabled=False):
+            return torch.mm(query[0].float(), item[0].float().t())
 
     def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
         """phi(x, u) of query t with item t, FP32 [T]."""
-        return (query[0] * item[0]).sum(-1, dtype=torch.float32)
+        return (query[0].float() * item[0].float()).sum(-1)
 
     def pair_parameters(self) -> list[nn.Parameter]:
         """The parameters that all_pairs and pairs use."""

@@ -21,8 +21,8 @@ class MoL(nn.Module):
     """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2).
 
     Precision: projections, logits, gating MLPs, SiLU and the gates' softmax run in the dtype that autocast sets, as
-    in section 4.3. L2 norms and the weighted sum over components are FP32, because their results are few, and
-    because a similarity of size 1/tau rounded to BF16 would be off by up to 0.06.
+    in section 4.3. L2 norms are FP32, and the weighted sum over components accumulates and ends in FP32: there are few
+    of them, and a similarity of size 1/tau rounded to BF16 would be off by up to 0.06.
     """
 
     def __init__(self, dim: int, config: SimilarityConfig) -> None:

@@ -53,13 +53,14 @@ class TrainingBatches:
             )
         self.end = dataset.offsets[:-1] + lengths
         self.length = np.minimum(lengths - 1, max_length)
+        self._shuffled: tuple[int, Ints] = (-1, self.users)
         self.steps_per_epoch = -(-len(self.users) // batch_size)
 
     def at(self, step: int) -> Batch:
         """This rank's part of the global batch of a step, on the CPU."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
-        users = self.users[order[index * self.batch_size : (index + 1) * self.batch_size]]
+        part = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        users = self.users[self._order(epoch)[part]]
         random = np.random.default_rng([self.seed, epoch, index + 1])
         groups = len(users) if self.share == "sequence" else 1
         negatives = random.integers(0, self.dataset.num_items, size=(groups, self.negatives))
@@ -84,6 +85,12 @@ class TrainingBatches:
             noise=Noise(derive_key("dropout", self.seed, step)),
             total_positions=int(bounds[-1]),
         )
+
+    def _order(self, epoch: int) -> Ints:
+        """The users' places in an epoch."""
+        if self._shuffled[0] != epoch:
+            self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
+        return self._shuffled[1]
 
     def _part(self, bounds: Ints) -> tuple[int, int]:
         """First and last sequence of this rank: contiguous, with about as many positions as the others'."""

@@ -1,0 +1,200 @@
+"""SASRec against one sequence after the other, each attention weight written out, in FP64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from logitmix.modules.config import EncoderConfig
+from logitmix.modules.encoders.sasrec import Packing, SASRec
+from logitmix.modules.noise import Noise
+
+DIM = 8
+NOISE = Noise(12345)
+
+
+def make(heads: int = 2, blocks: int = 2, dim: int = DIM, max_length: int = 6, dropout: float = 0.3) -> SASRec:
+    """All parameters random, so that none can be left out unnoticed."""
+    generator = torch.Generator().manual_seed(7)
+    encoder = SASRec(dim, EncoderConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout)).double()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return encoder
+
+
+ENCODER = make()
+
+
+def rows(count: int, dim: int = DIM, seed: int = 0) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def packing(lengths: list[int], first_row: int = 0) -> Packing:
+    return Packing(torch.tensor(lengths, dtype=torch.int64), first_row)
+
+
+def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = None, first_row: int = 0) -> Tensor:
+    """The queries [L, D] of one sequence, whose positions have the global numbers first_row, first_row + 1, …"""
+    L, D = item_LD.shape
+    row_L = torch.arange(first_row, first_row + L)
+
+    def drop(x: Tensor, site: str) -> Tensor:
+        return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
+
+    def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        return centred / ((centred**2).mean(1, keepdim=True) + 1e-8).sqrt() * layer.weight + layer.bias
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return x @ weight.T + bias
+
+    x = drop(item_LD * math.sqrt(D) + encoder.position_LD[:L], "input")
+    for i, block in enumerate(encoder.blocks):
+        normed = norm(x, block.attention_norm)
+        q = linear(normed, block.query.weight, block.query.bias)
+        k = linear(x, block.key_value.weight[:D], block.key_value.bias[:D])
+        v = linear(x, block.key_value.weight[D:], block.key_value.bias[D:])
+        width = D // heads
+        attended = []
+        for t in range(L):
+            parts = []
+            for head in (slice(h * width, (h + 1) * width) for h in range(heads)):
+                scores = torch.stack([q[t, head] @ k[s, head] / math.sqrt(width) for s in range(t + 1)])
+                weights = scores.exp() / scores.exp().sum()
+                parts.append(sum(weights[s] * v[s, head] for s in range(t + 1)))
+            attended.append(torch.cat(parts))
+        out = linear(torch.stack(attended), block.output.weight, block.output.bias)
+        x = norm(normed + drop(out, f"block{i}.attention"), block.feed_norm)
+        hidden = drop(linear(x, block.up.weight, block.up.bias).clamp(min=0), f"block{i}.up")
+        x = x + drop(linear(hidden, block.down.weight, block.down.bias), f"block{i}.down")
+    return norm(x, encoder.norm)
+
+
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None) -> None:
+    encoder, lengths = make(heads), [3, 1, 0, 6, 2]
+    item_TD = rows(sum(lengths)).requires_grad_()
+    query_TD = encoder(item_TD, packing(lengths, first_row=100), noise)
+    bounds = [0, 3, 4, 4, 10, 12]
+    expected_TD = torch.cat(
+        [
+            plain(encoder, item_TD[start:end], heads, noise, 100 + start)
+            for start, end in itertools.pairwise(bounds)
+            if end > start
+        ]
+    )
+    torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
+
+    weight_TD = rows(12, seed=1)
+    wanted = [item_TD, *encoder.parameters()]
+    actual = torch.autograd.grad((query_TD * weight_TD).sum(), wanted)
+    expected = torch.autograd.grad((expected_TD * weight_TD).sum(), wanted)
+    for got, should in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), max_size=5))
+@torch.no_grad()
+def test_a_sequence_does_not_see_the_others(lengths: list[int]) -> None:
+    encoder, item_TD = ENCODER, rows(sum(lengths))
+    together = encoder(item_TD, packing(lengths, first_row=50), NOISE)
+    start = 0
+    for length in lengths:
+        alone = encoder(item_TD[start : start + length], packing([length], first_row=50 + start), NOISE)
+        torch.testing.assert_close(together[start : start + length], alone, rtol=0, atol=1e-12)
+        start += length
+    assert together.shape == (sum(lengths), DIM)
+
+
+@pytest.mark.parametrize("changed", range(6))
+def test_a_query_does_not_see_what_follows(changed: int) -> None:
+    encoder, item_TD = make(), rows(8)
+    before = encoder(item_TD, packing([6, 2]), None)
+    other_TD = item_TD.clone()
+    other_TD[changed] += 1
+    moved = (encoder(other_TD, packing([6, 2]), None) - before).abs().amax(1)
+    assert moved[:changed].tolist() == [0.0] * changed
+    assert bool((moved[changed:6] > 1e-6).all())
+    assert moved[6:].tolist() == [0.0, 0.0]
+
+
+def test_dropout_does_not_depend_on_how_a_batch_is_split() -> None:
+    encoder, lengths = make(), [4, 2, 6, 1]
+    item_TD = rows(13)
+    whole = encoder(item_TD, packing(lengths), NOISE)
+    for cut in range(5):
+        start = sum(lengths[:cut])
+        first = encoder(item_TD[:start], packing(lengths[:cut]), NOISE)
+        second = encoder(item_TD[start:], packing(lengths[cut:], first_row=start), NOISE)
+        torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-12)
+    moved = encoder(item_TD, packing(lengths, first_row=1), NOISE)
+    assert bool(((moved - whole).abs().amax(1) > 0.1).all())
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int], noise: Noise | None) -> None:
+    encoder, item_TD = make(), torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)
+    query_TD = encoder(item_TD, packing(lengths), noise)
+    assert query_TD.shape == (0, DIM)
+    query_TD.sum().backward()
+    assert item_TD.grad is not None and item_TD.grad.shape == (0, DIM)
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    encoder = make(dim=4, blocks=1, max_length=3)
+    item_TD = rows(5, dim=4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: encoder(x, packing([3, 0, 2]), NOISE), item_TD)
+
+
+def test_packing_says_where_each_position_lies() -> None:
+    packed = packing([2, 0, 3, 1], first_row=10)
+    assert packed.bounds == [0, 2, 2, 5, 6]
+    assert packed.shape == (4, 3)
+    assert packed.position_T.tolist() == [0, 1, 0, 1, 2, 0]
+    assert packed.row_T.tolist() == [10, 11, 12, 13, 14, 15]
+    assert packed.padded_T.tolist() == [0, 1, 6, 7, 8, 9]
+    assert packed.last_B[[0, 2, 3]].tolist() == [1, 4, 5]
+    nothing = packing([])
+    assert nothing.bounds == [0] and nothing.shape == (0, 0) and len(nothing.row_T) == 0
+
+
+def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
+    packed = packing([2, 1])
+    moved = packed.to(torch.device("meta"))
+    assert moved.position_T.device.type == "meta" and packed.position_T.device.type == "cpu"
+    assert moved.bounds == packed.bounds and moved.shape == packed.shape
+
+
+def test_positions_start_from_the_truncated_normal() -> None:
+    encoder = SASRec(64, EncoderConfig(max_length=500))
+    encoder.reset_parameters(torch.Generator().manual_seed(0))
+    assert 0.0395 < float(encoder.position_LD.detach().abs().max()) <= 0.04
+    # 0.8796 of 0.02, cut at two standard deviations; 32,000 values.
+    assert abs(float(encoder.position_LD.detach().std()) - 0.8796 * 0.02) < 5 * 0.02 * 0.8796 / math.sqrt(2 * 32000)
+
+
+@torch.no_grad()
+def test_bf16_stays_close_to_full_precision() -> None:
+    encoder = make(dim=64, dropout=0.2, max_length=20).float()
+    encoder.reset_parameters(torch.Generator().manual_seed(0))
+    for module in encoder.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, generator=torch.Generator().manual_seed(1))
+    item_TD, packed = rows(46, dim=64).float() * 0.02, packing([20, 6, 1, 19])
+    full = encoder(item_TD, packed, NOISE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = encoder(item_TD, packed, NOISE)
+    assert half.dtype == torch.float32
+    # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen.
+    error = (half - full).norm(dim=1) / full.norm(dim=1)
+    assert 0 < float(error.max()) < 2**-6

@@ -1,0 +1,109 @@
+"""The dot product, Equation 2, against sums written out in FP64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.build import build_similarity
+from logitmix.modules.similarity.dot import Dot, l2_normalize
+
+EPS = 2**-24
+"""Largest relative error of rounding to FP32."""
+
+
+def vectors(count: int, seed: int, dim: int = 6) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(query: Tensor, item: Tensor, normalize: bool, temperature: float) -> float:
+    u, x = query.double().tolist(), item.double().tolist()
+    product = sum(a * b for a, b in zip(u, x, strict=True))
+    if not normalize:
+        return product
+    norms = [max(math.sqrt(sum(a * a for a in side)), 1e-6) for side in (u, x)]
+    return product / norms[0] / norms[1] / temperature
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_equals_the_sum_written_out(normalize: bool) -> None:
+    dot = Dot(normalize, temperature=0.05)
+    query_TD, item_ND = vectors(7, 1), vectors(7, 2)
+    item_ND[3] = 0
+    query, item = dot.query(query_TD, torch.arange(7)), dot.item(item_ND, torch.arange(7))
+    expected = torch.tensor([[plain(u, x, normalize, 0.05) for x in item_ND] for u in query_TD])
+    # Values up to 20, of a handful of roundings.
+    all_pairs = dot.all_pairs(query, item)
+    torch.testing.assert_close(all_pairs, expected, rtol=8 * EPS, atol=20 * 4 * EPS)
+    torch.testing.assert_close(dot.pairs(query, item), expected.diagonal(), rtol=8 * EPS, atol=20 * 4 * EPS)
+    assert all_pairs.dtype == dot.pairs(query, item).dtype == torch.float32
+    assert dot.all_pairs(dot.query(query_TD[:0], torch.arange(0)), item).shape == (0, 7)
+    assert dot.pair_parameters() == [] and list(dot.parameters()) == []
+
+
+def test_cosines_do_not_see_lengths_and_plain_products_do() -> None:
+    query_TD, item_ND, row = vectors(5, 1), vectors(5, 2), torch.arange(5)
+    scale = torch.tensor([0.01, 0.5, 1, 3, 1000])[:, None]
+    cosine = build_similarity(6, SimilarityConfig(normalize=True, temperature=0.05))
+    before = cosine.pairs(cosine.query(query_TD, row), cosine.item(item_ND, row))
+    after = cosine.pairs(cosine.query(query_TD * scale, row), cosine.item(item_ND / 7, row))
+    torch.testing.assert_close(after, before, rtol=0, atol=20 * 8 * EPS)
+    product = build_similarity(6, SimilarityConfig(normalize=False, temperature=0.05))
+    before = product.pairs(product.query(query_TD, row), product.item(item_ND, row))
+    after = product.pairs(product.query(query_TD * scale, row), product.item(item_ND, row))
+    torch.testing.assert_close(after, before * scale[:, 0], rtol=16 * EPS, atol=1e-6)
+
+
+def test_a_cosine_over_the_temperature_stays_within_its_reciprocal() -> None:
+    dot, query_TD = Dot(True, 0.05), vectors(9, 1)
+    query = dot.query(query_TD, torch.arange(9))
+    same = dot.pairs(query, dot.item(query_TD * 3, torch.arange(9)))
+    torch.testing.assert_close(same, torch.full((9,), 20.0), rtol=8 * EPS, atol=0)
+    opposite = dot.pairs(query, dot.item(-query_TD, torch.arange(9)))
+    torch.testing.assert_close(opposite, torch.full((9,), -20.0), rtol=8 * EPS, atol=0)
+
+
+def test_normalising_is_full_precision_and_gives_zero_for_zero() -> None:
+    x = vectors(4, 3)
+    x[2] = 0
+    normalised = l2_normalize(x.bfloat16())
+    assert normalised.dtype == torch.float32
+    assert normalised.norm(dim=1).tolist() == pytest.approx([1, 1, 0, 1], abs=4 * EPS)
+    zero = torch.zeros(1, 3, requires_grad=True)
+    l2_normalize(zero).sum().backward()
+    assert zero.grad is not None and bool(zero.grad.isfinite().all())
+
+
+def test_there_is_no_dropout_in_a_dot_product() -> None:
+    dot, x, row = Dot(True, 0.05), vectors(4, 1), torch.arange(4)
+    assert torch.equal(dot.query(x, row, Noise(1))[0], dot.query(x, row)[0])
+    assert torch.equal(dot.item(x, row, Noise(1))[0], dot.item(x, row)[0])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_are_those_of_the_formula_in_fp64(normalize: bool) -> None:
+    dot, row = Dot(normalize, 0.05), torch.arange(5)
+    query_TD, item_ND = vectors(5, 1).requires_grad_(), vectors(5, 2).requires_grad_()
+    weight_TN = vectors(5, 3, dim=5)
+    score_TN = dot.all_pairs(dot.query(query_TD, row), dot.item(item_ND, row))
+    actual = torch.autograd.grad((score_TN * weight_TN).sum(), (query_TD, item_ND))
+    u, x = query_TD.detach().double().requires_grad_(), item_ND.detach().double().requires_grad_()
+    plain_TN = u @ x.T
+    if normalize:
+        plain_TN = plain_TN / (u * u).sum(1).sqrt()[:, None] / (x * x).sum(1).sqrt()[None] / 0.05
+    expected = torch.autograd.grad((plain_TN * weight_TN.double()).sum(), (u, x))
+    for got, should in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), should, rtol=0, atol=float(should.abs().max()) * 16 * EPS)
+
+
+def test_autocast_leaves_scores_in_fp32() -> None:
+    dot, row = Dot(True, 0.05), torch.arange(64)
+    query, item = dot.query(vectors(64, 1, dim=64), row), dot.item(vectors(64, 2, dim=64), row)
+    full = dot.all_pairs(query, item)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, pairs = dot.all_pairs(query, item), dot.pairs(query, item)
+    assert torch.equal(under, full)
+    torch.testing.assert_close(pairs, full.diagonal(), rtol=0, atol=20 * 8 * EPS)

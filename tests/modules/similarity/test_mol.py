@@ -1,0 +1,316 @@
+"""MoL against Algorithm 1 and Equation 10, one pair after the other and one component after the other, in FP64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.build import build_similarity
+from logitmix.modules.similarity.mol import MoL
+
+DIM, U, I, C = 12, 3, 2, 4
+M = U * I
+NOISE = Noise(2**40 + 17)
+EPS = 2**-24
+"""Largest relative error of rounding to FP32."""
+
+
+def make(dim: int = DIM, spread: float = 0.3, **options: object) -> MoL:
+    """All parameters random, so that none can be left out unnoticed."""
+    defaults: dict = {
+        "kind": "mol",
+        "query_components": U,
+        "item_components": I,
+        "component_dim": C,
+        "gate_hidden": 5,
+        "projection_hidden": 7,
+    }
+    mol = build_similarity(dim, SimilarityConfig(**(defaults | options)))
+    assert isinstance(mol, MoL)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in mol.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return mol
+
+
+def vectors(count: int, seed: int, dim: int = DIM) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def mlp(gate: nn.Module, x: Tensor) -> Tensor:
+    """Two layers with SiLU between; the second may lack a bias."""
+    first, _, second = gate
+    out = second.weight.double() @ silu(first.weight.double() @ x + first.bias.double())
+    return out if second.bias is None else out + second.bias.double()
+
+
+def components(projection: nn.Module, x: Tensor, normalize: bool) -> list[Tensor]:
+    """Gated linear unit, linear layer, cut into vectors of width C, each of length one where normalised."""
+    both = projection.gated.weight.double() @ x + projection.gated.bias.double()
+    value, gate = both[: len(both) // 2], both[len(both) // 2 :]
+    flat = projection.output.weight.double() @ (value * silu(gate)) + projection.output.bias.double()
+    cut = [flat[i : i + C] for i in range(0, len(flat), C)]
+    return [part / part.pow(2).sum().sqrt() for part in cut] if normalize else cut
+
+
+def plain(
+    mol: MoL,
+    u: Tensor,
+    x: Tensor,
+    *,
+    projected_x: Tensor | None = None,
+    gating_u: Tensor | None = None,
+    gating_x: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """phi(x, u) and pi(x, u) of one pair; what dropout made of the inputs, and the gates' mask, may be given."""
+    u, x = u.double(), x.double()
+    of_query = components(mol.query_projection, u, mol.config.normalize)
+    of_item = components(mol.item_projection, x if projected_x is None else projected_x.double(), mol.config.normalize)
+    logits = torch.stack([(f * g).sum() / mol.config.temperature for f in of_query for g in of_item])
+    uw = mlp(mol.query_gate, u if gating_u is None else gating_u.double())
+    xw = mlp(mol.item_gate, x if gating_x is None else gating_x.double())
+    combined = silu(uw * xw + mlp(mol.cross_gate, logits))
+    gates = (combined - combined.max()).exp()
+    gates = gates / gates.sum()
+    used = gates if mask is None else gates * mask.double() / (gates * mask.double()).sum().clamp(min=1e-6)
+    return (used * logits).sum(), gates
+
+
+def of_all(mol: MoL, query_TD: Tensor, item_ND: Tensor) -> Tensor:
+    return torch.stack([torch.stack([plain(mol, u, x)[0] for x in item_ND]) for u in query_TD])
+
+
+def sides(mol: MoL, query_TD: Tensor, item_ND: Tensor, noise: Noise | None = None) -> tuple:
+    return (
+        mol.query(query_TD, torch.arange(len(query_TD)), noise),
+        mol.item(item_ND, torch.arange(len(item_ND)), noise),
+    )
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_equals_equation_10_written_out(normalize: bool) -> None:
+    mol = make(normalize=normalize, temperature=0.05 if normalize else 1.0)
+    query_TD, item_ND = vectors(5, 1), vectors(6, 2)
+    query, item = sides(mol, query_TD, item_ND)
+    expected = of_all(mol, query_TD, item_ND).detach()
+    scores = mol.all_pairs(query, item)
+    # A hundred or so roundings on the way, of values up to the largest.
+    bound = float(expected.abs().max()) * 100 * EPS
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=bound)
+    pairs = mol.pairs(query, tuple(side[:5] for side in item))
+    torch.testing.assert_close(pairs.double(), expected[:, :5].diagonal(), rtol=0, atol=bound)
+    assert scores.dtype == pairs.dtype == torch.float32
+    assert float(expected.std()) > 10 * bound
+
+
+def test_gradients_are_those_of_equation_10_in_fp64() -> None:
+    mol = make()
+    query_TD, item_ND = vectors(3, 1).requires_grad_(), vectors(4, 2).requires_grad_()
+    weight_TN = vectors(3, 5, dim=4)
+    wanted = [query_TD, item_ND, *mol.parameters()]
+    score_TN = mol.all_pairs(*sides(mol, query_TD, item_ND))
+    actual = torch.autograd.grad((score_TN * weight_TN).sum(), wanted)
+    expected = torch.autograd.grad((of_all(mol, query_TD, item_ND) * weight_TN.double()).sum(), wanted)
+    for got, should in zip(actual, expected, strict=True):
+        assert float(should.abs().max()) > 0
+        torch.testing.assert_close(got, should, rtol=0, atol=float(should.abs().max()) * 200 * EPS)
+
+
+def test_all_pairs_have_the_pairs_on_their_diagonal() -> None:
+    mol = make()
+    query, item = sides(mol, vectors(9, 1), vectors(9, 2))
+    all_pairs = mol.all_pairs(query, item)
+    torch.testing.assert_close(mol.pairs(query, item), all_pairs.diagonal(), rtol=0, atol=20 * 16 * EPS)
+    for shift in (1, 4):
+        turned = tuple(side.roll(-shift, 0) for side in item)
+        should = all_pairs.roll(-shift, 1).diagonal()
+        torch.testing.assert_close(mol.pairs(query, turned), should, rtol=0, atol=20 * 16 * EPS)
+
+
+def test_gates_are_the_distribution_of_the_formula() -> None:
+    mol = make()
+    query_TD, item_ND = vectors(8, 1), vectors(8, 2)
+    gates_TM = mol.sample_gates(*sides(mol, query_TD, item_ND)).detach()
+    assert gates_TM.shape == (8, M)
+    expected = torch.stack([plain(mol, u, x)[1] for u, x in zip(query_TD, item_ND, strict=True)])
+    torch.testing.assert_close(gates_TM.double(), expected, rtol=500 * EPS, atol=0)
+    torch.testing.assert_close(gates_TM.sum(1), torch.ones(8), rtol=0, atol=8 * EPS)
+    # They differ from pair to pair, and not by a factor.
+    assert float(gates_TM.std(dim=0).min()) > 1e-3
+
+
+def test_a_pair_scores_the_same_in_any_company() -> None:
+    mol = make()
+    query_TD, item_ND = vectors(4, 1), vectors(6, 2)
+    scores = mol.all_pairs(*sides(mol, query_TD, item_ND))
+    alone = mol.all_pairs(*sides(mol, query_TD[2:3], item_ND[4:]))
+    torch.testing.assert_close(alone, scores[2:3, 4:], rtol=0, atol=20 * 16 * EPS)
+
+
+def masks_of(rows: Tensor, rate: float) -> Tensor:
+    return NOISE.dropout(torch.ones(len(rows), M), rate, "gates", rows)
+
+
+def test_what_gate_dropout_leaves_is_renormalised() -> None:
+    mol = make()
+    query_TD, item_ND = vectors(4, 1), vectors(4, 2)
+    query, item = sides(mol, query_TD, item_ND)
+    mask_TNM = masks_of(torch.arange(16), 0.4).view(4, 4, M)
+    expected = torch.stack(
+        [
+            torch.stack([plain(mol, u, x, mask=mask_TNM[t, n])[0] for n, x in enumerate(item_ND)])
+            for t, u in enumerate(query_TD)
+        ]
+    ).detach()
+    assert 0.2 < float((mask_TNM == 0).float().mean()) < 0.6
+    dropped = mol.all_pairs(query, item, lambda gates: gates * mask_TNM)
+    torch.testing.assert_close(dropped.double(), expected, rtol=0, atol=20 * 32 * EPS)
+    diagonal = torch.arange(4)
+    pairs = mol.pairs(query, item, lambda gates: gates * mask_TNM[diagonal, diagonal])
+    torch.testing.assert_close(pairs.double(), expected.diagonal(), rtol=0, atol=20 * 32 * EPS)
+    # A weighted mean of logits lies among them; without renormalising it would leave their range.
+    one = torch.zeros(M)
+    one[3] = 5.0
+    only = mol.pairs(query, item, lambda gates: gates * one)
+    logits_TM = torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
+    torch.testing.assert_close(only, logits_TM[:, 3], rtol=0, atol=20 * 8 * EPS)
+
+
+def test_gates_that_are_all_dropped_score_zero() -> None:
+    mol = make()
+    query, item = sides(mol, vectors(4, 1).requires_grad_(), vectors(4, 2))
+    scores = mol.all_pairs(query, item, lambda gates: gates * 0)
+    assert torch.equal(scores, torch.zeros(4, 4))
+    (gradient,) = torch.autograd.grad(scores.sum(), query[0])
+    assert bool(gradient.isfinite().all())
+
+
+def test_dropout_of_the_inputs_goes_where_the_configuration_says() -> None:
+    mol = make(projection_dropout=0.3, gate_input_dropout=0.4)
+    query_TD, item_ND = vectors(3, 1), vectors(3, 2)
+    row_T, id_N = torch.tensor([100, 101, 2**33]), torch.tensor([7, 1, 7])
+    query, item = mol.query(query_TD, row_T, NOISE), mol.item(item_ND, id_N, NOISE)
+    gating_u = NOISE.dropout(query_TD, 0.4, "mol.query_gate", row_T)
+    gating_x = NOISE.dropout(item_ND, 0.4, "mol.item_gate", id_N)
+    projected_x = NOISE.dropout(item_ND, 0.3, "mol.item", id_N)
+    expected = torch.stack(
+        [
+            plain(mol, query_TD[t], item_ND[t], projected_x=projected_x[t], gating_u=gating_u[t], gating_x=gating_x[t])[
+                0
+            ]
+            for t in range(3)
+        ]
+    ).detach()
+    torch.testing.assert_close(mol.pairs(query, item).double(), expected, rtol=0, atol=20 * 100 * EPS)
+    # An item has one mask, wherever it stands in the batch.
+    same = mol.item(item_ND[[0, 0]], id_N[[0, 2]], NOISE)
+    for side in same:
+        torch.testing.assert_close(side[0], side[1], rtol=0, atol=16 * EPS)
+    for side, plain_side in zip((*query, *item), (*mol.query(query_TD, row_T), *mol.item(item_ND, id_N)), strict=True):
+        assert torch.equal(side, plain_side) == (side is query[0])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_normalised_components_do_not_see_the_lengths_of_their_vectors(normalize: bool) -> None:
+    mol = make(normalize=normalize)
+    query_TD, item_ND = vectors(4, 1), vectors(5, 2)
+    before = sides(mol, query_TD, item_ND)
+    with torch.no_grad():
+        for projection in (mol.query_projection, mol.item_projection):
+            projection.output.weight *= 8
+            projection.output.bias *= 8
+    after = sides(mol, query_TD, item_ND)
+    factor = 1 if normalize else 8
+    torch.testing.assert_close(after[0][0], before[0][0] * factor, rtol=4 * EPS, atol=0)
+    torch.testing.assert_close(after[1][0], before[1][0] * factor, rtol=4 * EPS, atol=0)
+    if normalize:
+        torch.testing.assert_close(after[0][0].norm(dim=2), torch.full((4, U), 20.0), rtol=8 * EPS, atol=0)
+        torch.testing.assert_close(after[1][0].norm(dim=2), torch.ones(5, I), rtol=8 * EPS, atol=0)
+
+
+def test_mixing_raises_the_rank_only_where_the_gates_see_both_sides() -> None:
+    mol = make(spread=0.6, normalize=False, temperature=1.0).double()
+    query_TD, item_ND = vectors(40, 1).double(), vectors(40, 2).double()
+    query, item = sides(mol, query_TD, item_ND)
+
+    def rank(scores: Tensor) -> int:
+        # FP32 scores: singular values below 1e-5 of the largest are rounding.
+        return int(torch.linalg.matrix_rank(scores.detach().double(), rtol=1e-5))
+
+    assert rank(query[0][:, 0] @ item[0][:, 0].T) == C
+    assert rank(mol.all_pairs(query, item)) > M * C
+    # Equation 5: gates of the user alone leave sum over i of <sum over u of pi_ui(u) f_u, g_i>, of rank at most I C.
+    with torch.no_grad():
+        mol.cross_gate[2].weight.zero_()
+    item_blind = (item[0], torch.ones_like(item[1]))
+    assert C < rank(mol.all_pairs(query, item_blind)) <= I * C
+    # And gates of the item alone, likewise with the U query components.
+    user_blind = (query[0], torch.ones_like(query[1]))
+    assert C < rank(mol.all_pairs(user_blind, item)) <= U * C
+
+
+def test_components_are_ordered_alike_in_logits_and_gates() -> None:
+    """Component (u, i) stands at u * I + i: a gate that lets one through gives that pair's product."""
+    mol = make()
+    query, item = sides(mol, vectors(4, 1), vectors(5, 2))
+    for u in range(U):
+        for i in range(I):
+            chosen = torch.zeros(M)
+            chosen[u * I + i] = 1
+            scores = mol.all_pairs(query, item, lambda gates, chosen=chosen: gates * chosen)
+            should = query[0][:, u] @ item[0][:, i].T
+            torch.testing.assert_close(scores, should, rtol=0, atol=20 * 8 * EPS)
+
+
+def test_nothing_scores_nothing() -> None:
+    mol = make()
+    nothing, some = torch.zeros(0, DIM, requires_grad=True), vectors(3, 1)
+    query, item = sides(mol, nothing, some)
+    assert query[0].shape == (0, U, C) and query[1].shape == (0, M)
+    assert mol.all_pairs(query, item).shape == (0, 3)
+    no_query, no_item = sides(mol, some, nothing)
+    assert no_item[0].shape == (0, I, C) and no_item[1].shape == (0, M)
+    assert mol.all_pairs(no_query, no_item).shape == (3, 0)
+    assert mol.pairs(query, no_item).shape == (0,)
+    total = mol.pairs(query, no_item).sum() + sum(side.sum() for side in (*query, *no_item))
+    total.backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mol.parameters())
+
+
+def test_a_pair_depends_on_the_cross_gate_and_nothing_else_of_the_module() -> None:
+    mol = make()
+    query, item = sides(mol, vectors(3, 1), vectors(3, 2))
+    detached = [tuple(side.detach() for side in both) for both in (query, item)]
+    gradients = torch.autograd.grad(mol.all_pairs(*detached).sum(), list(mol.parameters()), allow_unused=True)
+    used = {id(p) for p, gradient in zip(mol.parameters(), gradients, strict=True) if gradient is not None}
+    assert used == {id(parameter) for parameter in mol.pair_parameters()} and len(used) == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_bf16_is_off_by_a_hundredth_of_the_scale_at_most(seed: int) -> None:
+    mol = build_similarity(64, SimilarityConfig(kind="mol"))
+    generator = torch.Generator().manual_seed(seed)
+    for module in mol.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, generator=generator)
+    query_TD, item_ND = vectors(40, seed, dim=64), vectors(50, seed + 10, dim=64)
+    full = mol.all_pairs(*sides(mol, query_TD, item_ND))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        query, item = sides(mol, query_TD, item_ND)
+        half, pairs = mol.all_pairs(query, item), mol.pairs(query, tuple(side[:40] for side in item))
+    assert {side.dtype for side in (*query, *item)} == {torch.bfloat16}
+    assert half.dtype == pairs.dtype == torch.float32
+    # Before SiLU the gates' inputs reach about 8, which BF16 rounds by 2^-6, so that gates are off by one or two per
+    # cent; they weigh logits that differ by up to 28.
+    assert 0.005 < float((half - full).square().mean().sqrt()) < 0.05
+    assert float((half - full).abs().max()) < 0.3
+    # A target and a negative are rounded alike, up to the order of sums.
+    assert float((pairs - half[:, :40].diagonal()).abs().max()) < 0.3

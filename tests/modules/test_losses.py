@@ -1,0 +1,291 @@
+"""sampled_loss against the same sums without blocks: one big [T, N + 1] table, ordinary autograd, FP64."""
+
+from copy import deepcopy
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from logitmix.modules.config import HIndexerConfig, SimilarityConfig
+from logitmix.modules.hindexer import HIndexer
+from logitmix.modules.losses import Block, Examples, Similarity, sampled_loss
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.build import build_similarity
+
+DIM = 8
+NOISE = Noise(99)
+EPS = 2**-24
+"""Largest relative error of rounding to FP32."""
+
+Kind = Literal["softmax", "bce"]
+
+
+def make(kind: str, normalize: bool = True) -> Similarity:
+    options = SimilarityConfig(
+        kind="mol" if kind == "mol" else "dot",
+        normalize=normalize,
+        temperature=0.2,
+        query_components=2,
+        item_components=3,
+        component_dim=4,
+        gate_hidden=5,
+        projection_hidden=6,
+    )
+    similarity = HIndexer(DIM, HIndexerConfig(dim=4), 0.2) if kind == "hindexer" else build_similarity(DIM, options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in similarity.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return similarity
+
+
+SIMILARITIES = {kind: make(kind) for kind in ("dot", "mol", "hindexer")}
+
+
+def sides(similarity: Similarity, positions: int, items: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Both sides as leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    query_TD, item_VD = (torch.randn(count, DIM, generator=generator) for count in (positions, items))
+    query = similarity.query(query_TD, torch.arange(positions))
+    item = similarity.item(item_VD, torch.arange(items))
+    query, item = ([side.detach().requires_grad_() for side in both] for both in (query, item))
+    return query, item
+
+
+def plain_loss(
+    kind: Kind,
+    similarity: Similarity,
+    query: list[Tensor],
+    item: list[Tensor],
+    examples: Examples,
+    gate_dropout: float,
+) -> Tensor:
+    """Every position with its target and each of its negatives as one long list of pairs."""
+    total = torch.zeros((), dtype=torch.float64)
+    for block in examples.blocks:
+        for t in range(block.start, block.end):
+            target = int(examples.target_T[t])
+            candidates = torch.cat([examples.target_T[t : t + 1], block.negatives_N])
+            count = len(candidates)
+            numbers = examples.row_T[t] * count + torch.arange(count)
+
+            def drop(gates: Tensor, numbers: Tensor = numbers) -> Tensor:
+                return gates * NOISE.dropout(torch.ones_like(gates), gate_dropout, "gates", numbers)
+
+            pairs = [side[t].expand(count, *side.shape[1:]) for side in query], [side[candidates] for side in item]
+            scores = similarity.pairs(*(tuple(side) for side in pairs), drop if gate_dropout else None).double()
+            counted = [n for n, negative in enumerate(block.negatives_N.tolist(), start=1) if negative != target]
+            if kind == "softmax":
+                total = total - (scores[0] - torch.log(scores[[0, *counted]].exp().sum()))
+            else:
+                total = total - torch.log(torch.sigmoid(scores[0]))
+                if counted:
+                    total = total - torch.log(1 - torch.sigmoid(scores[counted])).mean()
+    return total
+
+
+def examples_of(lengths: list[int], negatives: list[list[int]], targets: list[int], first_row: int = 0) -> Examples:
+    """Blocks of the given lengths, one after the other, each with its negatives."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    blocks = [
+        Block(start, start + length, torch.tensor(own, dtype=torch.int64))
+        for start, length, own in zip(starts, lengths, negatives, strict=True)
+    ]
+    return Examples(torch.arange(first_row, first_row + sum(lengths)), torch.tensor(targets, dtype=torch.int64), blocks)
+
+
+def gradients(loss: Tensor, similarity: Similarity, query: list[Tensor], item: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [*query, *item, *similarity.pair_parameters()]))
+
+
+def check_against_plain(
+    kind: Kind, similarity: Similarity, items: int, examples: Examples, gate_dropout: float, seed: int = 0
+) -> None:
+    query, item = sides(similarity, len(examples.target_T), items, seed)
+    noise = NOISE if gate_dropout else None
+    loss = sampled_loss(kind, similarity, tuple(query), tuple(item), examples, noise, gate_dropout)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    # The FP32 sides are the input; beyond them the reference is FP64.
+    twin = deepcopy(similarity).double()
+    twin_query, twin_item = ([side.detach().double().requires_grad_() for side in both] for both in (query, item))
+    expected = plain_loss(kind, twin, twin_query, twin_item, examples, gate_dropout)
+    # Scores of up to 5 with some dozen roundings of theirs, for each position.
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=8 * EPS, atol=5 * 20 * EPS * len(query[0]))
+    if not expected.requires_grad:
+        assert not any(gradient.any() for gradient in gradients(loss, similarity, query, item))
+        return
+    actual = gradients(3 * loss, similarity, query, item)
+    inputs = [*twin_query, *twin_item, *twin.pair_parameters()]
+    plain = torch.autograd.grad(3 * expected, inputs, allow_unused=True, materialize_grads=True)
+    for got, should in zip(actual, plain, strict=True):
+        assert got.dtype == torch.float32
+        # A hundred roundings, of terms that are a few times as large as the largest gradient: they cancel.
+        bound = max(float(should.abs().max()), 1.0) * 500 * EPS if should.numel() else 0
+        torch.testing.assert_close(got.double(), should, rtol=0, atol=bound)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, Examples]:
+    """Few items, so that negatives hit targets and each other; blocks may be empty."""
+    items = draw(st.integers(1, 6))
+    index = st.integers(0, items - 1)
+    lengths = draw(st.lists(st.integers(0, 3), max_size=3))
+    count = draw(st.integers(1, 4))
+    negatives = [draw(st.lists(index, min_size=count, max_size=count)) for _ in lengths]
+    targets = draw(st.lists(index, min_size=sum(lengths), max_size=sum(lengths)))
+    return items, examples_of(lengths, negatives, targets, draw(st.sampled_from([0, 1000, 2**33])))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "bce"])
+@pytest.mark.parametrize("similarity", ["dot", "mol", "hindexer"])
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes(), gate_dropout=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 10))
+def test_equals_the_sum_without_blocks(
+    kind: Kind, similarity: str, shape: tuple[int, Examples], gate_dropout: float, seed: int
+) -> None:
+    items, examples = shape
+    check_against_plain(
+        kind, SIMILARITIES[similarity], items, examples, gate_dropout if similarity == "mol" else 0, seed
+    )
+
+
+@pytest.mark.parametrize("gate_dropout", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["softmax", "bce"])
+def test_blocks_of_any_size_give_the_same(kind: Kind, gate_dropout: float) -> None:
+    similarity = SIMILARITIES["mol"]
+    generator = torch.Generator().manual_seed(1)
+    negatives = torch.randint(0, 40, (16,), generator=generator).tolist()
+    targets = torch.randint(0, 40, (24,), generator=generator).tolist()
+    query, item = sides(similarity, 24, 40)
+    results = []
+    for size in (1, 5, 12, 24):
+        lengths = [min(size, 24 - start) for start in range(0, 24, size)]
+        examples = examples_of(lengths, [negatives] * len(lengths), targets)
+        loss = sampled_loss(kind, similarity, tuple(query), tuple(item), examples, NOISE, gate_dropout)
+        results.append([loss.detach(), *gradients(loss, similarity, query, item)])
+    for result in results[1:]:
+        for got, should in zip(result, results[0], strict=True):
+            # FP32 sums in another order: of 24 positions and 17 candidates each.
+            torch.testing.assert_close(got, should, rtol=0, atol=float(should.abs().max()) * 50 * EPS)
+
+
+def test_order_and_company_of_positions_do_not_matter() -> None:
+    """A position's part of the loss depends on its own number, not on its place: what splitting over ranks needs."""
+    similarity, negatives = SIMILARITIES["mol"], [[1, 2, 3], [4, 5, 6]]
+    query, item = sides(similarity, 6, 8)
+    whole = examples_of([4, 2], negatives, [0, 1, 2, 3, 4, 7], first_row=70)
+    loss = sampled_loss("softmax", similarity, tuple(query), tuple(item), whole, NOISE, 0.4)
+    parts = []
+    for (first, last), own in (((0, 4), negatives[:1]), ((4, 6), negatives[1:])):
+        part = examples_of([last - first], own, whole.target_T[first:last].tolist(), first_row=70 + first)
+        side = tuple(side[first:last] for side in query)
+        parts.append(sampled_loss("softmax", similarity, side, tuple(item), part, NOISE, 0.4))
+    torch.testing.assert_close(sum(parts), loss, rtol=16 * EPS, atol=0)
+    split, together = (gradients(value, similarity, query, item) for value in (sum(parts), loss))
+    for got, should in zip(split, together, strict=True):
+        torch.testing.assert_close(got, should, rtol=0, atol=float(should.abs().max()) * 32 * EPS)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "mol"])
+def test_a_position_whose_negatives_are_all_its_target_has_nothing_to_learn(similarity: str) -> None:
+    chosen = SIMILARITIES[similarity]
+    query, item = sides(chosen, 2, 3)
+    examples = examples_of([2], [[1, 1, 1, 1]], [1, 1])
+    loss = sampled_loss("softmax", chosen, tuple(query), tuple(item), examples, NOISE, 0.2)
+    assert float(loss.detach()) == 0.0
+    for gradient in gradients(loss, chosen, query, item):
+        assert not gradient.any()
+    # Binary cross entropy still has the target itself.
+    loss = sampled_loss("bce", chosen, tuple(query), tuple(item), examples, None)
+    scores = chosen.pairs(tuple(query), tuple(side[[1, 1]] for side in item)).detach().double()
+    expected = -torch.log(torch.sigmoid(scores)).sum()
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=16 * EPS, atol=0)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(loss, chosen, query, item))
+
+
+def test_an_accidental_hit_counts_for_its_own_position_only() -> None:
+    similarity = SIMILARITIES["dot"]
+    query, item = sides(similarity, 2, 4)
+    both = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples_of([2], [[1, 2]], [1, 3]), None)
+    first = sampled_loss("softmax", similarity, (query[0][:1],), tuple(item), examples_of([1], [[2]], [1]), None)
+    second = sampled_loss("softmax", similarity, (query[0][1:],), tuple(item), examples_of([1], [[1, 2]], [3]), None)
+    torch.testing.assert_close(both, first + second, rtol=8 * EPS, atol=0)
+
+
+def test_dropout_needs_noise_and_a_rate() -> None:
+    similarity = SIMILARITIES["mol"]
+    query, item = sides(similarity, 3, 5)
+    examples = examples_of([3], [[1, 2]], [0, 3, 4])
+
+    def loss(noise: Noise | None, rate: float) -> float:
+        return float(sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, noise, rate).detach())
+
+    assert loss(None, 0.5) == loss(NOISE, 0.0) == loss(None, 0.0)
+    assert loss(NOISE, 0.5) != loss(None, 0.0)
+    assert loss(NOISE, 0.5) == loss(Noise(99), 0.5) != loss(Noise(100), 0.5)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "mol", "hindexer"])
+def test_no_positions_give_no_loss_and_zero_gradients(similarity: str) -> None:
+    chosen = SIMILARITIES[similarity]
+    query, item = sides(chosen, 0, 3)
+    loss = sampled_loss("softmax", chosen, tuple(query), tuple(item), examples_of([], [], []), NOISE, 0.2)
+    assert float(loss.detach()) == 0.0
+    for tensor, gradient in zip(
+        [*query, *item, *chosen.pair_parameters()], gradients(loss, chosen, query, item), strict=True
+    ):
+        assert gradient.shape == tensor.shape and not gradient.any()
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    similarity = SIMILARITIES["mol"]
+    query, item = sides(similarity, 3, 5)
+    examples = examples_of([1, 2], [[1, 2], [3, 4]], [0, 3, 4])
+    loss = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, NOISE, 0.2)
+    with torch.no_grad():
+        value = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, NOISE, 0.2)
+    assert not value.requires_grad and torch.equal(value, loss.detach())
+
+
+def test_large_scores_overflow_nothing() -> None:
+    similarity = make("dot", normalize=False)
+    query = [torch.full((1, DIM), 1e3, requires_grad=True)]
+    item = [torch.stack([torch.full((DIM,), -1e3), torch.full((DIM,), 1e3)]).requires_grad_()]
+    for kind, parts in (("softmax", 1), ("bce", 2)):
+        loss = sampled_loss(kind, similarity, tuple(query), tuple(item), examples_of([1], [[1]], [0]), None)
+        # The target scores -8e6, the negative 8e6.
+        assert float(loss.detach()) == pytest.approx(16e6, rel=8 * EPS), parts
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients(loss, similarity, query, item))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "bce"])
+@pytest.mark.parametrize("similarity", ["dot", "mol"])
+def test_bf16_gives_loss_and_gradients_within_its_precision(similarity: str, kind: Kind) -> None:
+    chosen = SIMILARITIES[similarity]
+    generator = torch.Generator().manual_seed(1)
+    query_TD, item_VD = (torch.randn(count, DIM, generator=generator) for count in (64, 80))
+    negatives = torch.randint(0, 80, (2, 16), generator=generator).tolist()
+    targets = torch.randint(0, 80, (64,), generator=generator).tolist()
+    examples = examples_of([40, 24], negatives, targets)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        inputs = [query_TD.clone().requires_grad_(), item_VD.clone().requires_grad_()]
+        query = chosen.query(inputs[0], torch.arange(64), NOISE)
+        item = chosen.item(inputs[1], torch.arange(80), NOISE)
+        loss = sampled_loss(kind, chosen, query, item, examples, NOISE, 0.2 if similarity == "mol" else 0.0)
+        return loss.detach(), list(torch.autograd.grad(loss, [*inputs, *chosen.parameters()]))
+
+    full, full_gradients = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, half_gradients = run()
+    assert half.dtype == torch.float32
+    # 2^-9 for a rounding; the loss averages over positions what scores of up to 5 are off by.
+    off = abs(float(half - full)) / float(full)
+    assert off == 0 if similarity == "dot" else 0 < off < 2**-8
+    # The way back has as many roundings, and terms that cancel: 4 per cent at worst.
+    for got, should in zip(half_gradients, full_gradients, strict=True):
+        assert got.dtype == torch.float32
+        assert float((got - should).norm() / should.norm()) < 2**-4

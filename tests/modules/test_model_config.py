@@ -1,0 +1,76 @@
+"""What the model refuses to be told."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from logitmix.modules.config import EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, SimilarityConfig
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("section", "prefix", "field", "wrong", "right"),
+    [
+        (EncoderConfig, "model.encoder", "blocks", [0, -1], [1, 4]),
+        (EncoderConfig, "model.encoder", "heads", [0, -2], [1, 8]),
+        (EncoderConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
+        (EncoderConfig, "model.encoder", "max_length", [0], [1]),
+        (SimilarityConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
+        (SimilarityConfig, "model.similarity", "query_components", [0], [1]),
+        (SimilarityConfig, "model.similarity", "item_components", [0], [1]),
+        (SimilarityConfig, "model.similarity", "component_dim", [0], [1]),
+        (SimilarityConfig, "model.similarity", "gate_hidden", [0], [1]),
+        (SimilarityConfig, "model.similarity", "projection_hidden", [0], [1]),
+        (SimilarityConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (SimilarityConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (SimilarityConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (HIndexerConfig, "model.hindexer", "dim", [0], [1]),
+        (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
+        (LossConfig, "model.loss", "negatives", [0], [1]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
+    section: type, prefix: str, field: str, wrong: list[float], right: list[float]
+) -> None:
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"^{prefix}\.{field} is {value}; it must be "):
+            section(**{field: value})
+    for value in right:
+        assert getattr(section(**{field: value}), field) == value
+
+
+def test_every_number_of_the_model_is_checked() -> None:
+    """A number that is taken whatever it is would be missing from the table above."""
+    for entry in fields(ModelConfig):
+        section = entry.default_factory() if callable(entry.default_factory) else None
+        if not is_dataclass(section):
+            continue
+        for number in fields(section):
+            if number.type in (int, float):
+                with pytest.raises(ValueError, match=rf"^model\.{entry.name}\.{number.name} is -1; "):
+                    type(section)(**{number.name: -1})
+
+
+@pytest.mark.parametrize(
+    ("dim", "near"), [(50, "48 or 52"), (3, "4 or 8"), (0, "4 or 8"), (-8, "4 or 8"), (66, "64 or 68")]
+)
+def test_a_width_that_fbgemm_cannot_take_names_two_that_it_can(dim: int, near: str) -> None:
+    message = (
+        rf"^model\.dim \({dim}\) must be divisible by 4, as FBGEMM's embedding rows are; set model\.dim to {near}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(dim=dim)
+    for value in near.split(" or "):
+        assert ModelConfig(dim=int(value)).dim == int(value)
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "near"), [(96, 5, "4 or 6"), (64, 3, "2 or 4"), (4, 9, "4 or 2"), (64, 100, "64 or 32")]
+)
+def test_heads_that_do_not_divide_the_width_name_two_that_do(dim: int, heads: int, near: str) -> None:
+    problem = rf"^model\.dim \({dim}\) must be divisible by model\.encoder\.heads \({heads}\); "
+    with pytest.raises(ValueError, match=problem + rf"set model\.encoder\.heads to {near}$"):
+        ModelConfig(dim=dim, encoder=EncoderConfig(heads=heads))
+    for value in near.split(" or "):
+        ModelConfig(dim=dim, encoder=EncoderConfig(heads=int(value)))

@@ -1,0 +1,288 @@
+"""Noise against the hash written out with Python's integers, and against what independent noise looks like.
+
+The keys are fixed, so no test is flaky; the bounds are those that right noise passes with one chance of failing in a
+million or less.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitmix.modules.noise import Noise, derive_key, random_bits, truncated_normal
+
+WORD = 0xFFFFFFFF
+KEY = derive_key("tests", 1)
+
+
+def plain_mix(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x21F0AAAD & WORD
+    x ^= x >> 15
+    x = x * 0x735A2D97 & WORD
+    return x ^ x >> 15
+
+
+def plain_bits(key: int, row: int, column: int) -> int:
+    """random_bits' definition on unsigned words; the result as int32."""
+    of_row = plain_mix(row & WORD ^ key & WORD)
+    of_row = plain_mix(of_row ^ row >> 32 ^ key >> 32)
+    word = plain_mix(of_row ^ plain_mix(column ^ 0x9E3779B9))
+    return word - 2**32 if word >> 31 else word
+
+
+def bits(key: int, rows: int, columns: int, first: int = 0, step: int = 1) -> Tensor:
+    return random_bits(key, first + step * torch.arange(rows), torch.arange(columns))
+
+
+def mask(
+    site: str = "here", key: int = KEY, rows: int = 256, width: int = 256, first: int = 0, step: int = 1
+) -> Tensor:
+    """Half of it dropped: +1 and -1, as float64."""
+    dropped = Noise(key).dropout(torch.ones(rows, width), 0.5, site, first + step * torch.arange(rows))
+    return dropped.double() - 1
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations of independent noise."""
+    return float((a * b).mean() * math.sqrt(a.numel()))
+
+
+def walsh_hadamard(x: Tensor) -> Tensor:
+    """Over dimension 0, whose length is a power of two; scaled to keep variances."""
+    n = len(x)
+    for half in (2**power for power in range(int(math.log2(n)))):
+        x = x.view(n // (2 * half), 2, half, *x.shape[1:] if x.dim() == 2 else ())
+        x = torch.stack([x[:, 0] + x[:, 1], x[:, 0] - x[:, 1]], dim=1).flatten(0, 2)
+    return x / math.sqrt(n)
+
+
+def test_random_bits_are_the_hash_written_out_with_whole_numbers() -> None:
+    rows = [0, 1, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62 + 5]
+    columns = [0, 1, 2, 1000, 2**31 - 1]
+    for key in (0, 1, KEY, 2**63 - 1, 1 << 31, 1 << 62):
+        expected = [[plain_bits(key, row, column) for column in columns] for row in rows]
+        assert random_bits(key, torch.tensor(rows), torch.tensor(columns)).tolist() == expected
+
+
+def test_random_bits_leave_their_arguments_alone() -> None:
+    rows, columns = torch.arange(5), torch.arange(3)
+    random_bits(KEY, rows, columns)
+    random_bits(KEY, rows.int(), columns.int())
+    assert rows.tolist() == [0, 1, 2, 3, 4] and columns.tolist() == [0, 1, 2]
+
+
+def test_keys_are_63_bits_that_follow_from_the_parts() -> None:
+    # The value is part of the promise: a run continued on another machine must find the same noise.
+    assert derive_key("dropout", 0, 1) == 6049787817576918742
+    parts = [("a", 1), ("a", 2), ("b", 1), ("a", "1"), (1, "a"), ("a1",), ("a", 1, 0), ()]
+    keys = [derive_key(*part) for part in parts]
+    assert len(set(keys)) == len(parts)
+    assert all(0 <= key < 2**63 for key in keys)
+    assert max(derive_key(i) for i in range(100)) > 2**62
+
+
+def test_any_part_of_the_table_is_made_as_the_whole_is() -> None:
+    whole = bits(KEY, 40, 24)
+    rows = torch.tensor([39, 0, 7, 7, 20])
+    columns = torch.tensor([23, 1, 0])
+    assert torch.equal(random_bits(KEY, rows, columns), whole[rows][:, columns])
+    for row, column in itertools.product((0, 13, 39), (0, 5, 23)):
+        part = random_bits(KEY, torch.arange(row, 40), torch.arange(column, 24))
+        assert torch.equal(part, whole[row:, column:])
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["row shards", "column shards"])
+def test_shards_of_initial_weights_make_up_the_whole_table(dim: int) -> None:
+    whole = truncated_normal(KEY, torch.arange(30), torch.arange(12), 0.02)
+    indices = [torch.arange(30), torch.arange(12)]
+    shards = []
+    for part in indices[dim].tensor_split(4):
+        indices[dim] = part
+        shards.append(truncated_normal(KEY, *indices, 0.02))
+    assert torch.equal(torch.cat(shards, dim), whole)
+
+
+@pytest.mark.parametrize("step", [1, 129, 2**32])
+def test_every_byte_is_uniform(step: int) -> None:
+    words = bits(KEY, 512, 512, step=step)
+    for shift in (0, 8, 16, 24):
+        count = torch.bincount((words >> shift & 0xFF).flatten(), minlength=256).double()
+        expected = words.numel() / 256
+        chi_square = float(((count - expected) ** 2 / expected).sum())
+        # 255 degrees of freedom: mean 255, standard deviation 22.6; five of them either way.
+        assert 142 < chi_square < 368
+
+
+def test_every_bit_of_row_column_and_key_turns_half_of_the_result() -> None:
+    rows, columns = 97 * torch.arange(64), torch.arange(64)
+    before = random_bits(KEY, rows, columns)
+
+    def share_turned(after: Tensor) -> float:
+        turned = before ^ after
+        return sum(float((turned >> bit & 1).double().mean()) for bit in range(32)) / 32
+
+    # 131,072 bits each: a standard deviation of 0.0014, and 150 comparisons.
+    for bit in range(62):
+        assert abs(share_turned(random_bits(KEY, rows ^ 1 << bit, columns)) - 0.5) < 0.0075
+        assert abs(share_turned(random_bits(KEY ^ 1 << bit, rows, columns)) - 0.5) < 0.0075
+    for bit in range(31):
+        assert abs(share_turned(random_bits(KEY, rows, columns ^ 1 << bit)) - 0.5) < 0.0075
+
+
+@pytest.mark.parametrize("step", [1, 2, 129, 2**20, 2**32])
+@pytest.mark.parametrize("bit", [0, 15, 16, 31])
+def test_no_two_rows_and_no_two_columns_of_bits_go_together(bit: int, step: int) -> None:
+    signs = (bits(KEY, 256, 256, first=1000, step=step) >> bit & 1).double() * 2 - 1
+    for table in (signs, signs.T):
+        correlations = (table @ table.T / math.sqrt(256)).fill_diagonal_(0)
+        # The largest of 32,640 standard normals exceeds 6.1 once in 30,000 times.
+        assert float(correlations.abs().max()) < 6.1
+
+
+@pytest.mark.parametrize("step", [1, 129, 2**32])
+def test_masks_have_no_lattice(step: int) -> None:
+    signs = mask(step=step)
+    rows, columns = signs @ signs.T / 16, signs.T @ signs / 16
+    assert float(rows.fill_diagonal_(0).abs().max()) < 6.1
+    assert float(columns.fill_diagonal_(0).abs().max()) < 6.1
+    # A lattice is a peak in the Fourier spectrum, or, as rows and columns meet in an exclusive or, in the
+    # Walsh-Hadamard one. For noise the powers are exponential, and squares of normals: one in 65,536 exceeds 25, and
+    # 5.8 squared, once in a million times.
+    assert float((torch.fft.fft2(signs).abs() ** 2 / signs.numel()).max()) < 25
+    spectrum = walsh_hadamard(walsh_hadamard(signs).T.contiguous())
+    assert float(spectrum.abs().max()) < 6.3
+    assert math.isclose(float((spectrum**2).mean()), 1.0, rel_tol=1e-9)
+
+
+def test_masks_of_other_keys_sites_and_rows_are_unrelated() -> None:
+    masks = [
+        mask(),
+        mask("there"),
+        mask(key=KEY + 1),
+        mask(key=derive_key("tests", 2)),
+        mask(key=KEY ^ 1 << 40),
+        mask(first=256),
+        mask(first=2**31),
+        mask(first=2**32),
+        mask(first=2**33),
+        mask(first=2**62),
+    ]
+    for a, b in itertools.combinations(masks, 2):
+        # 45 pairs.
+        assert abs(correlation(a, b)) < 5.5
+    assert torch.equal(masks[0], mask())
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])
+def test_dropout_zeroes_its_share_and_keeps_the_mean(rate: float) -> None:
+    x = torch.ones(1000, 301)
+    dropped = Noise(KEY).dropout(x, rate, "here", torch.arange(1000))
+    kept = dropped != 0
+    sigma = math.sqrt(rate * (1 - rate) / x.numel())
+    assert abs(float(kept.double().mean()) - (1 - rate)) < 5 * sigma + 2**-17
+    assert abs(float(dropped.double().mean()) - 1) < 5 * sigma / (1 - rate)
+    # The rate is rounded to a multiple of 2^-16.
+    assert dropped[kept].unique().tolist() == pytest.approx([1 / (1 - rate)], rel=2**-17 / (1 - rate))
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 65534])
+def test_the_rate_is_exact_to_its_last_bit(threshold: int) -> None:
+    rare = min(threshold, 65536 - threshold)
+    x = torch.ones(2**12, 2**10)
+    dropped = Noise(KEY).dropout(x, threshold / 65536, "here", torch.arange(2**12))
+    count = int(((dropped == 0) if threshold == rare else (dropped != 0)).sum())
+    # 64 or 128, by Poisson's law; with the threshold off by one it would be at least half as many again.
+    assert abs(count - 64 * rare) < 3.5 * math.sqrt(64 * rare)
+
+
+def test_a_rate_next_to_one_leaves_something() -> None:
+    dropped = Noise(KEY).dropout(torch.ones(2**10, 2**10), 1 - 1e-9, "here", torch.arange(2**10))
+    # One in 65,536: 16, by Poisson's law.
+    assert 0 < int((dropped != 0).sum()) < 37
+    assert dropped.unique().tolist() == [0.0, 65536.0]
+
+
+def test_dropout_scales_and_masks_what_it_is_given_and_its_gradient() -> None:
+    x = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    rows = torch.arange(50)
+    scaled = Noise(KEY).dropout(torch.ones(50, 9, dtype=torch.float64), 0.25, "here", rows)
+    assert set(scaled.unique().tolist()) == {0.0, 1 / 0.75}
+    dropped = Noise(KEY).dropout(x, 0.25, "here", rows)
+    assert torch.equal(dropped, x * scaled)
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient, scaled)
+
+
+def test_no_dropout_is_the_identity() -> None:
+    x = torch.randn(3, 4)
+    assert Noise(KEY).dropout(x, 0.0, "here", torch.arange(3)) is x
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (6, 7), (6, 3, 5), (6, 1, 1), (6, 2, 3, 3)])
+def test_odd_and_many_dimensional_widths_take_the_first_columns(shape: tuple[int, ...]) -> None:
+    rows = torch.tensor([5, 2**33, 0, 5, 1, 17])
+    width = math.prod(shape[1:])
+    wide = Noise(KEY).dropout(torch.ones(6, 64), 0.5, "here", rows)
+    dropped = Noise(KEY).dropout(torch.ones(shape), 0.5, "here", rows)
+    assert torch.equal(dropped.flatten(1), wide[:, :width])
+
+
+def test_the_mask_is_the_same_in_every_precision() -> None:
+    rows = torch.arange(40)
+    full = Noise(KEY).dropout(torch.ones(40, 21), 0.2, "here", rows)
+    half = Noise(KEY).dropout(torch.ones(40, 21, dtype=torch.bfloat16), 0.2, "here", rows)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, full.bfloat16())
+
+
+def test_each_half_of_a_sharded_batch_has_the_masks_of_the_whole() -> None:
+    x = torch.ones(30, 2, 5)
+    whole = Noise(KEY).dropout(x, 0.3, "here", torch.arange(100, 130))
+    for cut in (0, 1, 17, 30):
+        first = Noise(KEY).dropout(x[:cut], 0.3, "here", torch.arange(100, 100 + cut))
+        second = Noise(KEY).dropout(x[cut:], 0.3, "here", torch.arange(100 + cut, 130))
+        assert torch.equal(torch.cat([first, second]), whole)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 3, 4), (0, 0), (5, 0)])
+def test_nothing_can_be_dropped_from_nothing(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape, requires_grad=True)
+    dropped = Noise(KEY).dropout(x, 0.5, "here", torch.arange(shape[0]))
+    assert dropped.shape == shape
+    dropped.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
+def test_initial_weights_follow_the_truncated_normal() -> None:
+    x = truncated_normal(KEY, torch.arange(2**32, 2**32 + 1000), torch.arange(260), 0.02)
+    assert x.shape == (1000, 260) and x.dtype == torch.float32
+    assert float(x.abs().max()) <= 0.04 * (1 + 1e-6)
+    z = x.double().flatten() / 0.02
+    # Variance of a normal cut at +-2: 1 - 4 phi(2) / (2 Phi(2) - 1), that is 0.8796^2; five standard errors.
+    assert abs(float(z.mean())) < 5 * 0.8796 / math.sqrt(z.numel())
+    inside = math.erf(math.sqrt(2))
+    variance = 1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / inside
+    assert abs(float(z.var()) - variance) < 5 * 0.75 / math.sqrt(z.numel())
+    # Through the distribution function it is uniform: 63 degrees of freedom, a standard deviation of 11.2.
+    uniform = (torch.special.ndtr(z) - torch.special.ndtr(torch.tensor(-2.0))) / inside
+    count = torch.histc(uniform, 64, 0, 1)
+    expected = z.numel() / 64
+    assert 63 - 5 * 11.2 < float(((count - expected) ** 2 / expected).sum()) < 63 + 5 * 11.2
+
+
+def test_initial_weights_scale_and_may_be_few_or_none() -> None:
+    indices = torch.arange(9), torch.arange(5)
+    torch.testing.assert_close(
+        truncated_normal(KEY, *indices, 0.5), truncated_normal(KEY, *indices, 0.02) * 25, rtol=3e-7, atol=0
+    )
+    assert torch.equal(truncated_normal(KEY, *indices, 0.0), torch.zeros(9, 5))
+    assert truncated_normal(KEY, torch.arange(0), torch.arange(5), 1.0).shape == (0, 5)
+    assert truncated_normal(KEY, torch.arange(9), torch.arange(0), 1.0).shape == (9, 0)
+
+
+def test_no_two_items_start_alike() -> None:
+    x = truncated_normal(KEY, torch.arange(2**16), torch.arange(4), 0.02)
+    assert len(x.unique(dim=0)) == 2**16

@@ -1,0 +1,292 @@
+"""The tower over batches of a small dataset: what it returns, and that parts of a batch add up to the whole."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitmix.modules.config import EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, SimilarityConfig
+from logitmix.modules.embeddings import ITEM, item_lookup, item_table
+from logitmix.modules.encoders.sasrec import Packing
+from logitmix.modules.model import Batch, RetrievalModel, Tower
+from logitmix.trainer.data.batches import TrainingBatches
+from logitmix.trainer.data.dataset import Dataset
+
+ITEMS = 300
+EPS = 2**-24
+"""Largest relative error of rounding to FP32."""
+
+
+def config(
+    similarity: str, share: Literal["sequence", "batch"] = "sequence", kind: Literal["softmax", "bce"] = "softmax"
+) -> ModelConfig:
+    return ModelConfig(
+        dim=16,
+        encoder=EncoderConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
+        similarity=SimilarityConfig(
+            kind="mol" if similarity == "mol" else "dot",
+            temperature=0.2,
+            query_components=2,
+            item_components=3,
+            component_dim=4,
+            gate_hidden=8,
+            projection_hidden=12,
+            projection_dropout=0.2,
+            gate_dropout=0.3,
+            gate_input_dropout=0.1,
+        ),
+        hindexer=HIndexerConfig(dim=8, weight=0.2),
+        loss=LossConfig(kind=kind, negatives=6, share=share),
+    )
+
+
+def tower_of(options: ModelConfig, seed: int = 0) -> Tower:
+    tower, generator = Tower(options), torch.Generator().manual_seed(seed)
+    tower.reset_parameters(generator)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return tower
+
+
+def table(dim: int = 16) -> Tensor:
+    return torch.randn(ITEMS, dim, generator=torch.Generator().manual_seed(1)) * 0.2
+
+
+def dataset(users: int = 13) -> Dataset:
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, 14, users)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    items = random.integers(0, ITEMS, offsets[-1]).astype(np.int32)
+    return Dataset(Path("nowhere"), "made", users, ITEMS, items, offsets)
+
+
+def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13) -> TrainingBatches:
+    return TrainingBatches(
+        dataset(users),
+        batch_size=8,
+        max_length=options.encoder.max_length,
+        negatives=options.loss.negatives,
+        share=options.loss.share,
+        seed=3,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Losses, and gradients of all parameters and of the whole table."""
+    item_XD = table().requires_grad_()
+    tower.zero_grad()
+    losses = tower(item_XD[batch.id_V], batch)
+    losses["loss"].backward()
+    assert item_XD.grad is not None
+    gradients = [parameter.grad for parameter in tower.parameters()] + [item_XD.grad]
+    assert all(gradient is not None for gradient in gradients)
+    return {name: loss.detach() for name, loss in losses.items()}, [g.clone() for g in gradients]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+@pytest.mark.parametrize(
+    ("similarity", "share", "kind"),
+    [
+        ("dot", "sequence", "softmax"),
+        ("mol", "sequence", "softmax"),
+        ("mol", "batch", "softmax"),
+        ("mol", "sequence", "bce"),
+    ],
+)
+def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
+    similarity: str, share: Literal["sequence", "batch"], kind: Literal["softmax", "bce"], world_size: int, step: int
+) -> None:
+    options = config(similarity, share, kind)
+    tower = tower_of(options)
+    loss, gradients = run(tower, batches(options).at(step))
+    assert set(loss) == {"loss", "similarity", "hindexer"}
+    parts = [run(tower, batches(options, rank, world_size).at(step)) for rank in range(world_size)]
+    for name in loss:
+        # FP32 sums of some 60 positions in another order.
+        torch.testing.assert_close(sum(part[0][name] for part in parts), loss[name], rtol=16 * EPS, atol=0)
+    for index, should in enumerate(gradients):
+        own = [part[1][index] for part in parts]
+        assert float(should.norm()) > 0
+        # Roundings are as large as what is added up, and the ranks' gradients partly cancel.
+        assert float((sum(own) - should).norm()) < 32 * EPS * sum(float(gradient.norm()) for gradient in own)
+
+
+def test_a_rank_without_sequences_takes_part_with_zeros() -> None:
+    options = config("mol")
+    tower = tower_of(options)
+    parts = [batches(options, rank, 12).at(1) for rank in range(12)]
+    empty = [part for part in parts if len(part.input_T) == 0]
+    assert empty
+    for batch in empty:
+        loss, gradients = run(tower, batch)
+        assert not any(loss.values()) and not any(gradient.any() for gradient in gradients)
+
+
+def still(options: ModelConfig) -> ModelConfig:
+    """The same without dropout."""
+    off = dict.fromkeys(("projection_dropout", "gate_dropout", "gate_input_dropout"), 0.0)
+    return replace(
+        options, encoder=replace(options.encoder, dropout=0.0), similarity=replace(options.similarity, **off)
+    )
+
+
+@pytest.mark.parametrize("share", ["sequence", "batch"])
+@pytest.mark.parametrize("similarity", ["dot", "mol"])
+def test_the_loss_of_a_batch_is_the_mean_over_its_positions(
+    similarity: str, share: Literal["sequence", "batch"]
+) -> None:
+    """Written out from its parts, one position after the other: value and gradients."""
+    options = still(config(similarity, share))
+    tower, batch = tower_of(options), batches(options).at(1)
+    losses, gradients = run(tower, batch)
+    item_XD = table().requires_grad_()
+    total = {"similarity": torch.zeros(()), "hindexer": torch.zeros(())}
+    inputs, targets = batch.id_V[batch.input_T], batch.id_V[batch.target_T]
+    bounds = batch.packing.bounds
+    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+        negatives = batch.id_V[batch.negatives_GN[group if share == "sequence" else 0]]
+        for t in range(start, end):
+            history = inputs[start : t + 1]
+            query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)])))
+            counted = [int(targets[t]), *(int(n) for n in negatives if n != targets[t])]
+            for name in total:
+                module = getattr(tower, name)
+                query = module.query(query_1D, torch.arange(1))
+                item = module.item(item_XD[counted], torch.arange(len(counted)))
+                total[name] = total[name] - torch.log_softmax(module.all_pairs(query, item)[0], 0)[0] / bounds[-1]
+    assert batch.total_positions == bounds[-1]
+    combined = total["similarity"] + 0.2 * total["hindexer"]
+    for name, should in {**total, "loss": combined}.items():
+        torch.testing.assert_close(losses[name], should.detach(), rtol=64 * EPS, atol=0)
+    expected = torch.autograd.grad(combined, [*tower.parameters(), item_XD])
+    for got, should in zip(gradients, expected, strict=True):
+        # Some positions cancel others.
+        assert float((got - should).norm()) < 200 * EPS * max(float(should.norm()), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("section", "rate", "similarity_moves", "hindexer_moves"),
+    [
+        ("encoder", "dropout", True, True),
+        ("similarity", "projection_dropout", True, False),
+        ("similarity", "gate_dropout", True, False),
+        ("similarity", "gate_input_dropout", True, False),
+    ],
+)
+def test_every_dropout_rate_is_felt_where_it_belongs(
+    section: str, rate: str, similarity_moves: bool, hindexer_moves: bool
+) -> None:
+    without = still(config("mol"))
+    dropping = replace(without, **{section: replace(getattr(without, section), **{rate: 0.3})})
+    batch, item_XD = batches(without).at(0), table()
+    losses = [tower_of(options)(item_XD[batch.id_V], batch) for options in (without, dropping)]
+    moved = {name: not torch.equal(losses[0][name], losses[1][name]) for name in losses[0]}
+    assert moved == {"similarity": similarity_moves, "hindexer": hindexer_moves, "loss": True}
+
+
+def test_without_the_hindexer_there_is_no_stage_1() -> None:
+    options = replace(config("dot"), hindexer=HIndexerConfig(weight=0.0))
+    tower, batch = tower_of(options), batches(options).at(0)
+    assert not any("hindexer" in name for name, _ in tower.named_parameters())
+    losses = tower(table()[batch.id_V], batch)
+    assert set(losses) == {"loss", "similarity"} and torch.equal(losses["loss"], losses["similarity"])
+
+
+def test_queries_are_those_of_training_at_the_last_positions() -> None:
+    options = config("mol")
+    tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
+    trained_TD = tower.encoder(item_XD[batch.id_V][batch.input_T], batch.packing, None)
+    query_BD = tower.queries(item_XD[batch.id_V[batch.input_T]], batch.packing)
+    lasts = [end - 1 for end in batch.packing.bounds[1:]]
+    assert torch.equal(query_BD, trained_TD[lasts])
+    # And they are what inference finds for each history alone.
+    for b, (start, last) in enumerate(zip(batch.packing.bounds, lasts, strict=False)):
+        history = batch.id_V[batch.input_T[start : last + 1]]
+        alone = tower.queries(item_XD[history], Packing(torch.tensor([len(history)])))
+        torch.testing.assert_close(alone[0], query_BD[b], rtol=0, atol=1e-5)
+
+
+def test_a_batch_of_another_step_has_other_masks() -> None:
+    options = config("mol")
+    tower, batch, other = tower_of(options), batches(options).at(0), batches(options).at(1)
+    same = replace(batch, noise=other.noise)
+    losses = [float(tower(table()[batch.id_V], it)["loss"].detach()) for it in (batch, batch, same)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_gates_that_are_watched_are_distributions_of_the_first_sequences() -> None:
+    options = config("mol")
+    tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
+    rows = item_XD[batch.id_V]
+    gates = tower.gate_sample(rows, batch, sequences=3)
+    positions = batch.packing.bounds[3]
+    assert gates is not None and gates.shape == (positions, 6) and not gates.requires_grad
+    torch.testing.assert_close(gates.sum(1), torch.ones(positions), rtol=0, atol=8 * EPS)
+    query_TD = tower.encoder(rows[batch.input_T], batch.packing, None)
+    query = tower.similarity.query(query_TD, batch.packing.row_T)
+    item = tower.similarity.item(rows[batch.target_T], batch.packing.row_T)
+    whole = tower.similarity.sample_gates(query, item).detach()
+    torch.testing.assert_close(gates, whole[:positions], rtol=0, atol=1e-5)
+    parts = [batches(options, rank, 12).at(1) for rank in range(12)]
+    empty = next(part for part in parts if len(part.input_T) == 0)
+    assert tower.gate_sample(item_XD[empty.id_V], empty) is None
+    dot = config("dot")
+    assert tower_of(dot).gate_sample(rows, batch) is None
+
+
+def test_initial_weights_follow_from_the_generator_alone() -> None:
+    options = config("mol")
+    first, second, other = Tower(options), Tower(options), Tower(options)
+    for tower, seed in ((first, 5), (second, 5), (other, 6)):
+        with torch.no_grad():
+            for parameter in tower.parameters():
+                parameter.fill_(float("nan"))
+        tower.reset_parameters(torch.Generator().manual_seed(seed))
+    differing = set()
+    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert bool(a.isfinite().all()), name
+        if not torch.equal(a, c):
+            differing.add(name)
+    for name, module in first.named_modules():
+        if isinstance(module, nn.Linear):
+            fan_out, fan_in = module.weight.shape
+            limit = (6 / (fan_in + fan_out)) ** 0.5
+            assert 0.8 * limit < float(module.weight.detach().abs().max()) <= limit, name
+            assert module.bias is None or not module.bias.any(), name
+            assert f"{name}.weight" in differing
+    assert "encoder.position_LD" in differing
+
+
+def test_moving_a_batch_leaves_the_first_where_it_is() -> None:
+    batch = batches(config("dot")).at(0)
+    moved = batch.to(torch.device("meta"))
+    for name in ("id_V", "input_T", "target_T", "negatives_GN"):
+        assert getattr(moved, name).device.type == "meta" and getattr(batch, name).device.type == "cpu"
+    assert moved.packing.row_T.device.type == "meta" and batch.packing.row_T.device.type == "cpu"
+    assert (moved.noise, moved.total_positions) == (batch.noise, batch.total_positions)
+
+
+def test_the_table_has_no_rows_before_it_is_sharded() -> None:
+    model = RetrievalModel(10**12, config("dot"))
+    weight = dict(model.table.named_parameters())[f"embeddings.{ITEM}.weight"]
+    assert weight.shape == (10**12, 16) and weight.device.type == "meta"
+
+
+def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:
+    collection = item_table(5, 4).to_empty(device="cpu")
+    rows = torch.arange(20.0).view(5, 4)
+    with torch.no_grad():
+        next(iter(collection.parameters())).copy_(rows)
+    for ids in ([4, 0, 4], []):
+        named = torch.tensor(ids, dtype=torch.int64)
+        assert torch.equal(collection(item_lookup(named))[ITEM].values(), rows[named])

@@ -1,0 +1,235 @@
+"""Strict TOML in, the same TOML out, and errors that say which flag to change."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitmix.comm.config import WireConfig
+from logitmix.trainer.config import (
+    Config,
+    DenseConfig,
+    EvaluateConfig,
+    TablesConfig,
+    TrainConfig,
+    dump_toml,
+    flatten,
+    from_mapping,
+    load_recipe,
+    load_toml,
+    recipe_names,
+)
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("section", "prefix", "field", "wrong", "right"),
+    [
+        (TablesConfig, "tables", "lr", [0.0, -1.0, NAN], [1e-9]),
+        (TablesConfig, "tables", "beta1", [-0.1, 1.0, NAN], [0.0, 0.999]),
+        (TablesConfig, "tables", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
+        (TablesConfig, "tables", "eps", [0.0, NAN], [1e-12]),
+        (TablesConfig, "tables", "init_std", [-0.1, NAN], [0.0, 1.0]),
+        (DenseConfig, "dense", "lr", [0.0, -1.0, NAN], [1e-9]),
+        (DenseConfig, "dense", "beta1", [-0.1, 1.0, NAN], [0.0, 0.999]),
+        (DenseConfig, "dense", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
+        (DenseConfig, "dense", "eps", [0.0, NAN], [1e-12]),
+        (DenseConfig, "dense", "weight_decay", [-0.1, NAN], [0.0, 0.1]),
+        (WireConfig, "comm", "timeout_seconds", [0, -5], [1]),
+        (TrainConfig, "train", "seed", [-1, 2**63], [0, 2**63 - 1]),
+        (TrainConfig, "train", "batch_size", [0], [1]),
+        (TrainConfig, "train", "epochs", [0], [1]),
+        (TrainConfig, "train", "minutes", [-0.5, NAN], [0.0, 0.5]),
+        (TrainConfig, "train", "warmup_steps", [-1], [0]),
+        (TrainConfig, "train", "threads", [0], [1]),
+        (TrainConfig, "train", "log_every", [0], [1]),
+        (TrainConfig, "train", "checkpoint_every", [-1], [0]),
+        (TrainConfig, "train", "keep", [0], [1]),
+        (EvaluateConfig, "evaluate", "every_epochs", [0], [1]),
+        (EvaluateConfig, "evaluate", "batch_size", [0], [1]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
+    section: type, prefix: str, field: str, wrong: list[float], right: list[float]
+) -> None:
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"^{prefix}\.{field} is {value}; it must be "):
+            section(**{field: value})
+    for value in right:
+        assert getattr(section(**{field: value}), field) == value
+
+
+def with_value(flag: str, value: Any) -> dict[str, Any]:
+    """The tree with one leaf."""
+    *sections, name = flag.split(".")
+    tree: dict[str, Any] = {name: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
+
+
+def test_every_number_is_checked_and_named_by_the_flag_that_sets_it() -> None:
+    for flag, value in flatten(Config()).items():
+        if type(value) in (int, float):
+            with pytest.raises(ValueError, match=rf"^here: {re.escape(flag)} (is |\()-1"):
+                from_mapping(Config, with_value(flag, type(value)(-1)), "here")
+
+
+def test_every_choice_is_checked_and_lists_what_there_is() -> None:
+    texts = [flag for flag, value in flatten(Config()).items() if type(value) is str and flag != "data.path"]
+    assert "model.similarity.kind" in texts and "comm.forward" in texts
+    for flag in texts:
+        for wrong in ("nonsense", 3, True, ["dot"]):
+            with pytest.raises(ValueError, match=rf"^here: {re.escape(flag)} is .*; it must be one of \w+") as error:
+                from_mapping(Config, with_value(flag, wrong), "here")
+        for choice in str(error.value).partition("one of ")[2].split(", "):
+            assert flatten(from_mapping(Config, with_value(flag, choice), "here"))[flag] == choice
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]", "recipe.toml: unknown key modle (did you mean model?)"),
+        ("[model]\ndims = 64", "recipe.toml: unknown key model.dims (did you mean dim?)"),
+        ("[model.encoder]\nhead = 2", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
+        ("model = { encoder = { head = 2 } }", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
+        ("[train]\nzzz = 1", "recipe.toml: unknown key train.zzz"),
+        ("epochs = 3", "recipe.toml: unknown key epochs"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_toml(text, "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model.dim = 64.0", "model.dim is 64.0; it must be of type int"),
+        ('model.dim = "64"', "model.dim is '64'; it must be of type int"),
+        ("train.epochs = true", "train.epochs is True; it must be of type int"),
+        ("evaluate.exclude_history = 1", "evaluate.exclude_history is 1; it must be of type bool"),
+        ('evaluate.exclude_history = "false"', "evaluate.exclude_history is 'false'; it must be of type bool"),
+        ("tables.lr = true", "tables.lr is True; it must be of type float"),
+        ('tables.lr = "0.1"', "tables.lr is '0.1'; it must be of type float"),
+        ("data.path = 3", "data.path is 3; it must be of type str"),
+        ("model.dim = [64]", "model.dim is [64]; it must be of type int"),
+        ("model = 3", "model is a section; write [model]"),
+        ("model.encoder = 3", "model.encoder is a section; write [model.encoder]"),
+        ("[[train]]\nepochs = 3", "train is a section; write [train]"),
+        ("model.dim = { a = 1 }", "model.dim is {'a': 1}; it must be of type int"),
+        ("model.dim = 50", "model.dim (50) must be divisible by 4"),
+        ("model.encoder.dropout = 1", "model.encoder.dropout is 1.0; it must be in [0, 1)"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_file_and_flag(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^recipe.toml: {re.escape(message)}"):
+        load_toml(text, "recipe.toml")
+
+
+def test_broken_toml_is_an_error_that_names_the_file_and_the_line() -> None:
+    with pytest.raises(ValueError, match=r"^recipe\.toml: not valid TOML: .*line 2"):
+        load_toml("[model]\ndim = \n", "recipe.toml")
+
+
+def test_a_whole_number_serves_where_a_fraction_is_asked() -> None:
+    value = load_toml("train.minutes = 2", "here").train.minutes
+    assert value == 2.0 and type(value) is float
+
+
+def test_what_is_not_said_keeps_its_default() -> None:
+    config = load_toml("[model.encoder]\nheads = 2\n[train]\nepochs = 3", "here")
+    before, after = flatten(Config()), flatten(config)
+    assert {key for key in before if before[key] != after[key]} == {"model.encoder.heads", "train.epochs"}
+    assert (after["model.encoder.heads"], after["train.epochs"]) == (2, 3)
+    assert load_toml("", "here") == Config()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_the_same_after_being_written_and_read(name: str, tmp_path: Path) -> None:
+    config = load_recipe(name)
+    assert load_toml(dump_toml(config), name) == config
+    file = tmp_path / "config.toml"
+    file.write_text(dump_toml(config))
+    assert load_recipe(str(file)) == config
+    assert config != Config()
+
+
+def test_every_value_survives_being_written_and_read() -> None:
+    """No value is at its default, so a field that is lost on the way shows."""
+    others: dict[str, Any] = {
+        "data.path": 'a "quoted" \\ path/ñ',
+        "model.dim": 96,
+        "model.encoder.heads": 3,
+        "model.similarity.kind": "mol",
+        "model.loss.kind": "bce",
+        "model.loss.share": "batch",
+        "tables.sharding": "column_wise",
+        "tables.optimizer": "sgd",
+        "dense.optimizer": "sgd",
+        "comm.forward": "bf16",
+        "comm.backward": "fp16",
+        "train.seed": 2**63 - 1,
+        "train.precision": "fp32",
+        "train.device": "cuda",
+        "evaluate.metric": "mrr",
+    }
+    config = Config()
+    for flag, value in flatten(Config()).items():
+        if flag not in others:
+            others[flag] = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v / 3 + 1e-9}[type(value)](
+                value
+            )
+        assert others[flag] != value, flag
+        config = replaced(config, flag.split("."), others[flag])
+    assert flatten(config) == others
+    assert load_toml(dump_toml(config), "here") == config
+
+
+def replaced(config: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return dataclasses.replace(config, **{name: replaced(getattr(config, name), rest, value) if rest else value})
+
+
+def test_flatten_names_every_leaf_by_its_flag() -> None:
+    flat = flatten(Config())
+    assert flat["model.encoder.heads"] == 1 and flat["comm.forward"] == "fp8" and flat["data.path"] == "data/demo"
+    assert not any(dataclasses.is_dataclass(value) for value in flat.values())
+    leaves = [name for _, name in (flag.rsplit(".", 1) for flag in flat)]
+    assert len(flat) == sum(count_leaves(section) for section in dataclasses.asdict(Config()).values()) == len(leaves)
+    assert flatten(Config().train, "x.")["x.seed"] == 0
+
+
+def count_leaves(tree: Any) -> int:
+    return sum(count_leaves(value) for value in tree.values()) if isinstance(tree, dict) else 1
+
+
+def test_the_recipes_are_those_of_the_paper() -> None:
+    assert recipe_names() == sorted(recipe_names()) and {"demo-mol", "ml-1m-dot", "ml-1m-mol"} <= set(recipe_names())
+    similarity = load_recipe("ml-1m-mol").model.similarity
+    # Appendix A: 8 x 8 x 32, gating MLPs of 128, projections of 512, dropout 0.1 and 0.2, tau = 20.
+    assert dataclasses.astuple(similarity) == ("mol", True, 0.05, 8, 8, 32, 128, 512, 0.1, 0.2, 0.0)
+    for name in ("ml-1m-dot", "ml-1m-mol"):
+        config = load_recipe(name)
+        assert (config.train.batch_size, config.model.loss.negatives, config.model.loss.kind) == (128, 128, "softmax")
+        assert dataclasses.astuple(config.model.encoder) == (2, 1, 0.2, 200)
+        assert (config.tables.lr, config.dense.lr, config.data.path) == (1e-3, 1e-3, "data/ml-1m")
+
+
+def test_an_unknown_recipe_names_the_nearest_and_all(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^no recipe named 'ml-1m-mole' \(did you mean ml-1m-mol\?\); there are: demo-mol, "
+    ):
+        load_recipe("ml-1m-mole")
+    with pytest.raises(ValueError, match=rf"^no recipe file {tmp_path}/none\.toml; .* one of: demo-mol, "):
+        load_recipe(f"{tmp_path}/none.toml")
+
+
+def test_the_configuration_imports_no_torch() -> None:
+    code = "import sys, logitmix.trainer.config; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
