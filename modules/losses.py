@@ -127,7 +127,9 @@ class _Blockwise(torch.autograd.Function):
                 loss = block_loss(block, tuple(leaves[:queries]), positive, negative)
             total += loss.detach()
             if needed:
-                grads = torch.autograd.grad(loss, [*leaves, *parameters])
+                # Under the caller's autocast, FP32 products would have BF16 gradients.
+                with torch.autocast(loss.device.type, enabled=False):
+                    grads = torch.autograd.grad(loss, [*leaves, *parameters])
                 for sum_, grad in zip(gradients[:queries], grads, strict=False):
                     sum_[rows] += grad
                 for sum_, grad in zip(gradients[queries:], grads[queries : queries + items], strict=False):

@@ -83,7 +83,7 @@ class Tower(nn.Module):
 
         "loss" is what to minimise: "similarity" plus the weighted "hindexer", where there is one.
         """
-        query_TD = self.encoder(item_VD[batch.input_T], batch.packing, batch.noise)
+        query_TD = self.encoder(item_VD.index_select(0, batch.input_T), batch.packing, batch.noise)
         examples = Examples(batch.packing.row_T, batch.target_T, _blocks(batch))
         losses = {"similarity": self._loss(self.similarity, query_TD, item_VD, batch, examples)}
         losses["loss"] = losses["similarity"]

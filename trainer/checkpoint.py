@@ -18,9 +18,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from logitmix.comm.collectives import barrier, broadcast_object
+from logitmix.comm.process_group import Ranks
 from logitmix.modules.model import Tower
 from logitmix.trainer.config import Config, load_toml
 from logitmix.trainer.data.dataset import Dataset
@@ -32,10 +34,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done, seconds spent in them, validation metrics at this step (if it was evaluated)."""
+    """How far a run is: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
+    (if it was evaluated)."""
 
     step: int = 0
     seconds: float = 0.0
+    examples: int = 0
     validation: dict[str, float] = field(default_factory=dict)
 
 
@@ -54,7 +58,11 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
     folder = run / "checkpoints"
     ranks, config = model.ranks, model.config
     part = folder / broadcast_object(f".part-{progress.step}-{uuid.uuid4().hex[:8]}", ranks)
-    dcp.save(_state(model, optimizer), checkpoint_id=part, process_group=ranks.group)
+    try:
+        dcp.save(_state(model, optimizer), checkpoint_id=part, process_group=ranks.group)
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise OSError(f"no checkpoint could be written to {folder} (rank {rank}: {failure})") from None
     if ranks.rank == 0:
         _publish(part, folder / f"step-{progress.step}", progress)
         _prune(folder, keep, config.evaluate.metric)
@@ -79,16 +87,22 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     return progress
 
 
-def load_offline(run: Path, which: Literal["best", "last"] = "best") -> OfflineModel:
+def load_offline(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> OfflineModel:
     """The best checkpoint of a run by its validation metric (or the last one), without a process group.
 
-    Raises ValueError for a run that is not one, has no checkpoint, or whose checkpoint is damaged.
+    With one, rank 0 chooses for all. Raises ValueError for a run that is not one, has no checkpoint, or whose
+    checkpoint is damaged.
     """
     config = read_config(run)
-    path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
-    problem = _damage(path)
-    if problem:
-        raise ValueError(problem)
+    path: Path | str
+    try:
+        path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
+        path = _damage(path) or path
+    except ValueError as error:
+        path = str(error)
+    path = path if ranks is None else broadcast_object(path, ranks)
+    if isinstance(path, str):
+        raise ValueError(path)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"table.{WEIGHT}"]
     assert isinstance(metadata, TensorStorageMetadata)
     item_XD = torch.empty(metadata.size)
@@ -96,7 +110,7 @@ def load_offline(run: Path, which: Literal["best", "last"] = "best") -> OfflineM
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load({"table": {WEIGHT: item_XD}, "tower": tower.state_dict()}, checkpoint_id=path, no_dist=True)
-    return OfflineModel(config, _progress(path).step, item_XD, tower.eval())
+    return OfflineModel(config, _progress(path).step, item_XD, tower)
 
 
 def read_config(run: Path) -> Config:
@@ -122,6 +136,10 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
+
+
+def has_checkpoints(run: Path) -> bool:
+    return bool(_complete(run / "checkpoints"))
 
 
 def best_checkpoint(run: Path, metric: str) -> Path:
@@ -153,11 +171,12 @@ def _publish(part: Path, final: Path, progress: Progress) -> None:
         "format_version": FORMAT_VERSION,
         "step": progress.step,
         "seconds": progress.seconds,
+        "examples": progress.examples,
         "validation": progress.validation,
         "sha256": files,
     }
     with open(part / MANIFEST, "w") as file:
-        json.dump(content, file, indent=1)
+        json.dump(content | {"manifest_sha256": _digest_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_directory(part)
@@ -179,9 +198,19 @@ def _prune(folder: Path, keep: int, metric: str) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Published checkpoints in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
+    """Published checkpoints with a readable manifest, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if _manifest(path) is not None]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """checkpoint.json of a checkpoint; None where it is missing or damaged, which its own digest tells."""
+    try:
+        content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        digest = content.pop("manifest_sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return content if digest == _digest_of(content) else None
 
 
 def _last(run: Path) -> Path:
@@ -203,27 +232,29 @@ def _newest_intact(folder: Path) -> tuple[Path, Progress] | str | None:
 
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files; DCP itself would load flipped bits without a word."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        version, digests = manifest["format_version"], manifest["sha256"]
-    except (ValueError, KeyError) as error:
-        return f"{path / MANIFEST} is damaged ({error}); remove {path} to go on from an older checkpoint"
-    if version != FORMAT_VERSION:
+    manifest = _manifest(path)
+    assert manifest is not None
+    if (version := manifest["format_version"]) != FORMAT_VERSION:
         return f"{path / MANIFEST} has format {version}, this logitmix reads {FORMAT_VERSION}; train into another --run"
-    for name, digest in digests.items():
+    for name, digest in manifest["sha256"].items():
         if not (path / name).is_file() or _digest(path / name) != digest:
             return f"{path / name} is damaged or missing; remove {path} to go on from an older checkpoint"
     return None
 
 
 def _progress(path: Path) -> Progress:
-    manifest = json.loads((path / MANIFEST).read_text())
-    return Progress(manifest["step"], manifest["seconds"], manifest["validation"])
+    manifest = _manifest(path)
+    assert manifest is not None
+    return Progress(manifest["step"], manifest["seconds"], manifest["examples"], manifest["validation"])
 
 
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_directory(path: Path) -> None:

@@ -64,6 +64,7 @@ class EvaluateCommand:
     split: Literal["test", "validation"] = "test"
     exclude_history: bool | None = None
     """Leave a user's history out of the ranking; as the run was configured when not given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
     json: bool = False
@@ -119,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         _fail(str(error), 2)
     except OSError as error:
-        if error.filename is None:
-            raise
-        _fail(f"{error.filename}: {error.strerror}", 1)
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except KeyboardInterrupt:
         _fail("stopped", 130)
 
@@ -159,8 +158,10 @@ def _evaluate(words: list[str]) -> None:
     _quiet()
     from logitmix.trainer.evaluate import evaluate_run
 
-    threads = command.threads or max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    results = evaluate_run(Path(command.run), command.split, command.exclude_history, threads, _is_main())
+    threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    results = evaluate_run(
+        Path(command.run), command.split, command.exclude_history, command.device, threads, show_progress=_is_main()
+    )
     if _is_main():
         title = f"{command.run}: {command.split}, checkpoint of step {results['step']}"
         _show_metrics(results, title, command.json)

@@ -19,30 +19,38 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.encoders.sasrec import Packing
 from logitmix.modules.losses import Side, Similarity
 from logitmix.modules.model import Tower
-from logitmix.trainer.checkpoint import load_offline, require_same_dataset
+from logitmix.trainer.checkpoint import load_offline, read_config, require_same_dataset
 from logitmix.trainer.config import EvaluateConfig
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.telemetry import counting
 
 HIT_RATES = (1, 10, 50, 100, 200, 500)
+ITEMS = 2**13
+"""Items projected at once."""
 PAIRS = 2**14
 """Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
 
 
 def evaluate_run(
-    run: Path, split: Literal["validation", "test"], exclude_history: bool | None, threads: int, show_progress: bool
+    run: Path,
+    split: Literal["validation", "test"],
+    exclude_history: bool | None,
+    device: Literal["auto", "cpu", "cuda"],
+    threads: int,
+    show_progress: bool,
 ) -> dict[str, float]:
     """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks."""
     torch.set_num_threads(threads)
-    model = load_offline(run)
-    options = model.config.evaluate
+    config = read_config(run)
+    options = config.evaluate
     exclude = options.exclude_history if exclude_history is None else exclude_history
-    dataset = load_dataset(model.config.data.path)
+    dataset = load_dataset(config.data.path)
     require_same_dataset(run, dataset)
-    users = ranking_users(dataset, split, model.config.model.encoder.max_length)
-    group = process_group(model.config.train.device, model.config.comm.timeout_seconds)
+    users = ranking_users(dataset, split, config.model.encoder.max_length)
+    group = process_group(device, config.comm.timeout_seconds)
     with group as ranks, counting(split, len(users), show_progress) as advance:
+        model = load_offline(run, ranks=ranks)
         metrics = evaluate(model.tower.to(ranks.device), model.item_XD, users, options, exclude, ranks, advance)
     return metrics | {"step": model.step}
 
@@ -61,7 +69,7 @@ def evaluate(
     item_XD = item_XD.to(device)
     rank_of = torch.zeros(len(users), dtype=torch.int64)
     with torch.no_grad():
-        item = tower.similarity.item(item_XD, torch.arange(len(item_XD), device=device))
+        item = corpus_side(tower.similarity, item_XD)
         for index, part in enumerate(users.batches(options.batch_size)):
             if index % ranks.world_size == ranks.rank:
                 start = index * options.batch_size
@@ -78,6 +86,14 @@ def evaluate(
                 ).cpu()
             advance(len(part))
     return summarise(all_reduce_sum(rank_of, ranks).numpy(), len(item_XD))
+
+
+def corpus_side(similarity: Similarity, item_XD: Tensor) -> Side:
+    """The item's side of the similarity for all X items, made in chunks: projections are wider than what they make."""
+    row_X = torch.arange(len(item_XD), device=item_XD.device)
+    chunks = zip(item_XD.split(ITEMS), row_X.split(ITEMS), strict=True)
+    parts = [similarity.item(item_ND, row_N) for item_ND, row_N in chunks]
+    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 
 def score_corpus(similarity: Similarity, query: Side, item: Side) -> Tensor:

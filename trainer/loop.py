@@ -4,9 +4,12 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import agreed, broadcast_object
 from logitmix.comm.process_group import Ranks, process_group
@@ -22,7 +25,7 @@ from logitmix.trainer.telemetry import Telemetry, counting
 
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
-    "train.keep", "comm.timeout_seconds",
+    "train.keep", "comm.timeout_seconds", "data.path",
 }  # fmt: skip
 """What a run that is continued may be told anew."""
 
@@ -40,7 +43,8 @@ def train(config: Config, run: Path) -> dict[str, float]:
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         done = _steps(config, run, dataset, model, optimizer, done)
-        results = _test(config, run, dataset, ranks) | {"seconds": done.seconds}
+        speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
+        results = _test(config, run, dataset, ranks) | speed
         if ranks.rank == 0:
             write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
     return results
@@ -69,8 +73,7 @@ def _steps(
                 losses = model.loss(leaf_VD, batch)
             with clock("backward"):
                 model.backward(losses["loss"])
-            if log:
-                telemetry.log_training(step, step / batches.steps_per_epoch, losses, batch, leaf_VD.detach())
+                norm = _finite_norm(losses["loss"], leaf_VD, step, model)
             _set_rates(config, step, model, optimizer)
             with clock("all_to_all"):
                 model.return_gradients(rows_VD, leaf_VD.grad)
@@ -80,11 +83,14 @@ def _steps(
                 optimizer.zero_grad()
 
             telemetry.advance(step, batch)
-            done = Progress(step, clock.total)
+            epoch = step / batches.steps_per_epoch
+            if log:
+                telemetry.log_training(step, epoch, losses, norm, batch, leaf_VD.detach())
+            done = Progress(step, clock.total, telemetry.examples)
             finished = step == total or _out_of_time(config, clock.total, ranks)
             if finished or step % evaluate_every == 0:
-                done = Progress(step, clock.total, _validate(config, dataset, model))
-                telemetry.log_validation(step, step / batches.steps_per_epoch, done.validation)
+                done = replace(done, validation=_validate(config, dataset, model))
+                telemetry.log_validation(step, epoch, done.validation)
             if done.validation or step % save_every == 0:
                 checkpoint.save(run, model, optimizer, done, config.train.keep)
     return done
@@ -95,6 +101,19 @@ def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch
     for group in optimizer.param_groups:
         group["lr"] = rate * config.dense.lr
     model.table_optimizer.prepare(rate * config.tables.lr)
+
+
+def _finite_norm(loss: Tensor, rows_VD: Tensor, step: int, model: ParallelModel) -> Tensor:
+    """Norm of the dense gradients. ValueError on all ranks, before any weight moves, where a rank's loss or a gradient
+    is not finite; collective."""
+    assert rows_VD.grad is not None
+    norm = get_total_norm([parameter.grad for parameter in model.tower.parameters() if parameter.grad is not None])
+    if agreed(not bool((loss + norm + rows_VD.grad.sum()).isfinite()), model.ranks):
+        raise ValueError(
+            f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
+            "--tables.lr, or with --train.warmup-steps (what this run has saved is sound)"
+        )
+    return norm
 
 
 def _out_of_time(config: Config, seconds: float, ranks: Ranks) -> bool:
@@ -112,7 +131,7 @@ def _validate(config: Config, dataset: Dataset, model: ParallelModel) -> dict[st
 
 def _test(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
     """Metrics of the best checkpoint on the test items: computed once, at the end."""
-    best = checkpoint.load_offline(run)
+    best = checkpoint.load_offline(run, ranks=ranks)
     users = ranking_users(dataset, "test", config.model.encoder.max_length)
     exclude, tower = config.evaluate.exclude_history, best.tower.to(ranks.device)
     with counting("test", len(users), ranks.rank == 0) as advance:
@@ -138,12 +157,14 @@ def _owned(run: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 makes the run directory and keeps other jobs out of it."""
     problem, lock = None, None
     if ranks.rank == 0:
-        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
         try:
+            (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             problem = f"another job is training {run}; wait for it, or give another --run"
+        except OSError as error:
+            problem = f"{run} cannot be a run directory ({error.strerror}); give another --run"
     if problem := broadcast_object(problem, ranks):
         raise ValueError(problem)
     try:
@@ -158,12 +179,12 @@ def _begin(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> None:
     problem = None
     if ranks.rank == 0:
         try:
-            if (run / "config.toml").exists():
+            if checkpoint.has_checkpoints(run):
                 _require_same_settings(config, run)
                 require_same_dataset(run, dataset)
             write_whole(run / "dataset.json", dataset.description())
             write_whole(run / "config.toml", dump_toml(config))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problem = str(error)
     if problem := broadcast_object(problem, ranks):
         raise ValueError(problem)

@@ -11,10 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
@@ -111,24 +112,47 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 def _plan(model: RetrievalModel, config: TablesConfig, ranks: Ranks) -> EmbeddingModuleShardingPlan:
     sharder = EmbeddingCollectionSharder()
+    hbm_bytes = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=ranks.world_size, compute_device=ranks.device.type),
+        topology=Topology(
+            world_size=ranks.world_size,
+            local_world_size=get_local_size(ranks.world_size),
+            compute_device=ranks.device.type,
+            hbm_cap=hbm_bytes,
+        ),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
-        constraints={ITEM: ParameterConstraints(sharding_types=[config.sharding])},
+        constraints={
+            ITEM: ParameterConstraints(
+                sharding_types=[config.sharding], min_partition=_columns_per_rank(model.tower.config.dim, ranks)
+            )
+        },
     )
-    plan = planner.collective_plan(model, [sharder], ranks.group).get_plan_for_module("table")
+    try:
+        plan = planner.collective_plan(model, [sharder], ranks.group).get_plan_for_module("table")
+    except PlannerError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"the item table finds no place with tables.sharding {config.sharding}: {reason}") from None
     assert plan is not None
     for parameter in cast(dict, plan).values():
         parameter.compute_kernel = table_kernel(config, ranks.device).value
     return cast(EmbeddingModuleShardingPlan, plan)
 
 
+def _columns_per_rank(dim: int, ranks: Ranks) -> int:
+    """Width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for FBGEMM."""
+    return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * ranks.world_size >= dim)
+
+
 def _initialise_table(table: ShardedEmbeddingCollection, config: Config) -> None:
     key = derive_key("table", ITEM, config.train.seed)
     for shard in cast(ShardedTensor, table.state_dict()[WEIGHT]).local_shards():
         (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        values = truncated_normal(
-            key, torch.arange(row, row + rows), torch.arange(column, column + columns), config.tables.init_std
-        )
-        with torch.no_grad():
-            shard.tensor.copy_(values)
+        column_C = torch.arange(column, column + columns)
+        for start in range(0, rows, _ROWS):
+            part = shard.tensor[start : start + _ROWS].detach()
+            row_R = torch.arange(row + start, row + start + len(part))
+            part.copy_(truncated_normal(key, row_R, column_C, config.tables.init_std))
+
+
+_ROWS = 2**16
+"""Rows initialised at once."""

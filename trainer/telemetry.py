@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.utils.tensorboard import SummaryWriter
 
 from logitmix.comm.collectives import all_reduce_sum
@@ -24,7 +23,8 @@ from logitmix.trainer.parallelize import ParallelModel, autocast
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
 """Parts of a step. all_to_all is the change of sides both ways: ids and rows out, gradients back, codec, waiting for
-the other ranks, and the tables' own lookup and fused update."""
+the other ranks, and the tables' own lookup and fused update. forward holds most of the loss's backward, which is made
+there block by block; backward is what remains: the towers, the encoder and the sum of gradients over ranks."""
 
 
 class Clock:
@@ -36,21 +36,19 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = self._now()
+        start = time.perf_counter()
         yield
-        spent = self._now() - start
+        # Waiting for the device costs time, so only steps that are logged do it; what was still under way then
+        # counts as their data phase.
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        spent = time.perf_counter() - start
         self.seconds[phase] += spent
         self.total += spent
 
     def take(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         return taken
-
-    def _now(self) -> float:
-        # Waiting for the device costs time, so only steps that are logged do it.
-        if self.exact and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 class Telemetry:
@@ -61,7 +59,7 @@ class Telemetry:
         self.model, self.ranks = model, model.ranks
         self.clock = Clock(self.ranks.device, done.seconds)
         self.main = self.ranks.rank == 0
-        self.last_step, self.positions = done.step, 0
+        self.last_step, self.positions, self.examples = done.step, 0, done.examples
         self.console = Console(stderr=True)
         if self.main:
             keep_rows(run / "metrics.jsonl", done.step)
@@ -87,27 +85,25 @@ class Telemetry:
 
     def advance(self, step: int, batch: Batch) -> None:
         self.positions += batch.total_positions
+        self.examples += batch.total_positions
         if self.main:
             self.bar.update(self.task, completed=step)
 
-    def log_training(self, step: int, epoch: float, losses: dict[str, Tensor], batch: Batch, rows_VD: Tensor) -> None:
-        """A row of this step's losses over all ranks, and of rates since the last row; between backward and update.
-
-        Collective. Raises ValueError where the loss is not finite, before it reaches the weights.
-        """
+    def log_training(
+        self, step: int, epoch: float, losses: dict[str, Tensor], gradient_norm: Tensor, batch: Batch, rows_VD: Tensor
+    ) -> None:
+        """A row of this step's losses over all ranks, and of rates since the last row. Collective."""
         wire = self.model.meter.take()
         names = sorted(losses)
         counts = [wire.forward_bytes + wire.backward_bytes, wire.forward_fp32_bytes + wire.backward_fp32_bytes]
         local = [*(losses[name].item() for name in names), *map(float, counts)]
         *sums, sent, fp32 = all_reduce_sum(torch.tensor(local, dtype=torch.float64), self.ranks).tolist()
         loss = dict(zip(names, sums, strict=True))
-        self._require_finite(loss["loss"], step)
-        gradients = [p.grad for p in self.model.tower.parameters() if p.grad is not None]
         phases, steps = self.clock.take(), step - self.last_step
         seconds = sum(phases.values())
         row: dict[str, Any] = {"epoch": epoch, "loss": loss.pop("loss")}
         row |= {f"loss/{name}": value for name, value in loss.items()}
-        row["gradient_norm"] = float(get_total_norm(gradients))
+        row["gradient_norm"] = float(gradient_norm)
         row |= {"examples_per_second": self.positions / seconds, "time/step": seconds / steps}
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
         row["wire/bytes_per_step"] = sent / steps
@@ -124,13 +120,6 @@ class Telemetry:
             self._write("validation", step, metrics | {"epoch": epoch})
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
             self.console.print(f"epoch {epoch:g}, step {step}: validation {shown}", highlight=False)
-
-    def _require_finite(self, loss: float, step: int) -> None:
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss is {loss} at step {step}; lower --dense.lr and --tables.lr, or set --train.warmup-steps; "
-                f"the checkpoints up to here are whole"
-            )
 
     def _gates(self, step: int, batch: Batch, rows_VD: Tensor) -> dict[str, float]:
         """How rank 0's first sequences use MoL's components; entropy 1 is even use."""

@@ -35,7 +35,7 @@ class SASRec(nn.Module):
 
     def forward(self, item_TD: Tensor, packing: "Packing", noise: Noise | None) -> Tensor:
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
-        x_TD = item_TD * self.scale + self.position_LD[packing.position_T]
+        x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
         if noise:
             x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
         for block in self.blocks:
@@ -94,7 +94,7 @@ class _Block(nn.Module):
         q, k, v = padded.view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
         out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, D)[packing.padded_T])
+        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, D).index_select(0, packing.padded_T))
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
         return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x

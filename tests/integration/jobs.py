@@ -52,6 +52,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """results.json without the seconds."""
+    """results.json without what depends on the machine."""
     found = json.loads((run / "results.json").read_text())
-    return {key: value for key, value in found.items() if key != "seconds"}
+    return {key: value for key, value in found.items() if key not in ("seconds", "examples_per_second")}

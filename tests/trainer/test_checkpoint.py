@@ -46,7 +46,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
-        checkpoint.save(run, model, optimizer, Progress(steps, 1.5, {"hr@10": 0.1}), keep=2)
+        checkpoint.save(run, model, optimizer, Progress(steps, 1.5, 100, {"hr@10": 0.1}), keep=2)
         for seed in range(steps, steps + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -123,7 +123,7 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
 
 def test_every_flipped_bit_is_found(run: Path) -> None:
     (path,) = (run / "checkpoints").iterdir()
-    files = sorted(file for file in path.iterdir() if file.name != checkpoint.MANIFEST)
+    files = sorted(path.iterdir())
     chance = random.Random(0)
     for _ in range(60):
         file = chance.choice(files)
@@ -131,7 +131,7 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
         at, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
         content[at] ^= bit
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"is damaged or missing; remove .*step-3"):
+        with pytest.raises(ValueError, match=r"is damaged or missing; remove .*step-3|has no complete checkpoint"):
             checkpoint.load_offline(run)
         content[at] ^= bit
         file.write_bytes(content)
@@ -148,6 +148,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, data: Path)
     (run / "checkpoints" / "step-3" / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"step-9/\.metadata is damaged or missing"):
         resume(run, config)
+
+
+def test_a_damaged_manifest_is_passed_over_and_does_not_stop_the_next_save(run: Path, data: Path) -> None:
+    config = small_config(data, ADAM)
+    before = resume(run, config)
+    for step, content in ((7, "{"), (8, "[]"), (9, (run / "checkpoints/step-3/checkpoint.json").read_text()[:-9])):
+        shutil.copytree(run / "checkpoints" / "step-3", run / "checkpoints" / f"step-{step}")
+        (run / "checkpoints" / f"step-{step}" / checkpoint.MANIFEST).write_text(content)
+    assert_equal(resume(run, config), before)
+    train_and_save(run, config, 4)
+    assert checkpoint.load_offline(run, "last").step == 4
 
 
 def test_a_job_killed_while_saving_leaves_nothing_that_counts(run: Path, data: Path) -> None:
@@ -168,7 +179,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
-            checkpoint.save(run, model, optimizer, Progress(number, 0.0, metrics), keep=2)
+            checkpoint.save(run, model, optimizer, Progress(number, 0.0, 0, metrics), keep=2)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
     assert checkpoint.load_offline(run).step == 2
     assert checkpoint.load_offline(run, "last").step == 6
@@ -185,6 +196,7 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
 def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step-3" / checkpoint.MANIFEST
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"format_version": 2}))
+    manifest = {key: value for key, value in manifest.items() if key != "manifest_sha256"} | {"format_version": 2}
+    path.write_text(json.dumps(manifest | {"manifest_sha256": checkpoint._digest_of(manifest)}))
     with pytest.raises(ValueError, match="has format 2, this logitmix reads 1"):
         checkpoint.load_offline(run)

@@ -30,6 +30,7 @@ class Seen:
     after: Tensor
     touched: Tensor
     wire_bytes: int
+    shards: list[tuple[int, ...]]
 
 
 def train_steps(config: Config, steps: int) -> Seen:
@@ -54,7 +55,8 @@ def train_steps(config: Config, steps: int) -> Seen:
             touched[batch.id_V] = True
         gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
         after = model.gather_table()
-        return Seen(losses, gradients, before, after, touched, model.meter.take().forward_bytes)
+        shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
+        return Seen(losses, gradients, before, after, touched, model.meter.take().forward_bytes, shards)
 
 
 def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
@@ -110,6 +112,11 @@ def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     assert (alone.after != alone.before).any()
     assert_close(first.after - first.before, alone.after - alone.before, 1e-5)
     assert torch.equal(first.after, second.after)
+
+
+def test_tables_are_cut_as_told(sharded: dict) -> None:
+    cuts = {"row_wise": [(ITEMS // 2, 8)] * 2, "table_wise": [(ITEMS, 8)], "column_wise": [(ITEMS, 4)] * 2}
+    assert {name: sharded[name][0].shards for name in cuts} == cuts
 
 
 def test_the_fp8_wire_stays_within_its_codec(sharded: dict) -> None:

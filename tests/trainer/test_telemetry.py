@@ -1,0 +1,31 @@
+import json
+from pathlib import Path
+
+import torch
+
+from logitmix.trainer.telemetry import PHASES, Clock, keep_rows
+
+
+def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "train", "step": step} for step in (5, 10, 15)] + [{"kind": "validation", "step": 10}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "train", "step": 1')
+    keep_rows(file, 10)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [5, 10, 10]
+    keep_rows(file, 0)
+    assert file.read_text() == ""
+    keep_rows(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_the_clock_counts_phases_and_the_whole_run() -> None:
+    clock = Clock(torch.device("cpu"), total=100.0)
+    for _ in range(2):
+        with clock("forward"):
+            sum(range(20_000))
+    seconds = clock.take()
+    assert set(seconds) == set(PHASES)
+    assert 0 < seconds["forward"] < 10
+    assert seconds["backward"] == 0
+    assert clock.total == 100.0 + seconds["forward"]
+    assert set(clock.take().values()) == {0.0}
