@@ -29,7 +29,7 @@ $(LOCKED): requirements/common.txt requirements/dev.txt requirements/$(ACCELERAT
 	$(PYTHON) -m venv --clear .venv
 	@echo 'Installing about 70 wheels; this takes a minute or two.'
 	@.venv/bin/pip install --quiet --quiet --no-deps -r requirements/$(ACCELERATOR).txt -r requirements/dev.txt || \
-	  { echo 'If pip found no torch==…+cpu, point it at an index of PyTorch CPU wheels (README.md, Install).'; exit 1; }
+	  { echo 'If pip found no torch==…+cpu, point it at an index of PyTorch CPU wheels (README.md, «Try it»).'; exit 1; }
 	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 

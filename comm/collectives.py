@@ -24,28 +24,6 @@ def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return total
 
 
-def all_gather_variable(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The ranks' tensors one after the other along dimension 0, by rank, and the same on every rank.
-
-    `tensor` is [n, ...], n of each rank its own (0 allowed); the other dimensions and the dtype agree.
-    """
-    if ranks.world_size == 1:
-        return tensor
-    tensor = tensor.detach()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(ranks.world_size)]
-    dist.all_gather(lengths, torch.tensor([len(tensor)], device=tensor.device), group=ranks.group)
-    counts = [int(length) for length in lengths]
-    padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    # Gathered as bytes: backends differ in the dtypes they know.
-    wire = padded.flatten().view(torch.uint8) if padded.numel() else padded.new_empty(0, dtype=torch.uint8)
-    pieces = [torch.empty_like(wire) for _ in counts]
-    if len(wire):
-        dist.all_gather(pieces, wire, group=ranks.group)
-    rows = [piece.view(tensor.dtype).view(padded.shape)[:count] for piece, count in zip(pieces, counts, strict=True)]
-    return torch.cat(rows)
-
-
 def broadcast_object(obj: T, ranks: Ranks) -> T:
     """Rank 0's object on every rank, pickled on the way; what the other ranks pass is ignored."""
     if ranks.world_size == 1:

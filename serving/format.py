@@ -28,19 +28,18 @@ import json
 import os
 import secrets
 import shutil
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.modules.config import ModelConfig
+from logitmix.modules.config import ModelConfig, from_mapping
 from logitmix.serving.model import item_shapes, weight_shapes
 from logitmix.serving.topk import MAX_ITEMS
 
@@ -118,8 +117,8 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
     format version, or where a file is missing, damaged, or does not fit the manifest.
     """
     manifest = read_manifest(path)
-    model = _from_mapping(ModelConfig, manifest["model"], path / MANIFEST, "model.")
-    source = _from_mapping(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, "")
+    model = _parse(ModelConfig, manifest["model"], path / MANIFEST, "model.")
+    source = _parse(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, "")
     _check_model(path, manifest, model)
     for name in (WEIGHTS, ITEMS, IDS):
         _check_file(path / name, manifest["files"][name])
@@ -315,30 +314,14 @@ def _ids_problem(ids: Mapping[str, Any], num_items: int) -> str | None:
     return None
 
 
-def _from_mapping(cls: type[T], tree: Any, file: Path, prefix: str) -> T:
+def _parse(cls: type[T], tree: Any, file: Path, prefix: str) -> T:
     """A field that is missing has its default: what a newer logitmix adds must default to what there was before."""
-    hints = typing.get_type_hints(cls)
     if not isinstance(tree, dict):
         _broken(file, f"{prefix.rstrip('.')} is not a mapping")
-    for key in tree:
-        if key not in hints:
-            _broken(file, f"it has a field {prefix}{key} that this logitmix does not know")
-    values = {key: _convert(hints[key], value, file, prefix + key) for key, value in tree.items()}
     try:
-        return cls(**values)
+        return from_mapping(cls, tree, str(file), prefix)
     except (TypeError, ValueError) as error:
-        _broken(file, str(error))
-
-
-def _convert(hint: Any, value: Any, file: Path, key: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _from_mapping(hint, value, file, f"{key}.")  # type: ignore[arg-type]
-    if hint is float and type(value) is int:
-        return float(value)
-    fits = value in typing.get_args(hint) if typing.get_origin(hint) is Literal else type(value) is hint
-    if not fits:
-        _broken(file, f"{key} is {value!r}")
-    return value
+        raise ValueError(f"{error}; {_advice(file.parent)}") from None
 
 
 def _check_keys(file: Path, tree: Any, keys: tuple[str, ...], prefix: str) -> None:

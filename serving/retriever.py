@@ -120,7 +120,7 @@ class Retriever:
         self, raw_history: Sequence[str | int], k: int, exclude_history: bool = True, stage1: int | None = None
     ) -> list[Row]:
         """`retrieve` for one history of raw ids, for people to read: k rows, or fewer where fewer items are left."""
-        found = self.retrieve([self.indices_of(raw_history)], k, exclude_history, stage1)
+        found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)
         items, scores = found.items[0].tolist(), found.scores[0].tolist()
         return [
             Row(rank=rank, id=self.raw_ids[item], title=self.titles[item] if self.titles else None, score=score)

@@ -1,22 +1,17 @@
 """Composes the packages' configurations. Imports no torch."""
 
 import dataclasses
-import difflib
 import tomllib
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import tomli_w
 
 from logitmix.comm.config import WireConfig
-from logitmix.modules.config import ModelConfig, require
-
-T = TypeVar("T")
+from logitmix.modules.config import ModelConfig, from_mapping, nearest, require
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ def load_recipe(name: str) -> Config:
         return load_toml(path.read_text(), name)
     if name not in recipe_names():
         raise ValueError(
-            f"no recipe named {name!r}{_nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}"
+            f"no recipe named {name!r}{nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}"
         )
     text = resources.files("logitmix.trainer.recipes").joinpath(f"{name}.toml").read_text()
     return load_toml(text, f"{name}.toml")
@@ -175,38 +170,3 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + entry.name] = value
     return flat
-
-
-def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key not in hints:
-            raise ValueError(f"{source}: unknown key {prefix}{key}{_nearest(key, list(hints))}")
-        values[key] = _convert(hints[key], value, source, prefix + key)
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{source}: {key} is a section; write [{key}]")
-        return from_mapping(hint, value, source, f"{key}.")  # type: ignore[arg-type]
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ValueError(f"{source}: {key} is {value!r}; it must be one of {', '.join(choices)}")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
-    return value
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,11 +1,10 @@
 """What `logitmix prepare` can be told. Imports no torch."""
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from logitmix.modules.config import require
+from logitmix.modules.config import nearest, require
 
 MOVIELENS = ("ml-100k", "ml-1m", "ml-20m", "ml-latest")
 DEMOS = ("demo", "demo-low-rank")
@@ -43,9 +42,8 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if not is_known_name(self.name):
-            near = difflib.get_close_matches(self.name, NAMES, n=1, cutoff=0.5)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"no data format named {self.name!r}{hint}; there are: {', '.join(NAMES)}")
+            known = ", ".join(NAMES)
+            raise ValueError(f"no data format named {self.name!r}{nearest(self.name, list(NAMES))}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
         require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")
