@@ -112,11 +112,12 @@ def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options)
 
 
 def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.4f} ({min(values):.4f}–{max(values):.4f})"
+    return f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
 
 
 def _processor() -> str:
-    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} cores of {names[0]}" if names else platform.machine()
 
 
