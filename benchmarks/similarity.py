@@ -63,7 +63,7 @@ def main(options: Options) -> None:
             runs = pool.map(lambda task: _train(folder, options.minutes, *task), tasks)
             results = list(track(runs, "training", len(tasks), console=Console(stderr=True)))
     table: dict[str, dict[str, list[dict[str, float]]]] = {
-        dataset: {model: [] for model in MODELS} for dataset in DATASETS
+        dataset: {model: [] for model in models} for dataset in DATASETS
     }
     for (dataset, model, _), result in zip(tasks, results, strict=True):
         table[dataset][model].append(result)
