@@ -94,12 +94,13 @@ def load_offline(run: Path, which: Literal["best", "last"] = "best", ranks: Rank
     checkpoint is damaged.
     """
     config = read_config(run)
-    path: Path | str
-    try:
-        path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
-        path = _damage(path) or path
-    except ValueError as error:
-        path = str(error)
+    path: Path | str = ""
+    if ranks is None or ranks.rank == 0:
+        try:
+            path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
+            path = _damage(path) or path
+        except ValueError as error:
+            path = str(error)
     path = path if ranks is None else broadcast_object(path, ranks)
     if isinstance(path, str):
         raise ValueError(path)

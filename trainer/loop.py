@@ -54,7 +54,7 @@ def _steps(
     config: Config, run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer, done: Progress
 ) -> Progress:
     """Every step from `done` to the end of the run."""
-    ranks, batches = model.ranks, _batches(config, dataset, model.ranks)
+    ranks, batches = model.ranks, training_batches(config, dataset, model.ranks)
     total = config.train.epochs * batches.steps_per_epoch
     evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
@@ -139,7 +139,8 @@ def _test(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str
     return metrics | {"step": best.step}
 
 
-def _batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
+def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
+    """This rank's part of the batches that the configuration asks for."""
     return TrainingBatches(
         dataset,
         batch_size=config.train.batch_size,

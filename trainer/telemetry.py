@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
+from logitmix.trainer.checkpoint import write_whole
 from logitmix.trainer.parallelize import ParallelModel, autocast
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
@@ -145,14 +146,14 @@ class Telemetry:
         self.board.flush()
 
 
-def progress_bar(console: Console | None = None) -> Progress:
+def progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=console or Console(stderr=True),
+        console=console,
     )
 
 
@@ -178,9 +179,7 @@ def keep_rows(path: Path, last_step: int) -> None:
                 kept.append(line)
         except ValueError:
             continue
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept))
-    part.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 
@@ -35,16 +35,7 @@ class Seen:
 def train_steps(config: Config, steps: int) -> Seen:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
-        batches = TrainingBatches(
-            dataset,
-            batch_size=config.train.batch_size,
-            max_length=config.model.encoder.max_length,
-            negatives=config.model.loss.negatives,
-            share=config.model.loss.share,
-            seed=config.train.seed,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
+        batches = training_batches(config, dataset, ranks)
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         before, losses, touched = model.gather_table(), [], torch.zeros(dataset.num_items, dtype=torch.bool)
