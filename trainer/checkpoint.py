@@ -140,7 +140,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def has_checkpoints(run: Path) -> bool:
-    return bool(_complete(run / "checkpoints"))
+    return bool(_published(run / "checkpoints"))
 
 
 def best_checkpoint(run: Path, metric: str) -> Path:
@@ -198,10 +198,14 @@ def _prune(folder: Path, keep: int, metric: str) -> None:
         shutil.rmtree(path)
 
 
+def _published(folder: Path) -> list[Path]:
+    """Checkpoints, intact or not, in the order of their steps."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def _complete(folder: Path) -> list[Path]:
-    """Published checkpoints with a readable manifest, in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if _manifest(path) is not None]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    """Published checkpoints with a readable manifest."""
+    return [path for path in _published(folder) if _manifest(path) is not None]
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
@@ -223,7 +227,7 @@ def _last(run: Path) -> Path:
 
 def _newest_intact(folder: Path) -> tuple[Path, Progress] | str | None:
     problems = []
-    for path in reversed(_complete(folder)):
+    for path in reversed(_published(folder)):
         problem = _damage(path)
         if problem is None:
             return path, _progress(path)
@@ -234,7 +238,8 @@ def _newest_intact(folder: Path) -> tuple[Path, Progress] | str | None:
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files; DCP itself would load flipped bits without a word."""
     manifest = _manifest(path)
-    assert manifest is not None
+    if manifest is None:
+        return f"{path / MANIFEST} is damaged or missing; remove {path} to go on from an older checkpoint"
     if (version := manifest["format_version"]) != FORMAT_VERSION:
         return f"{path / MANIFEST} has format {version}, this logitmix reads {FORMAT_VERSION}; train into another --run"
     for name, digest in manifest["sha256"].items():
