@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+BackwardPrecision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_stochastic"]
+DensePrecision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -12,8 +14,11 @@ class WireConfig:
 
     forward: Precision = "fp8"
     """Embeddings on their way to the ranks that asked; fp8 is E4M3 with one scale per row."""
-    backward: Precision = "fp8"
-    """Gradients on their way back; fp8 is E5M2 with one scale per row."""
+    backward: BackwardPrecision = "fp8"
+    """Gradients on their way back; fp8 is E5M2 with one scale per row. fp8_stochastic rounds up or down by chance, a
+    function of seed and step, so that the mean is exact; each error may be twice as large."""
+    dense: DensePrecision = "fp32"
+    """The tower's gradients on their way through DDP's all-reduce; bf16 halves them and adds them up in BF16."""
     emulate: bool = False
     """At world size 1, where nothing is sent, apply the rounding all the same."""
     timeout_seconds: int = 600

@@ -1,268 +1,328 @@
 """Which collective gets which codec (section 4.4, «FP8 Quantized Communication»).
 
-For any TorchRec model, three lines beside the plan that it is sharded by:
+For any TorchRec model, once it is sharded, three lines:
 
-    meter = WireMeter(rank)
-    codecs = codecs_registry(WireConfig(), common_row_dim(plan), meter)
-    sharder = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
+    from logitmix.comm.config import WireConfig
+    from logitmix.comm.hooks import attach
+    wire = attach(model, WireConfig())  # model: a DistributedModelParallel, or anything that holds sharded tables
 
-Two collectives carry the codecs: the all-to-all of sequence embeddings (EmbeddingCollection, sharded
-row-wise, table-wise or column-wise) and that of pooled embeddings (EmbeddingBagCollection, table-wise
-or column-wise). A pooled table sharded row-wise goes through a reduce-scatter instead, which sums what it
-carries; bytes of FP8 cannot be summed, so such a table is refused at its first batch, never sent in
-another precision unasked. At world size 1 TorchRec sends nothing and calls no codec: see `roundtrip`.
+From then on embeddings travel in E4M3 and their gradients in E5M2, and `wire` counts them. Every collective that
+TorchRec has for the rows of EmbeddingCollection and EmbeddingBagCollection is covered: the all-to-all of sequences,
+that of pooled embeddings, and the reduce-scatter of tables sharded by rows, which becomes an all-to-all of encoded
+parts and a sum in FP32. Row widths are those of each call's tables. docs/wire.md has the table of sharding types.
 
-TorchRec hands a codec flat tensors without their shape, so that the length of a wire row is agreed beforehand:
-`row_dim` divides the width of every shard. It is the embedding dimension where all tables share one and none is
-split by columns. A row costs 4 bytes for its scale: dimensions with a large common divisor travel best.
+TorchRec's own place for codecs hands them flat tensors without their shape, cannot stand in for a reduce-scatter, and
+is left out on its compiled paths; so the modules that do the exchange are replaced.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommCodecs, ShardingPlan
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBag, ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
-from logitmix.comm.config import Precision, WireConfig
-from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, HALVES, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
+from logitmix.comm.config import WireConfig
+from logitmix.comm.exchange import Column, Columns, Exchange, Rows, Wire, side_by_side, stacked
 
-Direction = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes that left this rank, and what FP32 would have sent in their place."""
-
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    forward_fp32_bytes: int = 0
-    backward_fp32_bytes: int = 0
+# TorchRec compiles what it can of a sharded module; an exchange keeps its state between two calls.
+eager: Callable[[Any], Any] = torch.compiler.disable
 
 
-@dataclass
-class WireMeter:
-    """Counts the bytes that leave this rank; what a rank keeps for itself crosses no wire and is left out.
+def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
+    """Gives every exchange of embedding rows in `model` the precisions of `config`, at its next batch.
 
-    `rank` is the place in the group that the tables are sharded over.
+    `model` is sharded already; its data-parallel tables exchange no rows and are left alone. `seed` is that of
+    stochastic rounding. Tables that are resharded later need another `attach`.
+
+    Raises ValueError where there is no sharded table, and for TorchRec modules whose exchange is not known here:
+    none is left in another precision silently.
     """
-
-    rank: int
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    forward_fp32_bytes: int = 0
-    backward_fp32_bytes: int = 0
-
-    def add(self, direction: Direction, sent: int, fp32: int) -> None:
-        if direction == "forward":
-            self.forward_bytes += sent
-            self.forward_fp32_bytes += fp32
-        else:
-            self.backward_bytes += sent
-            self.backward_fp32_bytes += fp32
-
-    def take(self) -> WireBytes:
-        """What was counted since the last call."""
-        taken = WireBytes(self.forward_bytes, self.backward_bytes, self.forward_fp32_bytes, self.backward_fp32_bytes)
-        self.forward_bytes = self.backward_bytes = self.forward_fp32_bytes = self.backward_fp32_bytes = 0
-        return taken
-
-
-def codecs_registry(
-    wire: WireConfig, row_dim: int, meter: WireMeter | None = None
-) -> dict[str, QuantizedCommCodecs] | None:
-    """What TorchRec's sharders take as `qcomm_codecs_registry`; None where there is nothing to do.
-
-    `row_dim`: elements that share a scale, see `common_row_dim`; only FP8 heeds it. Each direction has its own
-    precision. A meter counts FP32 as well, which is sent as it is.
-
-    Raises ValueError for a row_dim below 1.
-    """
-    if row_dim < 1:
-        raise ValueError(f"row_dim is {row_dim}; it must be at least 1, such as the embedding dimension")
-    if wire.forward == wire.backward == "fp32" and meter is None:
-        return None
-    codecs = QuantizedCommCodecs(
-        forward=_codec(wire.forward, "forward", row_dim, meter),
-        backward=_codec(wire.backward, "backward", row_dim, meter),
-    )
-    registry = {
-        CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs,
-        CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name: codecs,
-    }
-    if not wire.forward == wire.backward == "fp32":
-        refusal = QuantizedCommCodecs(forward=RefusingCodec("forward"), backward=RefusingCodec("backward"))
-        registry[CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name] = refusal
-    return registry
-
-
-def common_row_dim(plan: ShardingPlan | Mapping[str, ParameterSharding]) -> int:
-    """The largest number of columns that divides every shard of a plan, or of one module's part of it.
-
-    1 for a plan that shards nothing, such as a purely data-parallel one.
-    """
-    modules = plan.plan.values() if isinstance(plan, ShardingPlan) else [plan]
-    widths = [
-        shard.shard_sizes[1]
-        for module in modules
-        for table in module.values()
-        for shard in (table.sharding_spec.shards if table.sharding_spec is not None else [])
-    ]
-    return math.gcd(*widths) or 1
-
-
-@dataclass
-class WireContext:
-    """One collective's state between its `encode` and its `calc_quantized_size` calls."""
-
-    sizes_asked: int = 0
-    element_size: int = 1
-    # TorchRec reads both to undo its own padding, of which there is none.
-    padded_dim_sum_per_rank: list[int] | None = None
-    row_dim: int = 0
-
-
-class WireCodec:
-    """TorchRec's `QuantizedCommCodec`, counting; this one sends tensors as they are."""
-
-    def __init__(self, direction: Direction, meter: WireMeter | None) -> None:
-        self.direction = direction
-        self.meter = meter
-
-    @property
-    def quantized_dtype(self) -> torch.dtype:
-        return torch.float32
-
-    def create_context(self) -> WireContext:
-        return WireContext()
-
-    def padded_size(
-        self, input_tensor: torch.Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: WireContext
-    ) -> tuple[int, int]:
-        """(columns, padding) of a pooled tensor [B, columns]; there is never any padding."""
-        return input_tensor.shape[-1], 0
-
-    def encode(self, input_tensor: torch.Tensor, ctx: WireContext | None = None) -> torch.Tensor:
-        """Any shape to a flat wire tensor, the pieces for the ranks one after the other."""
-        sent = self._to_wire(input_tensor)
-        if self.meter is not None:
-            self.meter.add(self.direction, sent.numel() * sent.element_size(), input_tensor.numel() * 4)
-        if ctx is not None:
-            ctx.element_size = sent.element_size()
-        return sent
-
-    def decode(self, input_grad: torch.Tensor, ctx: WireContext | None = None) -> torch.Tensor:
-        """A received wire tensor to flat FP32 values."""
-        return input_grad
-
-    def calc_quantized_size(self, input_len: int, ctx: WireContext | None = None) -> int:
-        """Wire elements that `input_len` values take; asked once for every rank's piece."""
-        size = self._wire_len(input_len)
-        if self.meter is not None and ctx is not None:
-            # TorchRec asks for what goes to each rank and for what comes from each, in an order of
-            # its own; a rank's piece for itself stands at the same place in both.
-            if ctx.sizes_asked == self.meter.rank:
-                self.meter.add(self.direction, -size * ctx.element_size, -input_len * 4)
-            ctx.sizes_asked += 1
-        return size
-
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous()
-
-    def _wire_len(self, input_len: int) -> int:
-        return input_len
-
-
-class HalfCodec(WireCodec):
-    """BF16 or FP16, sent as bytes since not every backend knows both. FP16 turns what it cannot hold into infinity."""
-
-    def __init__(self, dtype: torch.dtype, direction: Direction, meter: WireMeter | None) -> None:
-        super().__init__(direction, meter)
-        self.dtype = dtype
-
-    @property
-    def quantized_dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    def decode(self, input_grad: torch.Tensor, ctx: WireContext | None = None) -> torch.Tensor:
-        return input_grad.view(self.dtype).float()
-
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        _refuse_autograd(tensor)
-        # A fresh flat tensor: an empty one with other strides could not be viewed as bytes.
-        flat = torch.empty(tensor.numel(), dtype=self.dtype, device=tensor.device)
-        return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
-
-    def _wire_len(self, input_len: int) -> int:
-        return input_len * 2
-
-
-class Fp8Codec(WireCodec):
-    """Rows of `row_dim` elements, each one byte, and a scale per row."""
-
-    def __init__(self, dtype: torch.dtype, row_dim: int, direction: Direction, meter: WireMeter | None) -> None:
-        super().__init__(direction, meter)
-        self.dtype = dtype
-        self.row_dim = row_dim
-
-    @property
-    def quantized_dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    def padded_size(
-        self, input_tensor: torch.Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: WireContext
-    ) -> tuple[int, int]:
-        # Here every rank knows every rank's columns, so that all raise together and none waits.
-        for columns in dim_per_rank:
-            self._check(columns)
-        return super().padded_size(input_tensor, dim_per_rank, my_rank, qcomm_ctx)
-
-    def decode(self, input_grad: torch.Tensor, ctx: WireContext | None = None) -> torch.Tensor:
-        rows = input_grad.view(-1, self.row_dim + SCALE_BYTES)
-        return dequantize_rowwise(rows, self.row_dim, self.dtype).view(-1)
-
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        _refuse_autograd(tensor)
-        self._check(tensor.shape[-1])
-        return quantize_rowwise(tensor.reshape(-1, self.row_dim), self.dtype).view(-1)
-
-    def _wire_len(self, input_len: int) -> int:
-        self._check(input_len)
-        return input_len // self.row_dim * (self.row_dim + SCALE_BYTES)
-
-    def _check(self, elements: int) -> None:
-        if elements % self.row_dim:
+    wire, found = Wire(config, seed), 0
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingCollection):
+            shardings: Sequence[Any] = list(module._sharding_type_to_sharding.values())
+        elif isinstance(module, ShardedEmbeddingBagCollection):
+            shardings = module._embedding_shardings
+        elif isinstance(module, ShardedEmbeddingTower | ShardedEmbeddingTowerCollection | ShardedEmbeddingBag):
             raise ValueError(
-                f"row_dim ({self.row_dim}) does not divide a piece of {elements} embedding elements; "
-                "give codecs_registry the common_row_dim of the plan that the model is sharded by"
+                f"{name or 'the model'} is a {type(module).__name__}, whose exchange cannot be encoded; "
+                "shard its tables as EmbeddingBagCollection or EmbeddingCollection"
             )
+        else:
+            continue
+        for sharding, output in zip(shardings, module._output_dists, strict=True):
+            _replace(output, sharding, wire)
+        found += 1
+    if not found:
+        raise ValueError("no table of the model is sharded; attach after TorchRec has sharded it")
+    return wire
 
 
-class RefusingCodec(WireCodec):
-    """Stands where a sum is taken on the way."""
+def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
+    """Puts ours in the place of the modules that do the sending, made or not yet made."""
+    match output:
+        case TwSequenceEmbeddingDist() | RwSequenceEmbeddingDist():
+            output._dist = SequenceAllToAll(sharding._pg, _columns(sharding._grouped_embedding_configs_per_rank), wire)
+        case TwPooledEmbeddingDist():
+            columns = _columns(sharding._grouped_embedding_configs_per_rank)
+            output._dist = PooledAllToAll(sharding._pg, columns, wire, output._callbacks)
+            output._variable_dist = VariablePooledAllToAll(sharding._pg, columns, wire)
+        case RwPooledEmbeddingDist():
+            columns = _columns(sharding._grouped_embedding_configs_per_rank)
+            output._dist = ReduceScatter(sharding._pg, columns[sharding._rank], wire)
+        case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
+            columns = _columns(sharding._grouped_embedding_configs_per_node)
+            local = columns[sharding._rank // sharding._intra_pg.size()]
+            output._intra_dist = output._variable_intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
+            callbacks = getattr(output, "_callbacks", None)
+            output._cross_dist = PooledAllToAll(sharding._cross_pg, columns, wire, callbacks)
+            output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, columns, wire)
+        case DpPooledEmbeddingDist() | DpSequenceEmbeddingDist():
+            return
+        case _:
+            raise ValueError(f"the exchange {type(output).__name__} is not known here and cannot be encoded")
+    for columns_of_rank in _columns(sharding._grouped_embedding_configs_per_rank):
+        for column in columns_of_rank:
+            wire.register(column.table)
 
-    def __init__(self, direction: Direction) -> None:
-        super().__init__(direction, None)
 
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise ValueError(
-            "a pooled table sharded row-wise is sent by reduce-scatter, which no codec here can carry; shard it "
-            "table_wise or column_wise, or set comm.forward and comm.backward to fp32"
+def _columns(groups_per_rank: Sequence[Any]) -> list[Columns]:
+    """For each rank (or node), its features in the order of its output."""
+    return [
+        tuple(
+            Column(table.name, table.local_cols)
+            for group in groups
+            for table in group.embedding_tables
+            for _ in table.feature_names
+        )
+        for groups in groups_per_rank
+    ]
+
+
+class SequenceAllToAll(nn.Module):
+    """In the place of TorchRec's SequenceEmbeddingsAllToAll: one row for each id."""
+
+    def __init__(self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire) -> None:
+        super().__init__()
+        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
+        self.columns = columns_per_rank[group.rank()]
+        W, F = group.size(), len(self.columns)
+        # The lookup's rows stand by (feature, rank), the wire's by (rank, feature).
+        self.feature_by_rank = torch.tensor([rank + feature * W for rank in range(W) for feature in range(F)])
+
+    @eager
+    def forward(
+        self,
+        local_embs: Tensor,
+        lengths: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        unbucketize_permute_tensor: Tensor | None = None,
+        batch_size_per_rank: Sequence[int] | None = None,
+        sparse_features_recat: Tensor | None = None,
+    ) -> SequenceEmbeddingsAwaitable:
+        """`local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from each."""
+        D = local_embs.shape[1]
+        rows_FW = _rows_per_feature(lengths, len(self.columns), batch_size_per_rank, self.group.size())
+        sent, received = self._shares(output_splits, input_splits, rows_FW, D)
+        exchange = Exchange(
+            self.wire,
+            self.group,
+            owner=stacked(sent),
+            asker=stacked(received),
+            asker_shape=(sum(input_splits), D),
+            order=self._order(local_embs, lengths, batch_size_per_rank, sparse_features_recat),
+            crossing=self._crossing(output_splits, rows_FW),
+        )
+        return SequenceEmbeddingsAwaitable(exchange.start(local_embs), unbucketize_permute_tensor, D)
+
+    def _shares(
+        self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor, D: int
+    ) -> tuple[list[list[Rows]], list[list[Rows]]]:
+        if not self.wire.sampling or all(len(columns) <= 1 for columns in self.columns_per_rank):
+            # Any feature's name will do: nothing is told apart by it.
+            return [[(rows, (Column(_name(self.columns), D),))] for rows in sent], [
+                [(rows, (Column(_name(columns), D),))]
+                for rows, columns in zip(received, self.columns_per_rank, strict=True)
+            ]
+        # Samples are told apart by table, and only the owners know how many rows each of their features sends.
+        counts = [len(columns) for columns in self.columns_per_rank]
+        arriving = rows_FW.new_empty(sum(counts))
+        departing = rows_FW.t().contiguous().view(-1)
+        if self.group.size() > 1:
+            dist.all_to_all_single(arriving, departing, counts, [len(self.columns)] * self.group.size(), self.group)
+        else:
+            arriving = departing
+        rows_WF = [rows.tolist() for rows in arriving.split(counts)]
+        return (
+            [list(zip(rows, _singly(self.columns), strict=True)) for rows in rows_FW.t().tolist()],
+            [
+                list(zip(rows, _singly(columns), strict=True))
+                for rows, columns in zip(rows_WF, self.columns_per_rank, strict=True)
+            ],
         )
 
+    def _order(
+        self, local_embs: Tensor, lengths: Tensor, batch_size_per_rank: Sequence[int] | None, recat: Tensor | None
+    ) -> Tensor | None:
+        F, W = len(self.columns), self.group.size()
+        if F <= 1 or W == 1:
+            return None
+        index_R = torch.arange(len(local_embs), device=local_embs.device)
+        if batch_size_per_rank is not None and len(set(batch_size_per_rank)) > 1:
+            assert recat is not None
+            permute, lengths = torch.ops.fbgemm.invert_permute(recat), lengths.view(-1)
+            return torch.ops.fbgemm.permute_1D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
+        permute = self.feature_by_rank.to(local_embs.device, torch.int32)
+        lengths = lengths.view(F * W, -1)
+        return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 
-def _codec(precision: Precision, direction: Direction, row_dim: int, meter: WireMeter | None) -> WireCodec:
-    if precision == "fp32":
-        return WireCodec(direction, meter)
-    if precision == "fp8":
-        return Fp8Codec(FORWARD_FP8 if direction == "forward" else BACKWARD_FP8, row_dim, direction, meter)
-    return HalfCodec(HALVES[precision], direction, meter)
+    def _crossing(self, sent: Sequence[int], rows_FW: Tensor) -> list[tuple[Columns, int | Tensor]]:
+        mine = self.group.rank()
+        if len(self.columns) == 1:
+            return [(self.columns, sum(sent) - sent[mine])]
+        return [(self.columns, rows_FW.sum(1) - rows_FW[:, mine])] if self.columns else []
 
 
-def _refuse_autograd(tensor: torch.Tensor) -> None:
-    """TorchRec's synchronous collectives encode in the open graph, where a gradient would end at the bytes."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "TorchRec's synchronous collectives have no backward codec; leave the sharded tables uncompiled"
+def _rows_per_feature(lengths: Tensor, F: int, batch_size_per_rank: Sequence[int] | None, W: int) -> Tensor:
+    """Rows [F, W] that each of this rank's features sends to each rank, from the lengths of the bags that ask."""
+    if F == 0 or lengths.numel() == 0:
+        return lengths.new_zeros((F, W), dtype=torch.int64)
+    bags_F = lengths.view(F, -1).to(torch.int64)
+    bags = list(batch_size_per_rank) if batch_size_per_rank else [bags_F.shape[1] // W] * W
+    return torch.stack([part.sum(1) for part in bags_F.split(bags, dim=1)], dim=1)
+
+
+def _name(columns: Columns) -> str:
+    return columns[0].table if columns else ""
+
+
+def _singly(columns: Columns) -> list[Columns]:
+    return [(column,) for column in columns]
+
+
+class PooledAllToAll(nn.Module):
+    """In the place of TorchRec's PooledEmbeddingsAllToAll: each rank owns columns of every user's row."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire, callbacks: Any = None
+    ) -> None:
+        super().__init__()
+        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
+        self.callbacks = callbacks or []
+
+    @eager
+    def forward(
+        self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
+    ) -> PooledEmbeddingsAwaitable:
+        """`local_embs` [users of all ranks, own columns] becomes [own users, columns of all ranks]."""
+        W, mine = self.group.size(), self.group.rank()
+        users = list(batch_size_per_rank) if batch_size_per_rank else [len(local_embs) // W] * W
+        columns = self.columns_per_rank[mine]
+        asker = side_by_side(users[mine], self.columns_per_rank)
+        exchange = Exchange(
+            self.wire,
+            self.group,
+            owner=stacked([[(count, columns)] for count in users]),
+            asker=asker,
+            asker_shape=(users[mine], sum(column.width for part in self.columns_per_rank for column in part)),
+            crossing=[(columns, sum(users) - users[mine])],
         )
+        return _pooled(exchange, local_embs, self.callbacks)
+
+
+class VariablePooledAllToAll(nn.Module):
+    """In the place of VariableBatchPooledEmbeddingsAllToAll: each feature has a number of bags of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire) -> None:
+        super().__init__()
+        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
+
+    @eager
+    def forward(
+        self,
+        local_embs: Tensor,
+        batch_size_per_rank_per_feature: Sequence[Sequence[int]],
+        batch_size_per_feature_pre_a2a: Sequence[int],
+    ) -> PooledEmbeddingsAwaitable:
+        """Flat `local_embs`, by rank and own feature, becomes flat, by rank and that rank's feature."""
+        columns = _singly(self.columns_per_rank[self.group.rank()])
+        sent = _shares_per_feature(batch_size_per_rank_per_feature, columns, self.group.size())
+        bags = iter(batch_size_per_feature_pre_a2a)
+        received = [[(next(bags), (column,)) for column in theirs] for theirs in self.columns_per_rank]
+        exchange = Exchange(
+            self.wire,
+            self.group,
+            owner=stacked(sent),
+            asker=stacked(received),
+            asker_shape=(_elements(received),),
+            crossing=_crossing(sent, self.group.rank()),
+        )
+        return _pooled(exchange, local_embs)
+
+
+class ReduceScatter(nn.Module):
+    """In the place of TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature."""
+
+    def __init__(self, group: dist.ProcessGroup, columns: Columns, wire: Wire) -> None:
+        super().__init__()
+        self.group, self.columns, self.wire = group, columns, wire
+
+    @eager
+    def forward(
+        self,
+        local_embs: Tensor,
+        input_splits: Sequence[int] | None = None,
+        batch_size_per_rank_per_feature: Sequence[Sequence[int]] | None = None,
+        embedding_dims: Sequence[int] | None = None,
+    ) -> PooledEmbeddingsAwaitable:
+        """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become the sums of the own users."""
+        W, mine = self.group.size(), self.group.rank()
+        if batch_size_per_rank_per_feature is not None:
+            sent = _shares_per_feature(batch_size_per_rank_per_feature, _singly(self.columns), W)
+            shape: tuple[int, ...] = (_elements(sent[mine : mine + 1]),)
+        else:
+            users = list(input_splits) if input_splits else [len(local_embs) // W] * W
+            sent, shape = [[(count, self.columns)] for count in users], (users[mine], local_embs.shape[1])
+        exchange = Exchange(
+            self.wire,
+            self.group,
+            owner=stacked(sent),
+            asker=stacked([sent[mine]] * W),
+            asker_shape=shape,
+            summed=True,
+            crossing=_crossing(sent, mine),
+        )
+        return _pooled(exchange, local_embs)
+
+
+def _shares_per_feature(bags_WF: Sequence[Sequence[int]], columns: Sequence[Columns], W: int) -> list[list[Rows]]:
+    """TorchRec gives no list of bags at all to a rank without features."""
+    return [list(zip(bags, columns, strict=True)) for bags in bags_WF] if columns else [[] for _ in range(W)]
+
+
+def _elements(shares: Sequence[Sequence[Rows]]) -> int:
+    return sum(rows * column.width for share in shares for rows, columns in share for column in columns)
+
+
+def _crossing(shares: Sequence[Sequence[Rows]], mine: int) -> list[tuple[Columns, int | Tensor]]:
+    return [(columns, rows) for rank, share in enumerate(shares) if rank != mine for rows, columns in share]
+
+
+def _pooled(exchange: Exchange, values: Tensor, callbacks: Any = ()) -> PooledEmbeddingsAwaitable:
+    awaitable = PooledEmbeddingsAwaitable(tensor_awaitable=exchange.start(values))
+    awaitable.callbacks.extend(callbacks)
+    return awaitable

@@ -13,22 +13,23 @@ import torch.multiprocessing as mp
 WORLD_SIZE = 2
 
 
-def run(worker: Callable[..., Any], *args: Any) -> list[Any]:
+def run(worker: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE) -> list[Any]:
     """What `worker(*args)` returned on each rank; raises what a rank raised."""
     with tempfile.TemporaryDirectory() as folder:
         store = host_store()
-        mp.start_processes(_enter, args=(store.port, folder, worker, args), nprocs=WORLD_SIZE, start_method="spawn")
-        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(WORLD_SIZE)]
+        arguments = (store.port, folder, world_size, worker, args)
+        mp.start_processes(_enter, args=arguments, nprocs=world_size, start_method="spawn")
+        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(world_size)]
 
 
 def host_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def set_launcher_variables(rank: int, port: int, attempt: int = 0) -> None:
+def set_launcher_variables(rank: int, port: int, attempt: int = 0, world_size: int = WORLD_SIZE) -> None:
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(WORLD_SIZE),
+        WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -37,7 +38,9 @@ def set_launcher_variables(rank: int, port: int, attempt: int = 0) -> None:
     )
 
 
-def _enter(rank: int, port: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, port: int, folder: str, world_size: int, worker: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    set_launcher_variables(rank, port)
+    set_launcher_variables(rank, port, world_size=world_size)
     torch.save(worker(*args), Path(folder, str(rank)))

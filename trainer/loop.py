@@ -63,6 +63,7 @@ def _steps(
         while not finished:
             step = done.step + 1
             log = clock.exact = step % config.train.log_every == 0 or step == total
+            model.wire.begin(step, sampling=log)
             with clock("data"):
                 batch = batches.at(step - 1).to(ranks.device)
             with clock("all_to_all"):

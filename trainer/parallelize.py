@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
@@ -19,8 +21,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
-from logitmix.comm.fp8 import roundtrip
-from logitmix.comm.hooks import WireMeter, codecs_registry, common_row_dim
+from logitmix.comm.exchange import Wire
+from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
 from logitmix.modules.embeddings import ITEM, item_lookup
 from logitmix.modules.model import Batch, RetrievalModel, Tower
@@ -39,9 +41,7 @@ class ParallelModel:
     table: ShardedEmbeddingCollection
     table_optimizer: TableOptimizer
     replicated: DistributedDataParallel
-    meter: WireMeter
-    row_dim: int
-    """Elements of a wire row, which share one scale."""
+    wire: Wire
     ranks: Ranks
     config: Config
 
@@ -51,11 +51,7 @@ class ParallelModel:
 
     def lookup(self, id_V: Tensor) -> Tensor:
         """Rows [V, D] of the item table, wherever they live; collective."""
-        rows_VD = self.table(item_lookup(id_V)).wait()[ITEM].values()
-        wire = self.config.comm
-        if wire.emulate and self.ranks.world_size == 1:
-            rows_VD = roundtrip(rows_VD, wire.forward, wire.backward, self.row_dim)
-        return rows_VD
+        return cast(Tensor, self.table(item_lookup(id_V)).wait()[ITEM].values())
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The tower's losses; autocast as configured."""
@@ -85,16 +81,13 @@ class ParallelModel:
 
 
 def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
-    """Plan, shard with the codec hook, initialise, replicate. The weights depend on the seed alone."""
+    """Plan, shard, attach the codecs, initialise, replicate. The weights depend on the seed alone."""
     with torch.device("meta"):
         model = RetrievalModel(num_items, config.model)
-    meter = WireMeter(ranks.rank)
     plan = _plan(model, config.tables, ranks)
-    row_dim = common_row_dim(plan)
-    table = EmbeddingCollectionSharder(
-        fused_params=fused_params(config.tables),
-        qcomm_codecs_registry=codecs_registry(config.comm, row_dim, meter),
-    ).shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
+    sharder = EmbeddingCollectionSharder(fused_params=fused_params(config.tables))
+    table = sharder.shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
+    wire = attach(table, config.comm, seed=derive_key("wire", config.train.seed))
     optimizer = table_optimizer(table, WEIGHT, config.tables)
     _initialise_table(table, config)
 
@@ -103,7 +96,14 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     replicated = DistributedDataParallel(
         tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True
     )
-    return ParallelModel(table, optimizer, replicated, meter, row_dim, ranks, config)
+    if config.comm.dense == "bf16":
+        replicated.register_comm_hook(ranks.group, _bf16_gradients)
+    return ParallelModel(table, optimizer, replicated, wire, ranks, config)
+
+
+def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # By its own name DDP grants the hook to NCCL only; gloo adds BF16 as well.
+    return bf16_compress_hook(group, bucket)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:

@@ -4,7 +4,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from logitmix.comm.collectives import all_reduce_sum
+from logitmix.comm.exchange import DIRECTIONS, QUALITY
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
 from logitmix.trainer.checkpoint import write_whole
@@ -94,12 +95,10 @@ class Telemetry:
         self, step: int, epoch: float, losses: dict[str, Tensor], gradient_norm: Tensor, batch: Batch, rows_VD: Tensor
     ) -> None:
         """A row of this step's losses over all ranks, and of rates since the last row. Collective."""
-        wire = self.model.meter.take()
-        names = sorted(losses)
-        counts = [wire.forward_bytes + wire.backward_bytes, wire.forward_fp32_bytes + wire.backward_fp32_bytes]
-        local = [*(losses[name].item() for name in names), *map(float, counts)]
-        *sums, sent, fp32 = all_reduce_sum(torch.tensor(local, dtype=torch.float64), self.ranks).tolist()
-        loss = dict(zip(names, sums, strict=True))
+        names, wire = sorted(losses), self.model.wire.take()
+        local = torch.tensor([losses[name].item() for name in names], dtype=torch.float64)
+        sums = all_reduce_sum(torch.cat([local, wire.flatten()]), self.ranks)
+        loss = dict(zip(names, sums[: len(names)].tolist(), strict=True))
         phases, steps = self.clock.take(), step - self.last_step
         seconds = sum(phases.values())
         row: dict[str, Any] = {"epoch": epoch, "loss": loss.pop("loss")}
@@ -107,9 +106,7 @@ class Telemetry:
         row["gradient_norm"] = float(gradient_norm)
         row |= {"examples_per_second": self.positions / seconds, "time/step": seconds / steps}
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
-        row["wire/bytes_per_step"] = sent / steps
-        if fp32:
-            row["wire/share_of_fp32"] = sent / fp32
+        row |= wire_metrics(self.model.wire.tables, sums[len(names) :].view(wire.shape), steps)
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
         self.last_step, self.positions = step, 0
         if self.main:
@@ -144,6 +141,28 @@ class Telemetry:
             tag = name if "/" in name else f"{kind}/{name}"
             self.board.add_scalar(tag, value, step)
         self.board.flush()
+
+
+def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
+    """What `Wire.take` counted on all ranks together, in `steps` steps, as named numbers.
+
+    By table and direction: bytes, what FP32 would have taken, and of the values that were sampled the shares that were
+    clipped and flushed to zero, and the root mean square of the rounding relative to that of the values.
+    """
+    total = counts.sum(0)
+    metrics = {"wire/bytes_per_step": float(total[:, 0].sum()) / steps}
+    metrics |= {f"wire/{name}/bytes_per_step": float(total[i, 0]) / steps for i, name in enumerate(DIRECTIONS)}
+    if total[:, 1].any():
+        metrics["wire/share_of_fp32"] = float(total[:, 0].sum() / total[:, 1].sum())
+    for table, pair in zip(tables, counts.tolist(), strict=True):
+        for direction, (sent, fp32, *sampled) in zip(DIRECTIONS, pair, strict=True):
+            tag, of = f"wire/{table}/{direction}", dict(zip(QUALITY, sampled, strict=True))
+            metrics |= {f"{tag}/bytes_per_step": sent / steps, f"{tag}/fp32_bytes_per_step": fp32 / steps}
+            if of["values"]:
+                metrics |= {f"{tag}/{share}": of[share] / of["values"] for share in ("saturated", "flushed")}
+            if of["squares"]:
+                metrics[f"{tag}/relative_rms_error"] = math.sqrt(of["squared_error"] / of["squares"])
+    return metrics
 
 
 def progress_bar(console: Console) -> Progress:

@@ -82,8 +82,14 @@ def test_a_run_is_watched(folder: Path) -> None:
     for row in trained:
         phases = sum(row[f"time/{name}"] for name in ("data", "all_to_all", "forward", "backward", "optimizer"))
         assert phases == pytest.approx(row["time/step"])
-        # One FP8 row of 16: 20 bytes for 64.
-        assert row["wire/share_of_fp32"] == pytest.approx(20 / 64)
+        # One FP8 row of 16: 18 bytes for 64.
+        assert row["wire/share_of_fp32"] == pytest.approx(18 / 64)
+        directions = [f"wire/item/{direction}" for direction in ("forward", "backward")]
+        assert row["wire/bytes_per_step"] == pytest.approx(sum(row[f"{way}/bytes_per_step"] for way in directions))
+        for way, (least, most) in zip(directions, ((2**-7, 2**-4), (2**-6, 2**-3)), strict=True):
+            assert row[f"{way}/bytes_per_step"] / row[f"{way}/fp32_bytes_per_step"] == pytest.approx(18 / 64)
+            assert least < row[f"{way}/relative_rms_error"] < most
+            assert row[f"{way}/saturated"] == 0 and 0 <= row[f"{way}/flushed"] < 0.2
         assert 0 <= row["gates/entropy"] <= 1
         assert row["examples_per_second"] > 0 and row["gradient_norm"] > 0 and row["memory/peak_gib"] > 0
         assert row["loss"] == pytest.approx(row["loss/similarity"] + 0.5 * row["loss/hindexer"], rel=1e-5)

@@ -174,6 +174,7 @@ def test_every_value_survives_being_written_and_read() -> None:
         "dense.optimizer": "sgd",
         "comm.forward": "bf16",
         "comm.backward": "fp16",
+        "comm.dense": "bf16",
         "train.seed": 2**63 - 1,
         "train.precision": "fp32",
         "train.device": "cuda",

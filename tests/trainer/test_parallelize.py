@@ -28,7 +28,7 @@ class Seen:
     before: Tensor
     after: Tensor
     touched: Tensor
-    wire_bytes: int
+    wire_bytes: float
     shards: list[tuple[int, ...]]
 
 
@@ -46,7 +46,7 @@ def train_steps(config: Config, steps: int) -> Seen:
         gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
         after = model.gather_table()
         shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
-        return Seen(losses, gradients, before, after, touched, model.meter.take().forward_bytes, shards)
+        return Seen(losses, gradients, before, after, touched, float(model.wire.take()[:, 0, 0].sum()), shards)
 
 
 def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
@@ -86,6 +86,7 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
     configs["batch"] = small_config(data, SGD | FP32 | {"model.loss.share": "batch"})
     configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
+    configs["bf16 dense"] = small_config(data, SGD | FP32 | {"comm.dense": "bf16"})
     configs["fp8"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True})
     configs["fp8 dot"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True, "model.similarity.kind": "dot"})
     pairs = zip(*two_ranks.run(train_all, list(configs.values()), 1), strict=True)
@@ -103,6 +104,18 @@ def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     assert (alone.after != alone.before).any()
     assert_close(first.after - first.before, alone.after - alone.before, 1e-5)
     assert torch.equal(first.after, second.after)
+
+
+def test_dense_gradients_in_bf16(sharded: dict) -> None:
+    """The sum over the ranks rounds each part and the sum to 8 bits; one process rounds once. Tables are left alone."""
+    first, second, alone = sharded["bf16 dense"]
+    for key, exact in sharded["row_wise"][2].gradients.items():
+        assert torch.equal(first.gradients[key], second.gradients[key])
+        assert_close(first.gradients[key], exact, 2**-7)
+        assert torch.equal(first.gradients[key].bfloat16().float(), first.gradients[key])
+        assert_close(alone.gradients[key], exact, 2**-8)
+    assert any((first.gradients[key] != exact).any() for key, exact in sharded["row_wise"][2].gradients.items())
+    assert_close(first.after, sharded["row_wise"][0].after, 1e-6)
 
 
 def test_tables_are_cut_as_told(sharded: dict) -> None:
