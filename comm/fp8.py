@@ -12,8 +12,11 @@ R rows; W columns of all groups; D columns of one group.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
+
+from logitmix.comm import fp8_c
 
 SCALE_BYTES = 2
 FORWARD_FP8 = torch.float8_e4m3fn
@@ -57,7 +60,12 @@ def quantize_rowwise(
     wire = _output(out, (R, W + SCALE_BYTES * len(widths)), torch.uint8, values_RW.device)
     if not wire.is_contiguous():
         raise ValueError("out must be contiguous")
-    quantize_plain(_rows_apart(values_RW), dtype, widths, seed, wire)
+    rows_RW = _rows_apart(values_RW)
+    match backend(values_RW.device.type):
+        case "c":
+            fp8_c.quantize(rows_RW, dtype, widths, seed, wire)
+        case _:
+            quantize_plain(rows_RW, dtype, widths, seed, wire)
     return wire
 
 
@@ -80,16 +88,31 @@ def dequantize_rowwise(
     values_RW = _output(out, (len(wire), W), torch.float32, wire.device)
     if W > 1 and values_RW.stride(1) != 1:
         raise ValueError("the columns of out must lie side by side")
-    dequantize_plain(_rows_apart(wire), dtype, widths, values_RW)
+    rows_of_bytes = _rows_apart(wire)
+    match backend(wire.device.type):
+        case "c":
+            fp8_c.dequantize(rows_of_bytes, dtype, widths, values_RW)
+        case _:
+            dequantize_plain(rows_of_bytes, dtype, widths, values_RW)
     return values_RW
 
 
+def backend(device_type: str) -> Literal["c", "torch"]:
+    """What serves tensors of a device («cpu», «cuda», …): all give the same bytes."""
+    return "c" if device_type == "cpu" and fp8_c.library() else "torch"
+
+
 def quantize_plain(
-    values_RW: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], seed: int | None, wire: torch.Tensor
+    values_RW: torch.Tensor,
+    dtype: torch.dtype,
+    widths: Sequence[int],
+    seed: int | None,
+    wire: torch.Tensor,
+    first_place: int = 0,
 ) -> None:
-    """The definition of the bytes: fills `wire`."""
+    """The definition of the bytes: fills `wire`. `first_place`: that of the first element, if not the first of all."""
     R, W = values_RW.shape
-    place_R1 = torch.arange(R, device=values_RW.device).unsqueeze(1) * W
+    place_R1 = first_place + torch.arange(R, device=values_RW.device).unsqueeze(1) * W
     for columns, payload, scale in _groups(widths):
         x_RD = values_RW[:, columns].float()
         magnitude_RD = x_RD.view(torch.int32) & 0x7FFFFFFF

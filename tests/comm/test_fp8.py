@@ -1,12 +1,16 @@
 import math
+import shutil
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from fp8_cases import BAD, FORMATS, grouped_rows
+from fp8_cases import BAD, FORMATS, LAYOUTS, dressed, grouped_rows
 from hypothesis import given, settings
 
-from logitmix.comm import fp8
+from logitmix.comm import fp8, fp8_c
 from logitmix.comm.fp8 import dequantize_rowwise, quantize_rowwise
 
 E4M3, E5M2 = FORMATS
@@ -220,3 +224,97 @@ def test_words_for_what_does_not_fit() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def assert_same_values(one: torch.Tensor, other: torch.Tensor) -> None:
+    """To the bit, signs of zero and patterns of NaN among them."""
+    assert torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def plainly(
+    rows: torch.Tensor, dtype: torch.dtype, widths: list[int], seed: int | None, first_place: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wire = torch.empty(len(rows), sum(widths) + 2 * len(widths), dtype=torch.uint8)
+    fp8.quantize_plain(rows, dtype, widths, seed, wire, first_place)
+    values = torch.empty(rows.shape)
+    fp8.dequantize_plain(wire, dtype, widths, values)
+    return wire, values
+
+
+def test_where_there_is_a_compiler_its_library_serves() -> None:
+    compiler = sysconfig.get_config_var("CC") or "cc"
+    if not shutil.which(compiler.split()[0]) and not shutil.which("cc"):
+        pytest.skip("no C compiler here")
+    assert fp8.backend("cpu") == "c", "the C part was not built: install again, and read what the compiler said"
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    case=grouped_rows(),
+    dtype=st.sampled_from(FORMATS),
+    source=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    layout=st.sampled_from(LAYOUTS),
+    seed=SEEDS,
+)
+def test_c_gives_the_bytes_of_the_plain_path(
+    case: tuple[torch.Tensor, list[int]], dtype: torch.dtype, source: torch.dtype, layout: str, seed: int | None
+) -> None:
+    rows, widths = dressed(case[0].to(source), layout), case[1]
+    wire, values = plainly(rows.contiguous(), dtype, widths, seed)
+    assert torch.equal(quantize_rowwise(rows, dtype, widths, seed), wire)
+    wide = torch.zeros(len(rows), rows.shape[1] + 7)
+    assert_same_values(dequantize_rowwise(wire, dtype, widths, wide[:, 2 : 2 + rows.shape[1]]), values)
+    assert wide[:, :2].count_nonzero() == wide[:, 2 + rows.shape[1] :].count_nonzero() == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(scale=st.integers(0, 0x7F7F), dtype=st.sampled_from(FORMATS), D=st.integers(1, 256))
+def test_c_reads_any_byte_as_the_plain_path_does(scale: int, dtype: torch.dtype, D: int) -> None:
+    wire = torch.cat([torch.arange(256)[-D:], torch.tensor([scale & 0xFF, scale >> 8])]).to(torch.uint8).unsqueeze(0)
+    values = torch.empty(1, D)
+    fp8.dequantize_plain(wire, dtype, [D], values)
+    assert_same_values(dequantize_rowwise(wire, dtype, [D]), values)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_c_rounds_every_kind_of_number_alike(dtype: torch.dtype) -> None:
+    # In the format's own units: each byte's value, the ties between neighbours, and the numbers next to all of these.
+    largest = torch.finfo(dtype).max
+    levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    levels = levels[levels <= largest]
+    points = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    points = torch.cat(
+        [points, *(points.nextafter(torch.tensor(to)) for to in (-1.0, largest)), torch.tensor([largest])]
+    )
+    rows = torch.cat([points, -points]).unsqueeze(0)
+    for seed in (None, *range(20)):
+        wire, _ = plainly(rows, dtype, [rows.shape[1]], seed)
+        assert torch.equal(quantize_rowwise(rows, dtype, seed=seed), wire)
+
+
+@pytest.mark.parametrize("first_place", [2**32 - 37, 2**62 - 5, 3])
+def test_c_counts_places_beyond_32_bits(first_place: int) -> None:
+    if not fp8_c.library():
+        pytest.skip("the C part was not built")
+    rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    expected, _ = plainly(rows, E4M3, [33, 7], 2**40 + 1, first_place)
+    wire = torch.empty_like(expected)
+    fp8_c.quantize(rows, E4M3, [33, 7], 2**40 + 1, wire, first_place)
+    assert torch.equal(wire, expected)
+    assert not torch.equal(wire, plainly(rows, E4M3, [33, 7], 2**40 + 1, first_place % 2**32 + 2**33)[0])
+
+
+@pytest.mark.parametrize("found", ["nothing", "a file that is no library"])
+def test_without_the_library_the_plain_path_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str) -> None:
+    rows = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    wire = quantize_rowwise(rows, E4M3)
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    spec = SimpleNamespace(origin=str(tmp_path / "broken.so")) if found != "nothing" else None
+    monkeypatch.setattr(fp8_c.importlib.util, "find_spec", lambda name: spec)
+    fp8_c.library.cache_clear()
+    try:
+        assert fp8.backend("cpu") == "torch"
+        assert torch.equal(quantize_rowwise(rows, E4M3), wire)
+        assert_same_values(dequantize_rowwise(wire, E4M3, [40]), plainly(rows, E4M3, [40], None)[1])
+    finally:
+        fp8_c.library.cache_clear()

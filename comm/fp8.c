@@ -1,0 +1,234 @@
+/* The FP8 codec of fp8.py for the CPU: the same bytes, at the speed of memory.
+ *
+ * A plain C interface, loaded with ctypes: it knows neither Python nor torch, so that it builds wherever there is a C
+ * compiler and serves every version of both. Every FP32 operation is rounded by itself, as in fp8.py: build it with
+ * -ffp-contract=off and without -ffast-math. The loops hold no branch on values, so that compilers turn them into
+ * vector instructions.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* One library, the best instructions of the processor that it finds itself on. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { FP32 = 0, BF16 = 1 };
+enum { SCALE_BYTES = 2, NAN_BYTE = 0x7F };
+/* Elements to a loop of known length. gcc 12 spells a loop of 16 out and then finds no vectors in it. */
+enum { BLOCK = 32 };
+
+static const uint32_t INFINITY_BITS = 0x7F800000u;
+static const uint32_t LARGEST_BF16_BITS = 0x7F7Fu;
+static const float TINY = 0x1p-60f;
+static const float LIFT = 0x1p100f;
+
+/* A format by its bits of mantissa, 3 (E4M3) or 2 (E5M2); constants once the functions below are inlined. */
+#define SHIFT(mantissa) (23 - (mantissa))
+#define SMALLEST_NORMAL(mantissa) ((mantissa) == 3 ? 0x1p-6f : 0x1p-14f)
+#define SMALLEST_NORMAL_BITS(mantissa) ((mantissa) == 3 ? 121u << 23 : 113u << 23)
+#define LARGEST(mantissa) ((mantissa) == 3 ? 448.0f : 57344.0f)
+#define LARGEST_BYTE(mantissa) ((mantissa) == 3 ? 0x7Eu : 0x7Bu)
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t load_bits(const void *values, ptrdiff_t at, int source) {
+    if (source == BF16) return (uint32_t)((const uint16_t *)values)[at] << 16;
+    return ((const uint32_t *)values)[at];
+}
+
+/* Noise: see `noise` in fp8.py. */
+
+typedef struct {
+    uint32_t first, second;
+} Keys;
+
+INLINE uint32_t mix(uint32_t bits) {
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    return bits ^ bits >> 16;
+}
+
+INLINE Keys keys_of(uint64_t seed, uint32_t place_high) {
+    Keys keys;
+    keys.first = mix(mix(place_high ^ 0x9E3779B9u) ^ (uint32_t)seed);
+    keys.second = mix(keys.first ^ (uint32_t)(seed >> 32) ^ 0x85EBCA6Bu);
+    return keys;
+}
+
+/* Encoding */
+
+/* The byte of a magnitude, given as FP32 bits that do not exceed the format's largest. */
+INLINE uint32_t nearest(uint32_t bits, int mantissa) {
+    /* Adding a power of two whose last place is the FP8 step rounds to nearest even. Below the smallest normal number
+     * the step stays what it is there. */
+    uint32_t exponent = bits & INFINITY_BITS, least = SMALLEST_NORMAL_BITS(mantissa);
+    exponent = exponent > least ? exponent : least;
+    uint32_t step = exponent + ((uint32_t)SHIFT(mantissa) << 23);
+    uint32_t steps = bits_of(float_of(bits) + float_of(step)) - step;
+    return steps + ((exponent - least) >> SHIFT(mantissa));
+}
+
+INLINE uint32_t at_random(uint32_t bits, uint32_t noise, int mantissa) {
+    /* The FP8 byte in fixed point with `shift` fractional bits: see `_rounded_at_random` in fp8.py. */
+    uint32_t least = SMALLEST_NORMAL_BITS(mantissa), below = bits < least ? bits : least;
+    uint32_t subnormal = (uint32_t)(int32_t)(float_of(below) * (0x1p23f / SMALLEST_NORMAL(mantissa)));
+    uint32_t fixed = bits < least ? subnormal : bits - (least - (1u << 23));
+    return (fixed + (noise & ((1u << SHIFT(mantissa)) - 1))) >> SHIFT(mantissa);
+}
+
+INLINE uint32_t scale_bits(const void *values, ptrdiff_t from, ptrdiff_t D, int source) {
+    uint32_t amax = 0;
+    for (ptrdiff_t c = from; c < from + D; c++) {
+        uint32_t magnitude = load_bits(values, c, source) & 0x7FFFFFFFu;
+        magnitude &= -(magnitude < INFINITY_BITS); /* a mask: gcc 12 makes no vector of a choice here */
+        amax = amax > magnitude ? amax : magnitude;
+    }
+    uint32_t bits = (amax + 0xFFFFu) >> 16;
+    return bits < LARGEST_BF16_BITS ? bits : LARGEST_BF16_BITS;
+}
+
+INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *restrict payload, float lift,
+                         float inverse, const Keys *keys, uint32_t place, int source, int mantissa) {
+    uint32_t largest = bits_of(LARGEST(mantissa));
+    for (int c = 0; c < BLOCK; c++) {
+        uint32_t x = load_bits(values, from + c, source), magnitude = x & 0x7FFFFFFFu;
+        uint32_t y = bits_of(float_of(magnitude) * lift * inverse);
+        y = y < largest ? y : largest;
+        uint32_t byte = keys ? at_random(y, mix(mix((place + (uint32_t)c) ^ keys->first) ^ keys->second), mantissa)
+                             : nearest(y, mantissa);
+        payload[c] = (uint8_t)(magnitude < INFINITY_BITS ? byte | (x >> 24 & 0x80u) : NAN_BYTE);
+    }
+}
+
+INLINE void encode(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, float lift, float inverse,
+                   const Keys *keys, uint32_t place, int source, int mantissa) {
+    ptrdiff_t c = 0;
+    for (; c + BLOCK <= D; c += BLOCK)
+        encode_block(values, from + c, payload + c, lift, inverse, keys, place + (uint32_t)c, source, mantissa);
+    if (c < D) { /* the rest in a block of its own: one by one it would take longer than all before it */
+        uint32_t rest[BLOCK] = {0};
+        uint8_t bytes[BLOCK];
+        for (ptrdiff_t i = 0; i < D - c; i++) rest[i] = load_bits(values, from + c + i, source);
+        encode_block(rest, 0, bytes, lift, inverse, keys, place + (uint32_t)c, FP32, mantissa);
+        memcpy(payload + c, bytes, (size_t)(D - c));
+    }
+}
+
+/* `encode` with the noise of 64-bit places: a row may cross a multiple of 2^32. */
+INLINE void encode_at_random(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, float lift,
+                             float inverse, uint64_t seed, uint64_t place, int source, int mantissa) {
+    while (D > 0) {
+        uint64_t until = ((uint64_t)1 << 32) - (uint32_t)place;
+        ptrdiff_t run = (uint64_t)D < until ? D : (ptrdiff_t)until;
+        Keys keys = keys_of(seed, (uint32_t)(place >> 32));
+        encode(values, from, run, payload, lift, inverse, &keys, (uint32_t)place, source, mantissa);
+        from += run, payload += run, place += (uint64_t)run, D -= run;
+    }
+}
+
+INLINE void quantize_rows(const void *values, ptrdiff_t stride, ptrdiff_t rows, const int64_t *widths, int groups,
+                          int random, uint64_t seed, uint64_t place, uint8_t *wire, int source, int mantissa) {
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        ptrdiff_t from = r * stride;
+        for (int g = 0; g < groups; g++) {
+            ptrdiff_t D = (ptrdiff_t)widths[g];
+            uint32_t bits = scale_bits(values, from, D, source);
+            float scale = float_of(bits << 16), lift = scale < TINY ? LIFT : 1.0f;
+            float inverse = bits ? LARGEST(mantissa) / (scale * lift) : 0.0f;
+            if (random)
+                encode_at_random(values, from, D, wire, lift, inverse, seed, place, source, mantissa);
+            else
+                encode(values, from, D, wire, lift, inverse, NULL, 0, source, mantissa);
+            wire[D] = (uint8_t)bits;
+            wire[D + 1] = (uint8_t)(bits >> 8);
+            wire += D + SCALE_BYTES, from += D, place += (uint64_t)D;
+        }
+    }
+}
+
+/* `stride`: elements from row to row. `place`: that of the first element. `mantissa`: 3 for E4M3, 2 for E5M2. */
+EXPORT FOR_EACH_CPU void logitmix_fp8_quantize(const void *values, int source, int64_t stride, int64_t rows,
+                                               const int64_t *widths, int groups, int mantissa, int random,
+                                               uint64_t seed, uint64_t place, uint8_t *wire) {
+#define CASE(s, m) \
+    if (source == s && mantissa == m) { \
+        if (random) quantize_rows(values, stride, rows, widths, groups, 1, seed, place, wire, s, m); \
+        else quantize_rows(values, stride, rows, widths, groups, 0, 0, 0, wire, s, m); \
+    }
+    CASE(FP32, 3)
+    CASE(FP32, 2)
+    CASE(BF16, 3)
+    CASE(BF16, 2)
+#undef CASE
+}
+
+/* Decoding */
+
+INLINE void decode_block(const uint8_t *restrict payload, float scale, float unlift, float *restrict values,
+                         int mantissa) {
+    for (int c = 0; c < BLOCK; c++) {
+        uint32_t byte = payload[c], magnitude = byte & 0x7Fu;
+        float subnormal = (float)(int32_t)magnitude * (SMALLEST_NORMAL(mantissa) / (float)(1 << (mantissa)));
+        uint32_t normal = (magnitude << SHIFT(mantissa)) + (SMALLEST_NORMAL_BITS(mantissa) - (1u << 23));
+        uint32_t q = magnitude < (1u << (mantissa)) ? bits_of(subnormal) : normal;
+        float x = float_of(q | (byte & 0x80u) << 24) * scale * unlift;
+        values[c] = magnitude > LARGEST_BYTE(mantissa) ? float_of(0x7FC00000u) : x;
+    }
+}
+
+INLINE void decode(const uint8_t *payload, ptrdiff_t D, float scale, float unlift, float *values, int mantissa) {
+    ptrdiff_t c = 0;
+    for (; c + BLOCK <= D; c += BLOCK) decode_block(payload + c, scale, unlift, values + c, mantissa);
+    if (c < D) {
+        uint8_t bytes[BLOCK] = {0};
+        float rest[BLOCK];
+        memcpy(bytes, payload + c, (size_t)(D - c));
+        decode_block(bytes, scale, unlift, rest, mantissa);
+        memcpy(values + c, rest, (size_t)(D - c) * sizeof(float));
+    }
+}
+
+INLINE void dequantize_rows(const uint8_t *wire, ptrdiff_t wire_stride, ptrdiff_t rows, const int64_t *widths,
+                            int groups, float *values, ptrdiff_t stride, int mantissa) {
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const uint8_t *payload = wire + r * wire_stride;
+        float *row = values + r * stride;
+        for (int g = 0; g < groups; g++) {
+            ptrdiff_t D = (ptrdiff_t)widths[g];
+            float scale = float_of(((uint32_t)payload[D] | (uint32_t)payload[D + 1] << 8) << 16);
+            if (scale < TINY)
+                decode(payload, D, scale * LIFT / LARGEST(mantissa), 1.0f / LIFT, row, mantissa);
+            else
+                decode(payload, D, scale / LARGEST(mantissa), 1.0f, row, mantissa);
+            payload += D + SCALE_BYTES, row += D;
+        }
+    }
+}
+
+EXPORT FOR_EACH_CPU void logitmix_fp8_dequantize(const uint8_t *wire, int64_t wire_stride, int64_t rows,
+                                                 const int64_t *widths, int groups, int mantissa, float *values,
+                                                 int64_t stride) {
+    if (mantissa == 3)
+        dequantize_rows(wire, wire_stride, rows, widths, groups, values, stride, 3);
+    else
+        dequantize_rows(wire, wire_stride, rows, widths, groups, values, stride, 2);
+}

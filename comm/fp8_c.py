@@ -1,0 +1,65 @@
+"""The FP8 codec's way into C (fp8.c): what `quantize_plain` and `dequantize_plain` of fp8.py do, on the CPU."""
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+MODULE = "logitmix.comm._fp8"
+SOURCES = {torch.float32: 0, torch.bfloat16: 1}
+MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+_pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where it was not built (setup.py) or does not load."""
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None
+    loaded.logitmix_fp8_quantize.restype = None
+    loaded.logitmix_fp8_quantize.argtypes = [
+        _pointer, _int, _int64, _int64, _pointer, _int, _int, _int, _uint64, _uint64, _pointer
+    ]  # fmt: skip
+    loaded.logitmix_fp8_dequantize.restype = None
+    loaded.logitmix_fp8_dequantize.argtypes = [_pointer, _int64, _int64, _pointer, _int, _int, _pointer, _int64]
+    return loaded
+
+
+def quantize(
+    values_RW: torch.Tensor,
+    dtype: torch.dtype,
+    widths: Sequence[int],
+    seed: int | None,
+    wire: torch.Tensor,
+    first_place: int = 0,
+) -> None:
+    if values_RW.dtype not in SOURCES:
+        values_RW = values_RW.float()
+    found = library()
+    assert found is not None
+    found.logitmix_fp8_quantize(
+        values_RW.data_ptr(), SOURCES[values_RW.dtype], values_RW.stride(0), len(values_RW),
+        _int64s(widths), len(widths), MANTISSA_BITS[dtype],
+        seed is not None, seed or 0, first_place, wire.data_ptr(),
+    )  # fmt: skip
+
+
+def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], values_RW: torch.Tensor) -> None:
+    found = library()
+    assert found is not None
+    found.logitmix_fp8_dequantize(
+        wire.data_ptr(), wire.stride(0), len(wire),
+        _int64s(widths), len(widths), MANTISSA_BITS[dtype], values_RW.data_ptr(), values_RW.stride(0),
+    )  # fmt: skip
+
+
+def _int64s(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
