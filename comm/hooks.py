@@ -82,7 +82,7 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
             output._variable_dist = VariablePooledAllToAll(sharding._pg, columns, wire)
         case RwPooledEmbeddingDist():
             columns = _columns(sharding._grouped_embedding_configs_per_rank)
-            output._dist = ReduceScatter(sharding._pg, columns[sharding._rank], wire)
+            output._dist = ReduceScatter(sharding._pg, columns[0], wire)
         case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
             columns = _columns(sharding._grouped_embedding_configs_per_node)
             local = columns[sharding._rank // sharding._intra_pg.size()]

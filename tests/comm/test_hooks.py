@@ -31,7 +31,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from logitmix.comm.config import BackwardPrecision, Precision, WireConfig
 from logitmix.comm.exchange import DIRECTIONS, QUALITY, Column, Wire
@@ -64,6 +64,7 @@ LAYOUTS = {
     "EBC table_wise": Layout(True, (64, 4, 100), (("table", (0,)), ("table", (1,)), ("table", (1,)))),
     "EBC all on one rank": Layout(True, (64, 48), (("table", (1,)),) * 2),
     "EBC column_wise": Layout(True, (64, 40, 96), (("column", (0, 1)), ("column", (1, 0)), ("column", (0, 1, 1)))),
+    "EBC table_column_wise": Layout(True, (64, 12), (("table_column", (0, 1)), ("table_column", (1, 0)))),
     "EBC row_wise": Layout(True, (64, 4, 100), (("row_wise", ()),) * 3),
     "EBC table_row_wise": Layout(True, (64, 4), (("table_row", (0,)),) * 2),
     "EBC grid": Layout(True, (256, 256), (("grid", (0, 0)),) * 2),
@@ -128,6 +129,7 @@ def placement(kind: str, ranks: tuple[int, ...]) -> Any:
         "row_wise": lambda: row_wise(),
         "table": lambda: table_wise(rank=ranks[0]),
         "column": lambda: column_wise(ranks=list(ranks)),
+        "table_column": lambda: column_wise(ranks=list(ranks)),
         "table_row": lambda: table_row_wise(host_index=ranks[0]),
         "grid": lambda: grid_shard(host_indexes=list(ranks)),
         "data": lambda: data_parallel(),
@@ -148,6 +150,9 @@ def shard(layout: Layout, module: Any, wire: WireConfig, ranks: Ranks, local_siz
     for parameter, (kind, _) in zip(plan.values(), layout.placements, strict=True):
         if kind != "data":
             parameter.compute_kernel = FUSED
+        if kind == "table_column":
+            # The same cuts, all on one node; TorchRec has no other words for it in a plan made by hand.
+            parameter.sharding_type = ShardingType.TABLE_COLUMN_WISE.value
     sharder = sharder_type(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0})
     env = ShardingEnv.from_process_group(ranks.group)
     sharded = sharder.shard(copy.deepcopy(module), plan, env, ranks.device)
