@@ -10,8 +10,11 @@ C (fp8.c) for the CPU and Triton (fp8_triton.py) for CUDA.
 R rows; W columns of all groups; D columns of one group.
 """
 
+import functools
+import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -64,6 +67,8 @@ def quantize_rowwise(
     match backend(values_RW.device.type):
         case "c":
             fp8_c.quantize(rows_RW, dtype, widths, seed, wire)
+        case "triton":
+            _triton().quantize(rows_RW, dtype, widths, seed, wire)
         case _:
             quantize_plain(rows_RW, dtype, widths, seed, wire)
     return wire
@@ -92,14 +97,32 @@ def dequantize_rowwise(
     match backend(wire.device.type):
         case "c":
             fp8_c.dequantize(rows_of_bytes, dtype, widths, values_RW)
+        case "triton":
+            _triton().dequantize(rows_of_bytes, dtype, widths, values_RW)
         case _:
             dequantize_plain(rows_of_bytes, dtype, widths, values_RW)
     return values_RW
 
 
-def backend(device_type: str) -> Literal["c", "torch"]:
+def backend(device_type: str) -> Literal["c", "triton", "torch"]:
     """What serves tensors of a device («cpu», «cuda», …): all give the same bytes."""
-    return "c" if device_type == "cpu" and fp8_c.library() else "torch"
+    if device_type == "cpu" and fp8_c.library():
+        return "c"
+    if device_type == "cuda" and _has_triton():
+        return "triton"
+    return "torch"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton() -> ModuleType:
+    """Only where it is used: without a GPU there need be no Triton, and it takes its time to load."""
+    from logitmix.comm import fp8_triton
+
+    return fp8_triton
 
 
 def quantize_plain(

@@ -1,0 +1,63 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitmix.comm import fp8
+
+CHECKS = Path(__file__).with_name("triton_checks.py")
+
+
+def test_triton_gives_the_bytes_of_the_plain_path_in_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", str(CHECKS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_triton_serves_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8.backend("cuda") == "triton"
+    assert fp8.backend("meta") == "torch"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    fp8._has_triton.cache_clear()
+    try:
+        assert fp8.backend("cuda") == "torch"
+    finally:
+        fp8._has_triton.cache_clear()
+
+
+def test_the_codec_loads_no_triton_on_the_cpu() -> None:
+    words = "import sys, torch; from logitmix.comm import fp8; before = 'triton' in sys.modules; "
+    words += (
+        "fp8.quantize_rowwise(torch.ones(2, 2), fp8.FORWARD_FP8); sys.exit('logitmix.comm.fp8_triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", words]).returncode == 0
+
+
+@pytest.mark.gpu
+def test_triton_gives_the_bytes_of_the_plain_path_on_the_device() -> None:
+    from triton_checks import check_all
+
+    check_all("cuda", examples=200)
+
+
+@pytest.mark.gpu
+def test_the_codec_on_the_device() -> None:
+    rows = torch.randn(1000, 192, generator=torch.Generator().manual_seed(0))
+    for dtype in (fp8.FORWARD_FP8, fp8.BACKWARD_FP8):
+        for seed in (None, 3):
+            wire = fp8.quantize_rowwise(rows, dtype, [64, 128], seed)
+            on_device = fp8.quantize_rowwise(rows.cuda(), dtype, [64, 128], seed)
+            assert torch.equal(on_device.cpu(), wire)
+            received = fp8.dequantize_rowwise(on_device, dtype, [64, 128])
+            assert torch.equal(received.cpu(), fp8.dequantize_rowwise(wire, dtype, [64, 128]))
+
+
+@pytest.mark.gpu
+def test_plain_torch_on_the_device_gives_the_same_bytes() -> None:
+    rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+    for seed in (None, 3):
+        wire = torch.empty(1000, 66, dtype=torch.uint8, device="cuda")
+        fp8.quantize_plain(rows.cuda(), fp8.FORWARD_FP8, [64], seed, wire)
+        assert torch.equal(wire.cpu(), fp8.quantize_rowwise(rows, fp8.FORWARD_FP8, seed=seed))
