@@ -88,6 +88,14 @@ def _noise(place, seed_low, seed_high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _fp32_bits(x):  # type: ignore[no-untyped-def]
+    if x.dtype == tl.bfloat16:  # by hand: the interpreter's conversion gets subnormal numbers wrong
+        return x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _nearest(bits, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
     # Adding a power of two whose last place is the FP8 step rounds to nearest even.
     LEAST: tl.constexpr = (121 if MANTISSA == 3 else 113) << 23
@@ -120,8 +128,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     column = start + tl.arange(0, BLOCK)
     inside = (row < R)[:, None] & (column < end)[None, :]
 
-    x = tl.load(values + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
+    x = tl.load(values + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    bits = _fp32_bits(x)
     magnitude = bits & MAGNITUDE_BITS
     finite = magnitude < INFINITY_BITS
     magnitude = tl.where(finite, magnitude, 0)

@@ -1,0 +1,249 @@
+"""The FP8 row-wise codec beside what else a row could be sent with, and the choice of its scale.
+
+    python -m benchmarks.codec [--megabytes 64] [--repetitions 15] [--device cpu] [--json]
+    python -m benchmarks.codec --scales [--json]
+
+Speed: GB of FP32 rows per second, both ways, on one thread or one GPU; the rows are larger than the caches. «eager» is
+the row-wise cast in plain eager PyTorch (largest magnitude, divide, cast; and back), «plain» the codec's own
+definition in torch. Repetitions of all are interleaved, and ratios are those of medians. INT8 and, on CUDA, FP8
+are FBGEMM's row-wise operations; the copy of the FP32 rows is the device's bandwidth (bytes read and written).
+
+--scales: the relative root mean square error of a row under the codec's arithmetic with scales of other precisions.
+"""
+
+import ctypes
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import fbgemm_gpu
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from logitmix.comm import fp8
+
+FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    megabytes: int = 64
+    """Size of the FP32 rows."""
+    repetitions: int = 15
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    scales: bool = False
+    """Errors by choice of the scale, rather than speed."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Row:
+    dim: int
+    format: str
+    way: str
+    name: str
+    wire_bytes: int
+    """Bytes of a row beside its FP32."""
+    gb_per_second: float
+    slowest: float
+    fastest: float
+    ratio: float
+    """Speed over eager's, same format and way."""
+    of_copy: float
+    """Share of the speed at which the same number of bytes are copied."""
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    _keep_freed_memory()
+    if options.scales:
+        errors = _errors()
+        _print(options, errors, lambda: _show_errors(errors))
+        return
+    rows = [row for dim in (64, 128) for row in _measure(dim, options)]
+    _print(options, [vars(row) for row in rows], lambda: _show_speed(rows, options))
+
+
+def _measure(dim: int, options: Options) -> list[Row]:
+    x = torch.randn(options.megabytes * 2**20 // 4 // dim, dim, device=options.device)
+    steps, wire_bytes = _steps(x)
+    seconds = _interleaved(steps, options)
+    gigabytes = x.numel() * 4 / 1e9
+    copy = gigabytes * 2 / statistics.median(seconds["", "", "copy"])
+    rows = []
+    for (form, way, name), times in seconds.items():
+        if name == "copy":
+            continue
+        speeds = [gigabytes / t for t in times]
+        median = gigabytes / statistics.median(times)
+        eager = gigabytes / statistics.median(seconds[form or "E4M3", way, "eager"])
+        moved = 1 + wire_bytes[name] / (4 * dim)
+        spread = (min(speeds), max(speeds))
+        rows.append(Row(dim, form, way, name, wire_bytes[name], median, *spread, median / eager, median * moved / copy))
+    return sorted(rows, key=lambda row: (row.way != "quantize", row.format or "~"))
+
+
+def _steps(x: torch.Tensor) -> tuple[dict[tuple[str, str, str], Step], dict[str, int]]:
+    """(format, way, name) -> what to time; and bytes of a row on the wire by name."""
+    dim, device = x.shape[1], x.device
+    target = torch.empty_like(x)
+    wire = torch.empty(len(x), dim + fp8.SCALE_BYTES, dtype=torch.uint8, device=device)
+    steps: dict[tuple[str, str, str], Step] = {("", "", "copy"): lambda: target.copy_(x)}
+    wire_bytes = {"eager": dim + 4, "codec": dim + 2, "codec, at random": dim + 2, "plain": dim + 2}
+    for form, dtype in FORMATS.items():
+        steps[form, "quantize", "eager"] = lambda dtype=dtype: _eager_quantize(x, dtype)[0]  # type: ignore[misc]
+        payload, scale = _eager_quantize(x, dtype)
+        steps[form, "dequantize", "eager"] = lambda p=payload, s=scale: p.float() * s  # type: ignore[misc]
+        steps[form, "quantize", "codec"] = lambda d=dtype: fp8.quantize_rowwise(x, d)  # type: ignore[misc]
+        steps[form, "quantize", "codec, at random"] = (  # type: ignore[misc]
+            lambda d=dtype: fp8.quantize_rowwise(x, d, seed=1)
+        )
+        sent = fp8.quantize_rowwise(x, dtype)
+        steps[form, "dequantize", "codec"] = (  # type: ignore[misc]
+            lambda d=dtype, w=sent: fp8.dequantize_rowwise(w, d, [dim])
+        )
+        steps[form, "quantize", "plain"] = lambda d=dtype: _plain(x, d, wire)  # type: ignore[misc]
+        if x.is_cuda:
+            wire_bytes["FBGEMM FP8"] = -(-dim // 4) * 4 + 8
+            forward = form == "E4M3"
+            packed = torch.ops.fbgemm.FloatToFP8RowwiseQuantized(x, forward)
+            steps[form, "quantize", "FBGEMM FP8"] = (  # type: ignore[misc]
+                lambda f=forward: torch.ops.fbgemm.FloatToFP8RowwiseQuantized(x, f)
+            )
+            steps[form, "dequantize", "FBGEMM FP8"] = (  # type: ignore[misc]
+                lambda f=forward, p=packed: torch.ops.fbgemm.FP8RowwiseQuantizedToFloat(p, f)
+            )
+    wire_bytes |= {"FBGEMM INT8": dim + 8, "FP16": 2 * dim}
+    int8, half = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(x), x.half()
+    steps["", "quantize", "FBGEMM INT8"] = lambda: torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(x)
+    steps["", "dequantize", "FBGEMM INT8"] = lambda: torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(int8)
+    steps["", "quantize", "FP16"] = lambda: x.half()
+    steps["", "dequantize", "FP16"] = lambda: half.float()
+    return steps, wire_bytes
+
+
+def _eager_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.abs().amax(dim=1, keepdim=True) / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale
+
+
+def _plain(x: torch.Tensor, dtype: torch.dtype, wire: torch.Tensor) -> torch.Tensor:
+    fp8.quantize_plain(x, dtype, [x.shape[1]], None, wire)
+    return wire
+
+
+def _interleaved(steps: dict[tuple[str, str, str], Step], options: Options) -> dict[tuple[str, str, str], list[float]]:
+    """Seconds of the CPU's own time, so that a busy machine does not count, or of a GPU's; without the first round."""
+    clock = time.perf_counter if options.device.startswith("cuda") else time.process_time
+    seconds: dict[tuple[str, str, str], list[float]] = {key: [] for key in steps}
+    for repetition in range(options.repetitions + 1):
+        for key, step in steps.items():
+            _wait(options)
+            began = clock()
+            step()
+            _wait(options)
+            if repetition:
+                seconds[key].append(clock() - began)
+    return seconds
+
+
+def _keep_freed_memory() -> None:
+    """Fresh pages would cost every side more than its arithmetic; in training, buffers of such sizes are used again."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def _wait(options: Options) -> None:
+    if options.device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _errors() -> list[dict[str, float | int | str]]:
+    """Each distribution of rows, format and scale: ||received - sent|| / ||sent||, over 20,000 rows of 64."""
+    generator, dim = torch.Generator().manual_seed(0), 64
+    normal = torch.randn(20_000, dim, generator=generator, dtype=torch.float64)
+    laplace = torch.empty(20_000, dim, dtype=torch.float64).exponential_(generator=generator) * normal.sign()
+    # Student's t with 3 degrees of freedom: a few elements of a row dwarf the rest, as in gradients.
+    chi = torch.randn(20_000, dim, 3, generator=generator, dtype=torch.float64).square().mean(dim=2).sqrt()
+    rows = {"Gaussian": normal, "Laplace": laplace, "heavy-tailed (t, 3)": normal / chi}
+    scales: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "FP32": (4, lambda amax: amax),
+        "BF16, rounded up": (2, _up_to_bf16),
+        "power of two, rounded up": (1, lambda amax: amax.log2().ceil().exp2()),
+    }
+    errors: list[dict[str, float | int | str]] = []
+    for distribution, x in rows.items():
+        for form, dtype in FORMATS.items():
+            by_scale = {scale: _error(x, dtype, chosen) for scale, (_, chosen) in scales.items()}
+            for scale, error in by_scale.items():
+                row = {"rows": distribution, "format": form, "scale": scale, "bytes": dim + scales[scale][0]}
+                errors.append({**row, "error": error, "ratio": error / by_scale["FP32"]})
+    return errors
+
+
+def _error(x: torch.Tensor, dtype: torch.dtype, chosen: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    largest = torch.finfo(dtype).max
+    s = chosen(x.abs().amax(dim=1, keepdim=True).float()).double()
+    received = (x / s * largest).clamp(-largest, largest).float().to(dtype).double() * s / largest
+    return ((received - x).norm() / x.norm()).item()
+
+
+def _up_to_bf16(amax: torch.Tensor) -> torch.Tensor:
+    return ((amax.view(torch.int32) + 0xFFFF >> 16) << 16).view(torch.float32)
+
+
+def _show_errors(errors: list[dict[str, float | int | str]]) -> None:
+    shown = Table("rows", "format", "scale", "bytes a row", "relative RMS error", "/ FP32 scale's", title="64 elements")
+    for row in errors:
+        cells = (f"{row['bytes']}", f"{row['error']:.5f}", f"{row['ratio']:.3f}")
+        shown.add_row(str(row["rows"]), str(row["format"]), str(row["scale"]), *cells)
+    Console(width=140).print(shown)
+
+
+def _show_speed(rows: list[Row], options: Options) -> None:
+    heads = ("D", "way", "format", "", "bytes a row", "GB/s of FP32 (range)", "/ eager", "of copy's bytes/s")
+    shown = Table(*heads, title=_setting(options))
+    for row in rows:
+        speed = f"{row.gb_per_second:.2f} ({row.slowest:.2f} to {row.fastest:.2f})"
+        cells = (f"{row.wire_bytes}", speed, f"{row.ratio:.2f}", f"{row.of_copy:.2f}")
+        shown.add_row(str(row.dim), row.way, row.format, row.name, *cells)
+    Console(width=140).print(shown)
+
+
+def _print(options: Options, results: object, show: Callable[[], None]) -> None:
+    if options.json:
+        print(json.dumps({"setting": _setting(options), "results": results}))
+    else:
+        show()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _setting(options: Options) -> str:
+    cuda = options.device.startswith("cuda")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return (
+        f"{options.megabytes} MiB of FP32, {options.repetitions} repetitions, "
+        f"{torch.cuda.get_device_name(options.device) if cuda else f'1 thread of {_processor()}'}, codec in "
+        f"{fp8.backend(options.device.partition(':')[0])}; torch {torch.__version__}, fbgemm {fbgemm_gpu.__version__}, "
+        f"commit {commit}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
