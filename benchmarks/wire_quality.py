@@ -1,0 +1,159 @@
+"""What the FP8 wire costs in quality: trained to the end, on real and on made-up data, paired with an FP32 wire.
+
+    python -m benchmarks.wire_quality [--seeds 5] [--datasets ml-100k,demo] [--arms fp32,fp8] [--out DIR] [--jobs N]
+
+Every run is two processes with one thread each, so that embeddings and their gradients cross the wire. Runs of a seed
+start from the same weights and see the same batches whatever the wire; the table gives the means over the seeds and,
+for the other arms, the mean difference to fp32 with its 95 % confidence interval (Student's t over the seeds). ml-100k
+trains a dot product to where validation has levelled off and tests that last state, for choosing among checkpoints
+adds noise of its own; demo is the recipe demo-mol as it is. A run whose results.json lies in --out is not repeated.
+`--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, ml-100k is downloaded.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.similarity import _processor
+
+ARMS = {
+    "fp32": ["--comm.forward", "fp32", "--comm.backward", "fp32"],
+    "fp8": ["--comm.forward", "fp8", "--comm.backward", "fp8"],
+}
+REFERENCE = "fp32"
+METRICS = ("hr@10", "mrr")
+RECIPES = {
+    "ml-100k": [
+        "ml-1m-dot", "--model.encoder.max-length", "100", "--train.batch-size", "32", "--train.epochs", "24",
+        "--evaluate.every-epochs", "24",
+    ],
+    "demo": ["demo-mol"],
+}  # fmt: skip
+QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 0.975 for 1, 2, … degrees of freedom."""
+
+Results = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Options:
+    seeds: int = 5
+    """Runs of an arm, train.seed 0, 1, …"""
+    datasets: str = ",".join(RECIPES)
+    arms: str = ",".join(ARMS)
+    """fp32, which the others are compared with, always runs too."""
+    out: str = "runs/wire-quality"
+    """Where datasets and runs are kept."""
+    source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
+    """Folder with ml-100k.zip."""
+    jobs: int = 1
+    """Runs at once, two processes each."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.seeds <= len(QUANTILES) + 1:
+            raise SystemExit(f"--seeds is {self.seeds}; it must be from 2 to {len(QUANTILES) + 1}")
+        for flag, known in (("datasets", RECIPES), ("arms", ARMS)):
+            if strange := set(getattr(self, flag).split(",")) - set(known):
+                raise SystemExit(f"--{flag} has {', '.join(sorted(strange))}; there are {', '.join(known)}")
+
+
+def main(options: Options) -> None:
+    out, datasets = Path(options.out), options.datasets.split(",")
+    arms = list(dict.fromkeys([REFERENCE, *options.arms.split(",")]))
+    for dataset in datasets:
+        _prepare(out / "data" / dataset, dataset, options.source)
+    tasks = [(dataset, arm, seed) for seed in range(options.seeds) for dataset in datasets for arm in arms]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = pool.map(lambda task: _train(out, *task), tasks)
+        results = dict(zip(tasks, track(runs, "training", len(tasks), console=Console(stderr=True)), strict=True))
+    seeds = range(options.seeds)
+    rows = {
+        dataset: {arm: _compared([results[dataset, arm, seed] for seed in seeds],
+                                 [results[dataset, REFERENCE, seed] for seed in seeds]) for arm in arms}
+        for dataset in datasets
+    }  # fmt: skip
+    if options.json:
+        print(json.dumps({"setting": _setting(options), "results": rows}))
+    else:
+        _show(rows, options)
+
+
+def _prepare(path: Path, dataset: str, source: str) -> None:
+    if (path / "dataset.json").exists():
+        return
+    given = ["--source", str(Path(source) / f"{dataset}.zip")] if source and dataset != "demo" else []
+    _checked([sys.executable, "-m", "logitmix.trainer.cli", "prepare", dataset, *given, "--out", str(path)])
+
+
+def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
+    run = out / f"{dataset}-{arm}-{seed}"
+    if not (run / "results.json").exists():
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
+        command = [sys.executable, *launcher, "-m", "logitmix.trainer.cli", "--", "train", *words, "--run", str(run)]
+        _checked([*command, "--train.device", "cpu"])
+    results: Results = json.loads((run / "results.json").read_text())
+    return results
+
+
+def _checked(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
+
+
+def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str, dict[str, float]]:
+    """Of each metric: mean over the seeds, mean paired difference to the reference, half width of its interval."""
+    compared = {}
+    for metric in METRICS:
+        differences = [run[metric] - other[metric] for run, other in zip(runs, reference, strict=True)]
+        spread = statistics.stdev(differences) / math.sqrt(len(differences))
+        compared[metric] = {
+            "mean": statistics.mean(run[metric] for run in runs),
+            "difference": statistics.mean(differences),
+            "half_width": QUANTILES[len(differences) - 2] * spread,
+        }
+    return compared
+
+
+def _show(rows: dict[str, dict[str, dict[str, dict[str, float]]]], options: Options) -> None:
+    heads = [head for metric in METRICS for head in (metric, f"{metric} - fp32's, 95 %", "relative")]
+    table = Table("dataset", "wire", *heads, title=_setting(options))
+    for dataset, arms in rows.items():
+        for arm, compared in arms.items():
+            cells = []
+            for metric in METRICS:
+                of, reference = compared[metric], arms[REFERENCE][metric]["mean"]
+                difference = f"{of['difference']:+.4f} ± {of['half_width']:.4f}"
+                relative = f"{of['difference'] / reference:+.1%} ± {of['half_width'] / reference:.1%}"
+                cells += [f"{of['mean']:.4f}", *(["", ""] if arm == REFERENCE else [difference, relative])]
+            table.add_row(dataset, arm, *cells)
+    Console(width=140).print(table)
+
+
+def _setting(options: Options) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return (
+        f"{options.seeds} seeds, 2 processes x 1 thread, {options.jobs} runs at once; torch {torch.__version__}, "
+        f"{_processor()}, commit {commit}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
