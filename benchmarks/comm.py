@@ -1,0 +1,391 @@
+"""The FP8 wire on a wire: one model, two ranks, a throttled link, with embeddings sent as FP32, FP16 and FP8.
+
+    python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8] [--quick] [--json]
+
+Each rank has one thread and a network namespace of its own; a veth pair with a token bucket (tc tbf) at both ends
+joins them. That takes root and iproute2; without them the ranks meet on the loopback, unthrottled. The model is small
+and its negatives many (dot product, D = 64, 200,000 items), so that a step is mostly embeddings on the wire.
+
+Bytes a step are those of both ranks, as the codec hook counts them (embeddings and their gradients) and as the
+interfaces do. The second should be the first plus 8 bytes an id, 4 a dense parameter and rank, and 66 of headers a
+frame (Ethernet, IP, TCP with time stamps): «unexplained» is what is left. Runs stop after their last step: checkpoint
+and evaluation are no part of this. The ceiling is the ratio of the interfaces' bytes: what the speed ratio would be if
+nothing but bytes took time. «CPU» is what a rank's process used of a step, kernel included, and bounds it from below.
+gloo's all-to-all mostly sends one direction after the other, and so gets half of what the link gives both at once.
+"""
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.similarity import _processor
+from logitmix.comm.process_group import process_group
+from logitmix.modules.config import from_mapping
+from logitmix.modules.model import Tower
+from logitmix.trainer import loop
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+from logitmix.trainer.telemetry import Telemetry
+
+ARMS = ("fp32", "fp16", "fp8")
+RANKS = 2
+DEVICE = "wire"
+ITEMS, USERS, ACTIONS, BATCH = 200_000, 64, 6, 4
+WARM_UP, LOG_EVERY = 10, 5
+HEADERS = 66
+COUNTED = ("tx_bytes", "tx_packets")
+PARTS = ("data", "all_to_all", "forward", "backward", "optimizer")
+MODEL: dict[str, Any] = {
+    "dim": 64,
+    "encoder": {"blocks": 1, "heads": 1, "dropout": 0.0, "max_length": 4},
+    "similarity": {"kind": "dot", "normalize": False, "temperature": 1.0},
+    "loss": {"negatives": 12_000},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    links: str = "200mbit,1gbit,10gbit"
+    """Rates as tc writes them."""
+    arms: str = ",".join(ARMS)
+    steps: int = 30
+    """Of a run; the first 10 are warm-up."""
+    repeats: int = 2
+    """Runs of an arm on a link, the arms in turn; the speed is their median."""
+    quick: bool = False
+    """One run of 20 steps an arm."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        if strange := set(self.arms.split(",")) - set(ARMS):
+            raise SystemExit(f"--arms has {', '.join(sorted(strange))}; there are {', '.join(ARMS)}")
+        if self.steps < WARM_UP + LOG_EVERY or self.repeats < 1:
+            raise SystemExit(f"--steps must be at least {WARM_UP + LOG_EVERY}, --repeats at least 1")
+
+
+def main(options: Options) -> None:
+    steps, repeats = (20, 1) if options.quick else (options.steps, options.repeats)
+    # So that a kill, too, leaves no namespace behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name, _wire() as wire:
+        _write_dataset(Path(name, "data"))
+        for link in options.links.split(",") if wire.throttled else ["loopback"]:
+            wire.throttle(link)
+            results[link] = _measure(Path(name), link, options.arms.split(","), steps, repeats, wire)
+            if not options.json:
+                _show(link, results[link])
+    setting = _setting(steps, repeats)
+    print(json.dumps({"setting": setting, "results": results}) if options.json else setting)
+
+
+class Wire:
+    """Where the two ranks meet: the loopback, or a link between two namespaces."""
+
+    def __init__(self, namespaces: Sequence[str]) -> None:
+        self.namespaces, self.throttled = namespaces, bool(namespaces)
+
+    def throttle(self, rate: str) -> None:
+        for namespace in self.namespaces:
+            # A bucket of half a millisecond, but never less than a few packets.
+            burst = max(32_000, int(_megabits(rate) * 1e6 / 8 * 0.0005))
+            bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
+
+    @contextmanager
+    def ranks(self, words: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
+        """`words` on both ranks; on the way out none of them still runs."""
+        address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", _free_port())
+        processes: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(RANKS):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": address}
+                place |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": 1}
+                inside = ["ip", "netns", "exec", self.namespaces[rank]] if self.throttled else []
+                processes.append(
+                    subprocess.Popen(
+                        [*inside, *words],
+                        env=os.environ | {key: str(value) for key, value in place.items()},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _wire() -> Iterator[Wire]:
+    names = [f"logitmix-{os.getpid()}-{rank}" for rank in range(RANKS)]
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                _run("ip", "netns", "add", name)
+                stack.callback(_run, "ip", "netns", "del", name)
+            _run(
+                "ip",
+                "link",
+                "add",
+                DEVICE,
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                DEVICE,
+                "netns",
+                names[1],
+            )
+            for rank, name in enumerate(names):
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                _run("ip", "-n", name, "addr", "add", f"10.0.0.{rank + 1}/24", "dev", DEVICE)
+                _run("ip", "-n", name, "link", "set", DEVICE, "up")
+            wire = Wire(names)
+            wire.throttle("1gbit")
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
+            print(f"no throttled link without root and iproute2 ({reason}); on the loopback instead", file=sys.stderr)
+            stack.close()
+            wire = Wire([])
+        yield wire
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _megabits(rate: str) -> float:
+    for unit, factor in (("gbit", 1000.0), ("mbit", 1.0)):
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    raise SystemExit(f"--links has {rate}; write it like 200mbit or 1gbit")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_dataset(path: Path) -> None:
+    random = np.random.default_rng(0)
+    path.mkdir()
+    offsets = np.arange(USERS + 1) * ACTIONS
+    items = {"raw_id": pa.array([str(index) for index in range(ITEMS)])}
+    write_contents(
+        path, Contents(offsets, random.integers(0, ITEMS, offsets[-1]), np.arange(offsets[-1]), item_columns=items)
+    )
+    counts = {"users": USERS, "items": ITEMS, "actions": int(offsets[-1])}
+    write_description(path, {"format_version": FORMAT_VERSION, "name": "sequences", **counts})
+
+
+def _config(data: Path, arm: str, steps: int) -> Config:
+    # The run stops before the end that is set for it.
+    epochs = steps * BATCH // USERS + 1
+    tree = {
+        "data": {"path": str(data)},
+        "model": MODEL,
+        "tables": {"optimizer": "rowwise_adagrad"},
+        "comm": {"forward": arm, "backward": arm},
+        "train": {"batch_size": BATCH, "epochs": epochs, "device": "cpu", "log_every": LOG_EVERY},
+        "evaluate": {"every_epochs": epochs},
+    }
+    return from_mapping(Config, tree, "benchmark")
+
+
+def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int, wire: Wire) -> dict[str, Any]:
+    runs = [(f"{link}-{arm}-{repeat}", arm) for repeat in range(repeats) for arm in arms]
+    job = {"folder": str(folder), "link": link, "runs": runs, "steps": steps}
+    with wire.ranks([sys.executable, "-m", "benchmarks.comm", "--worker", json.dumps(job)]) as processes:
+        # One after the other: neither says enough to fill a pipe.
+        for rank, process in enumerate(processes):
+            said, _ = process.communicate()
+            if process.returncode:
+                raise SystemExit(f"rank {rank} on {link}: exit {process.returncode}\n{said}")
+    measured = {arm: [_read(folder / run) for run, of in runs if of == arm] for arm in arms}
+    bare: dict[str, float] = json.loads((folder / f"{link}.json").read_text())
+    return {"bare": bare, "arms": {arm: _summary(repeated) for arm, repeated in measured.items()}}
+
+
+def _read(run: Path) -> dict[str, float]:
+    """Means a step over the rows after warm-up."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "train"]
+    warm = [row for row in rows if row["step"] > WARM_UP]
+    seconds = sum(row["time/step"] for row in warm)
+    found = {
+        "examples_per_second": sum(row["examples_per_second"] * row["time/step"] for row in warm) / seconds,
+        "loss": rows[-1]["loss"],
+    }
+    names = [f"time/{part}" for part in ("step", *PARTS)]
+    names += [f"wire/{way}bytes_per_step" for way in ("", "forward/", "backward/")]
+    found |= {name: statistics.mean(row[name] for row in warm) for name in names if name in warm[0]}
+    sent = [_counted_per_step(run / f"counts-{rank}.jsonl") for rank in range(RANKS)]
+    return found | {name: sum(rank[name] for rank in sent) for name in sent[0]}
+
+
+def _counted_per_step(path: Path) -> dict[str, float]:
+    """What a rank counted, a step: its CPU seconds and, but on the loopback, bytes and frames sent."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first, last = next(row for row in rows if row["step"] == WARM_UP), rows[-1]
+    return {name: (last[name] - first[name]) / (last["step"] - first["step"]) for name in first if name != "step"}
+
+
+def _summary(repeated: list[dict[str, float]]) -> dict[str, float]:
+    summary = {name: statistics.median(run[name] for run in repeated) for name in repeated[0]}
+    speeds = [run["examples_per_second"] for run in repeated]
+    return summary | {"slowest": min(speeds), "fastest": max(speeds)}
+
+
+def _show(link: str, result: dict[str, Any]) -> None:
+    bare, arms = result["bare"], result["arms"]
+    console = Console(width=140)
+    title = f"{link}: bare gloo {bare['both']:.0f} Mbit/s each way at once, all-to-all {bare['all_to_all']:.0f}"
+    columns = ("wire", "hook, MB/step", "interface, MB/step", "unexplained", "examples/s (range)", "ms/step", "loss")
+    table = Table(*columns, title=title)
+    rows_sent = arms["fp32"]["wire/bytes_per_step"] / (2 * 4 * MODEL["dim"]) if "fp32" in arms else 0.0
+    for arm, of in arms.items():
+        payload, seen, unexplained = of["wire/bytes_per_step"], "-", "-"
+        if "tx_bytes" in of:
+            seen = f"{of['tx_bytes'] / 1e6:.3f}"
+            expected = payload + 8 * rows_sent + 4 * _dense_parameters() * RANKS + HEADERS * of["tx_packets"]
+            unexplained = f"{of['tx_bytes'] / expected - 1:+.2%}" if rows_sent else "-"
+        speed = f"{of['examples_per_second']:.1f} ({of['slowest']:.1f} to {of['fastest']:.1f})"
+        milliseconds, loss = f"{of['time/step'] * 1000:.0f}", f"{of['loss']:.4f}"
+        table.add_row(arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss)
+    console.print(table)
+    for arm, of in arms.items():
+        parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PARTS)
+        parts += f"; CPU {of['cpu'] * 1000 / RANKS:.1f}"
+        console.print(f"ms of a step of {arm}: {parts}", highlight=False)
+    for other in arms if "fp8" in arms else ():
+        if other != "fp8":
+            console.print(_comparison(arms["fp8"], arms[other], other), highlight=False)
+
+
+def _comparison(fp8: dict[str, float], other: dict[str, float], name: str) -> str:
+    shares = [
+        f"{way.strip('/') or 'both ways'} {fp8[key] / other[key]:.4f}"
+        for way in ("", "forward/", "backward/")
+        if (key := f"wire/{way}bytes_per_step") in fp8
+    ]
+    counted = "tx_bytes" if "tx_bytes" in fp8 else "wire/bytes_per_step"
+    ceiling = other[counted] / fp8[counted]
+    ratio = fp8["examples_per_second"] / other["examples_per_second"]
+    return (
+        f"fp8 / {name}: speed {ratio:.2f} of a ceiling of {ceiling:.2f} ({ratio / ceiling:.0%}); "
+        f"embedding bytes {', '.join(shares)}"
+    )
+
+
+def _dense_parameters() -> int:
+    with torch.device("meta"):
+        tower = Tower(_config(Path(), "fp32", 1).model)
+    return sum(parameter.numel() for parameter in tower.parameters())
+
+
+def _setting(steps: int, repeats: int) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return (
+        f"median of {repeats} runs of {steps - WARM_UP} steps after {WARM_UP} of warm-up, 2 ranks x 1 thread, D = 64, "
+        f"{MODEL['loss']['negatives']} negatives a sequence, {BATCH} sequences a batch; torch {torch.__version__}, "
+        f"{_processor()}, commit {commit}"
+    )
+
+
+def _work(job: dict[str, Any]) -> None:
+    """One rank: the bare link, then every run through the trainer's own loop."""
+    folder = Path(job["folder"])
+    torch.set_num_threads(1)
+    bare = _bare()
+    if os.environ["RANK"] == "0":
+        (folder / f"{job['link']}.json").write_text(json.dumps(bare))
+    for name, arm in job["runs"]:
+        counts = folder / name / f"counts-{os.environ['RANK']}.jsonl"
+        loop.Telemetry = partial(CountingTelemetry, counts, job["steps"])  # type: ignore[misc]
+        with suppress(Enough):
+            loop.train(_config(folder / "data", arm, job["steps"]), folder / name)
+
+
+class Enough(Exception):
+    """Ends a run after its last step."""
+
+
+class CountingTelemetry(Telemetry):
+    """Notes beside each row what this rank has used and its interface has sent so far."""
+
+    def __init__(self, path: Path, last_step: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.path, self.stop = path, last_step
+
+    def log_training(self, step: int, *arguments: Any) -> None:
+        super().log_training(step, *arguments)
+        counters = Path(f"/sys/class/net/{DEVICE}/statistics")
+        sent = {name: int((counters / name).read_text()) for name in COUNTED if counters.exists()}
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, "cpu": time.process_time(), **sent}) + "\n")
+        if step == self.stop:
+            # The other rank may still be reading what this one sent.
+            time.sleep(0.5)
+            raise Enough
+
+
+def _bare(megabytes: int = 4, times: int = 5) -> dict[str, float]:
+    """Mbit/s of one direction with both in use: by sends and receives at once, and by gloo's all-to-all."""
+    size = megabytes * 1_000_000
+    send, receive = torch.zeros(RANKS * size, dtype=torch.uint8), torch.empty(RANKS * size, dtype=torch.uint8)
+
+    def both() -> None:
+        peer = 1 - dist.get_rank()
+        work = [dist.irecv(receive[:size], peer), dist.isend(send[:size], peer)]
+        for part in work:
+            part.wait()
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(receive, send)
+
+    rates = {}
+    with process_group("cpu", 120):
+        for way in (both, all_to_all):
+            spent = []
+            for _ in range(times + 1):
+                dist.barrier()
+                start = time.perf_counter()
+                way()
+                spent.append(time.perf_counter() - start)
+            rates[way.__name__] = size * 8 / 1e6 / statistics.median(spent[1:])
+    return rates
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        _work(json.loads(sys.argv[2]))
+    else:
+        main(tyro.cli(Options, description=__doc__))
