@@ -147,8 +147,9 @@ def _wire() -> Iterator[Wire]:
     with ExitStack() as stack:
         try:
             for name in names:
+                # First, so that a kill in between leaves nothing either.
+                stack.callback(_remove, name)
                 _run("ip", "netns", "add", name)
-                stack.callback(_run, "ip", "netns", "del", name)
             _run(
                 "ip",
                 "link",
@@ -180,6 +181,11 @@ def _wire() -> Iterator[Wire]:
 
 def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _remove(namespace: str) -> None:
+    with suppress(OSError):
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
 
 def _megabits(rate: str) -> float:
