@@ -6,8 +6,9 @@ Every run is two processes with one thread each, so that embeddings and their gr
 start from the same weights and see the same batches whatever the wire; the table gives the means over the seeds and,
 for the other arms, the mean difference to fp32 with its 95 % confidence interval (Student's t over the seeds). ml-100k
 trains a dot product to where validation has levelled off and tests that last state, for choosing among checkpoints
-adds noise of its own; demo is the recipe demo-mol as it is. A run whose results.json lies in --out is not repeated.
-`--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, ml-100k is downloaded.
+adds noise of its own; demo is the recipe demo-mol as it is. A run whose results.json lies in --out is not repeated:
+after a change of code or recipe give another --out. `--source` (or LOGITMIX_REAL_DATA) is the folder with
+ml-100k.zip; without it, ml-100k is downloaded.
 """
 
 import json
