@@ -60,7 +60,7 @@ MODEL: dict[str, Any] = {
     "dim": 64,
     "encoder": {"blocks": 1, "heads": 1, "dropout": 0.0, "max_length": 4},
     "similarity": {"kind": "dot", "normalize": False, "temperature": 1.0},
-    "loss": {"negatives": 12_000},
+    "loss": {"negatives": 24_000, "share": "batch"},
 }
 
 

@@ -165,5 +165,5 @@ def test_a_gpu_does_what_the_cpu_does(data: Path, optimizer: str) -> None:
     assert torch.equal(on_gpu.before.cpu(), on_cpu.before)
     for gpu, cpu in zip(on_gpu.losses, on_cpu.losses, strict=True):
         assert_close(gpu.cpu(), cpu, 1e-4)
-    # FBGEMM adds eps after the bias correction, SparseAdam before it.
+    # Sums in another order.
     assert_close((on_gpu.after - on_gpu.before).cpu(), on_cpu.after - on_cpu.before, 1e-3)
