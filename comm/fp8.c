@@ -77,15 +77,17 @@ INLINE Keys keys_of(uint64_t seed, uint32_t place_high) {
 
 /* Encoding */
 
-/* The byte of a magnitude, given as FP32 bits that do not exceed the format's largest. */
+/* The byte of a magnitude, given as FP32 bits that round to no more than the format's largest, in the lowest 8 bits;
+ * the others are noise. */
 INLINE uint32_t nearest(uint32_t bits, int mantissa) {
-    /* Adding a power of two whose last place is the FP8 step rounds to nearest even. Below the smallest normal number
-     * the step stays what it is there. */
-    uint32_t exponent = bits & INFINITY_BITS, least = SMALLEST_NORMAL_BITS(mantissa);
-    exponent = exponent > least ? exponent : least;
-    uint32_t step = exponent + ((uint32_t)SHIFT(mantissa) << 23);
-    uint32_t steps = bits_of(float_of(bits) + float_of(step)) - step;
-    return steps + ((exponent - least) >> SHIFT(mantissa));
+    /* Adding a power of two whose last place is the FP8 step rounds to nearest even and leaves the count of steps in
+     * the lowest bits of the sum. Below the smallest normal number the step stays what it is there. The byte is that
+     * count and, above it, by how many exponents the number exceeds the least: `offset` takes the least off
+     * beforehand. It is even, so that ties fall as they would without it. */
+    uint32_t least = SMALLEST_NORMAL_BITS(mantissa), offset = (0u - (least >> SHIFT(mantissa))) & 0xFFu;
+    uint32_t exponent = (bits > least ? bits : least) & INFINITY_BITS;
+    uint32_t step = exponent + (((uint32_t)SHIFT(mantissa) << 23) | offset);
+    return bits_of(float_of(bits) + float_of(step)) + (exponent >> SHIFT(mantissa));
 }
 
 INLINE uint32_t at_random(uint32_t bits, uint32_t noise, int mantissa) {
@@ -96,55 +98,87 @@ INLINE uint32_t at_random(uint32_t bits, uint32_t noise, int mantissa) {
     return (fixed + (noise & ((1u << SHIFT(mantissa)) - 1))) >> SHIFT(mantissa);
 }
 
-INLINE uint32_t scale_bits(const void *values, ptrdiff_t from, ptrdiff_t D, int source) {
+/* The largest magnitude, or the largest finite one. */
+INLINE uint32_t largest_bits(const void *values, ptrdiff_t from, ptrdiff_t D, int source, int finite) {
     uint32_t amax = 0;
     for (ptrdiff_t c = from; c < from + D; c++) {
         uint32_t magnitude = load_bits(values, c, source) & 0x7FFFFFFFu;
-        magnitude &= -(magnitude < INFINITY_BITS); /* a mask: gcc 12 makes no vector of a choice here */
+        if (finite) magnitude &= -(magnitude < INFINITY_BITS); /* a mask: gcc 12 makes no vector of a choice here */
         amax = amax > magnitude ? amax : magnitude;
     }
-    uint32_t bits = (amax + 0xFFFFu) >> 16;
-    return bits < LARGEST_BF16_BITS ? bits : LARGEST_BF16_BITS;
+    return amax;
 }
 
-INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *restrict payload, float lift,
-                         float inverse, const Keys *keys, uint32_t place, int source, int mantissa, int block) {
+/* How to encode a group. An ordinary one needs no lift and holds nothing beyond its scale, NaN and infinity among that:
+ * nearly all are, and the loops without these cases take little more than half the time. */
+typedef struct {
+    uint32_t scale_bits;
+    int ordinary;
+    float lift, inverse;
+} Plan;
+
+INLINE Plan plan_for(const void *values, ptrdiff_t from, ptrdiff_t D, int source, int mantissa) {
+    uint32_t amax = largest_bits(values, from, D, source, 0);
+    int within = amax <= LARGEST_BF16_BITS << 16;
+    if (amax >= INFINITY_BITS) amax = largest_bits(values, from, D, source, 1);
+    Plan plan;
+    plan.scale_bits = (amax + 0xFFFFu) >> 16;
+    if (plan.scale_bits > LARGEST_BF16_BITS) plan.scale_bits = LARGEST_BF16_BITS;
+    float scale = float_of(plan.scale_bits << 16);
+    plan.lift = scale < TINY ? LIFT : 1.0f;
+    plan.inverse = plan.scale_bits ? LARGEST(mantissa) / (scale * plan.lift) : 0.0f;
+    plan.ordinary = within && !(scale < TINY);
+    return plan;
+}
+
+INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *restrict payload, Plan plan,
+                         const Keys *keys, uint32_t place, int ordinary, int source, int mantissa, int block) {
     uint32_t largest = bits_of(LARGEST(mantissa));
     for (int c = 0; c < block; c++) {
         uint32_t x = load_bits(values, from + c, source), magnitude = x & 0x7FFFFFFFu;
-        uint32_t y = bits_of(float_of(magnitude) * lift * inverse);
-        y = y < largest ? y : largest;
+        uint32_t y = bits_of(float_of(magnitude) * (ordinary ? 1.0f : plan.lift) * plan.inverse);
+        /* In an ordinary group y exceeds the largest by roundings at most, which nearest() takes off again. */
+        if (keys || !ordinary) y = y < largest ? y : largest;
         uint32_t byte = keys ? at_random(y, mix(mix((place + (uint32_t)c) ^ keys->first) ^ keys->second), mantissa)
                              : nearest(y, mantissa);
-        payload[c] = (uint8_t)(magnitude < INFINITY_BITS ? byte | (x >> 24 & 0x80u) : NAN_BYTE);
+        byte |= x >> 24 & 0x80u;
+        payload[c] = (uint8_t)(ordinary || magnitude < INFINITY_BITS ? byte : NAN_BYTE);
     }
 }
 
-INLINE void encode(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, float lift, float inverse,
-                   const Keys *keys, uint32_t place, int source, int mantissa) {
+INLINE void encode_blocks(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan,
+                          const Keys *keys, uint32_t place, int ordinary, int source, int mantissa) {
     ptrdiff_t c = 0;
-    for (; c + 2 * BLOCK <= D; c += 2 * BLOCK)
-        encode_block(values, from + c, payload + c, lift, inverse, keys, place + (uint32_t)c, source, mantissa,
-                     2 * BLOCK);
-    for (; c + BLOCK <= D; c += BLOCK)
-        encode_block(values, from + c, payload + c, lift, inverse, keys, place + (uint32_t)c, source, mantissa, BLOCK);
+#define ENCODE_BLOCK(from_values, at, to, kind, block) \
+    encode_block(from_values, at, to, plan, keys, place + (uint32_t)c, ordinary, kind, mantissa, block)
+    for (; c + 2 * BLOCK <= D; c += 2 * BLOCK) ENCODE_BLOCK(values, from + c, payload + c, source, 2 * BLOCK);
+    for (; c + BLOCK <= D; c += BLOCK) ENCODE_BLOCK(values, from + c, payload + c, source, BLOCK);
     if (c < D) { /* the rest in a block of its own: one by one it would take longer than all before it */
         uint32_t rest[BLOCK] = {0};
         uint8_t bytes[BLOCK];
         for (ptrdiff_t i = 0; i < D - c; i++) rest[i] = load_bits(values, from + c + i, source);
-        encode_block(rest, 0, bytes, lift, inverse, keys, place + (uint32_t)c, FP32, mantissa, BLOCK);
+        ENCODE_BLOCK(rest, 0, bytes, FP32, BLOCK);
         memcpy(payload + c, bytes, (size_t)(D - c));
     }
+#undef ENCODE_BLOCK
+}
+
+INLINE void encode(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan, const Keys *keys,
+                   uint32_t place, int source, int mantissa) {
+    if (plan.ordinary)
+        encode_blocks(values, from, D, payload, plan, keys, place, 1, source, mantissa);
+    else
+        encode_blocks(values, from, D, payload, plan, keys, place, 0, source, mantissa);
 }
 
 /* `encode` with the noise of 64-bit places: a row may cross a multiple of 2^32. */
-INLINE void encode_at_random(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, float lift,
-                             float inverse, uint64_t seed, uint64_t place, int source, int mantissa) {
+INLINE void encode_at_random(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan,
+                             uint64_t seed, uint64_t place, int source, int mantissa) {
     while (D > 0) {
         uint64_t until = ((uint64_t)1 << 32) - (uint32_t)place;
         ptrdiff_t run = (uint64_t)D < until ? D : (ptrdiff_t)until;
         Keys keys = keys_of(seed, (uint32_t)(place >> 32));
-        encode(values, from, run, payload, lift, inverse, &keys, (uint32_t)place, source, mantissa);
+        encode(values, from, run, payload, plan, &keys, (uint32_t)place, source, mantissa);
         from += run, payload += run, place += (uint64_t)run, D -= run;
     }
 }
@@ -155,17 +189,13 @@ INLINE void quantize_rows(const void *values, ptrdiff_t stride, ptrdiff_t rows, 
         ptrdiff_t from = r * stride;
         for (int g = 0; g < groups; g++) {
             ptrdiff_t D = (ptrdiff_t)widths[g];
-            uint32_t bits = scale_bits(values, from, D, source);
-            float scale = float_of(bits << 16), lift = scale < TINY ? LIFT : 1.0f;
-            float inverse = bits ? LARGEST(mantissa) / (scale * lift) : 0.0f;
+            Plan plan = plan_for(values, from, D, source, mantissa);
             if (random)
-                encode_at_random(values, from, D, wire, lift, inverse, seed, place, source, mantissa);
-            else if (lift == 1.0f) /* nearly all rows: one multiplication less */
-                encode(values, from, D, wire, 1.0f, inverse, NULL, 0, source, mantissa);
+                encode_at_random(values, from, D, wire, plan, seed, place, source, mantissa);
             else
-                encode(values, from, D, wire, lift, inverse, NULL, 0, source, mantissa);
-            wire[D] = (uint8_t)bits;
-            wire[D + 1] = (uint8_t)(bits >> 8);
+                encode(values, from, D, wire, plan, NULL, 0, source, mantissa);
+            wire[D] = (uint8_t)plan.scale_bits;
+            wire[D + 1] = (uint8_t)(plan.scale_bits >> 8);
             wire += D + SCALE_BYTES, from += D, place += (uint64_t)D;
         }
     }
