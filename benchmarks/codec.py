@@ -57,7 +57,7 @@ class Row:
     slowest: float
     fastest: float
     ratio: float
-    """Speed over eager's, same format and way."""
+    """Speed over eager's, same format (E4M3 where there is none) and way."""
     of_copy: float
     """Share of the speed at which the same number of bytes are copied."""
 
