@@ -33,6 +33,7 @@ from benchmarks.similarity import _processor
 ARMS = {
     "fp32": ["--comm.forward", "fp32", "--comm.backward", "fp32"],
     "fp8": ["--comm.forward", "fp8", "--comm.backward", "fp8"],
+    "fp8 + bf16 dense": ["--comm.forward", "fp8", "--comm.backward", "fp8", "--comm.dense", "bf16"],
 }
 REFERENCE = "fp32"
 METRICS = ("hr@10", "mrr")
