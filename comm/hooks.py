@@ -136,7 +136,7 @@ class SequenceAllToAll(nn.Module):
     ) -> SequenceEmbeddingsAwaitable:
         """`local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from each."""
         D = local_embs.shape[1]
-        rows_FW = _rows_per_feature(lengths, len(self.columns), batch_size_per_rank, self.group.size())
+        rows_FW = self._rows_per_feature(lengths, batch_size_per_rank)
         sent, received = self._shares(output_splits, input_splits, rows_FW, D)
         exchange = Exchange(
             self.wire,
@@ -150,9 +150,9 @@ class SequenceAllToAll(nn.Module):
         return SequenceEmbeddingsAwaitable(exchange.start(local_embs), unbucketize_permute_tensor, D)
 
     def _shares(
-        self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor, D: int
+        self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
     ) -> tuple[list[list[Rows]], list[list[Rows]]]:
-        if not self.wire.sampling or all(len(columns) <= 1 for columns in self.columns_per_rank):
+        if not self.wire.sampling or rows_FW is None:
             # Any feature's name will do: nothing is told apart by it.
             return [[(rows, (Column(_name(self.columns), D),))] for rows in sent], [
                 [(rows, (Column(_name(columns), D),))]
@@ -190,20 +190,23 @@ class SequenceAllToAll(nn.Module):
         lengths = lengths.view(F * W, -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 
-    def _crossing(self, sent: Sequence[int], rows_FW: Tensor) -> list[tuple[Columns, int | Tensor]]:
+    def _crossing(self, sent: Sequence[int], rows_FW: Tensor | None) -> list[tuple[Columns, int | Tensor]]:
         mine = self.group.rank()
-        if len(self.columns) == 1:
+        if rows_FW is None:
             return [(self.columns, sum(sent) - sent[mine])]
-        return [(self.columns, rows_FW.sum(1) - rows_FW[:, mine])] if self.columns else []
+        return [(self.columns, rows_FW.sum(1) - rows_FW[:, mine])]
 
-
-def _rows_per_feature(lengths: Tensor, F: int, batch_size_per_rank: Sequence[int] | None, W: int) -> Tensor:
-    """Rows [F, W] that each of this rank's features sends to each rank, from the lengths of the bags that ask."""
-    if F == 0 or lengths.numel() == 0:
-        return lengths.new_zeros((F, W), dtype=torch.int64)
-    bags_F = lengths.view(F, -1).to(torch.int64)
-    bags = list(batch_size_per_rank) if batch_size_per_rank else [bags_F.shape[1] // W] * W
-    return torch.stack([part.sum(1) for part in bags_F.split(bags, dim=1)], dim=1)
+    def _rows_per_feature(self, lengths: Tensor, batch_size_per_rank: Sequence[int] | None) -> Tensor | None:
+        """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None
+        where no rank has several features, and the splits say it."""
+        F, W = len(self.columns), self.group.size()
+        if all(len(columns) <= 1 for columns in self.columns_per_rank):
+            return None
+        if F == 0 or lengths.numel() == 0:
+            return lengths.new_zeros((F, W), dtype=torch.int64)
+        length_FB = lengths.view(F, -1).to(torch.int64)
+        bags = list(batch_size_per_rank) if batch_size_per_rank else [length_FB.shape[1] // W] * W
+        return torch.stack([part.sum(1) for part in length_FB.split(bags, dim=1)], dim=1)
 
 
 def _name(columns: Columns) -> str:
