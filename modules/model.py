@@ -5,7 +5,6 @@ corpus, D encoder width.
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from .config import ModelConfig
 from .embeddings import item_table
 from .encoders.sasrec import Packing, SASRec
 from .hindexer import HIndexer
-from .losses import Block, Examples, sampled_loss
+from .losses import Examples, sampled_loss
 from .noise import Noise
 from .similarity.build import build_similarity
 from .similarity.dot import Dot
@@ -84,7 +83,7 @@ class Tower(nn.Module):
         "loss" is what to minimise: "similarity" plus the weighted "hindexer", where there is one.
         """
         query_TD = self.encoder(item_VD.index_select(0, batch.input_T), batch.packing, batch.noise)
-        examples = Examples(batch.packing.row_T, batch.target_T, _blocks(batch))
+        examples = Examples(batch.packing.row_T, batch.target_T, _bounds(batch), batch.negatives_GN)
         losses = {"similarity": self._loss(self.similarity, query_TD, item_VD, batch, examples)}
         losses["loss"] = losses["similarity"]
         if self.config.hindexer.weight > 0:
@@ -119,15 +118,10 @@ class Tower(nn.Module):
         return total / batch.total_positions
 
 
-def _blocks(batch: Batch) -> list[Block]:
+def _bounds(batch: Batch) -> list[int]:
+    """Where the groups that share negatives begin and end."""
     bounds, groups = batch.packing.bounds, len(batch.negatives_GN)
     if groups == len(bounds) - 1:
-        spans = [(start, end, g) for g, (start, end) in enumerate(pairwise(bounds))]
-    else:
-        assert groups == 1
-        spans = [(start, min(start + _BLOCK, bounds[-1]), 0) for start in range(0, bounds[-1], _BLOCK)]
-    return [Block(start, end, batch.negatives_GN[group]) for start, end, group in spans if end > start]
-
-
-_BLOCK = 128
-"""Positions of a block where the whole batch shares its negatives."""
+        return bounds
+    assert groups == 1
+    return [0, bounds[-1]]

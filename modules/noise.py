@@ -33,6 +33,11 @@ def truncated_normal(key: int, rows_R: Tensor, columns_C: Tensor, std: float) ->
     return (torch.erfinv((uniform * 2 - 1) * cut) * (2**0.5 * std)).to(torch.float32)
 
 
+def threshold(rate: float) -> int:
+    """A rate as a number of 2^-16: what is dropped has 16 random bits below it."""
+    return min(round(rate * 65536), 65535)
+
+
 @dataclass(frozen=True)
 class Noise:
     """The dropout of one training step; None in its place means evaluation."""
@@ -46,12 +51,12 @@ class Noise:
         """
         if rate == 0:
             return x
-        threshold = min(round(rate * 65536), 65535)
+        drop = threshold(rate)
         width = x[0].numel() if len(x) else x.shape[-1]
         columns = torch.arange((width + 1) // 2, device=x.device)
         lanes = random_bits(derive_key(self.key, site), rows_R, columns).view(torch.int16)
-        keep = lanes[:, :width].reshape(x.shape) >= threshold - 32768
-        return x * (keep.to(x.dtype) * (65536 / (65536 - threshold)))
+        keep = lanes[:, :width].reshape(x.shape) >= drop - 32768
+        return x * (keep.to(x.dtype) * (65536 / (65536 - drop)))
 
 
 _LOW = 0xFFFFFFFF

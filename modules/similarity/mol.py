@@ -15,6 +15,8 @@ from ..noise import Noise
 from .dot import l2_normalize
 
 GateDropout = Callable[[Tensor], Tensor]
+CrossGate = Callable[[Tensor], Tensor]
+"""Logits [..., M] in, gating weights [..., M] out: what the two sides share."""
 
 
 class MoL(nn.Module):
@@ -56,43 +58,20 @@ class MoL(nn.Module):
         self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None
     ) -> Tensor:
         """phi(x, u) of each query with each item, FP32 [T, N]."""
-        (query_TUC, query_TM), (item_NIC, item_NM) = query, item
-        T, U, C = query_TUC.shape
-        N, I, _ = item_NIC.shape
-        logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
-        logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
-        return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)
+        return all_pairs(query, item, self.cross_gate, dropout)
 
     def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None) -> Tensor:
         """phi(x, u) of query t with item t, FP32 [T]."""
-        (query_TUC, query_TM), (item_TIC, item_TM) = query, item
-        logits_TM = torch.bmm(query_TUC, item_TIC.transpose(1, 2)).flatten(1)
-        return self._mix(logits_TM, query_TM, item_TM, dropout)
+        return pairs(query, item, self.cross_gate, dropout)
 
     def pair_parameters(self) -> list[nn.Parameter]:
         """The parameters that all_pairs and pairs use: the cross gate's."""
         return list(self.cross_gate.parameters())
 
-    def gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
-        """pi(x, u): decomposed gating of logits [..., M], a distribution over the M components."""
-        combined = torch.addcmul(self.cross_gate(logits), query_weights, item_weights)
-        with torch.autocast(combined.device.type, enabled=False):
-            return F.softmax(F.silu(combined), dim=-1)
-
     def sample_gates(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...]) -> Tensor:
         """pi of query t with item t [T, M], for watching how the components are used."""
         logits_TM = torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
-        return self.gates(logits_TM, query[1], item[1]).float()
-
-    def _mix(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor, dropout: GateDropout | None) -> Tensor:
-        gates = self.gates(logits, query_weights, item_weights)
-        if dropout is not None:
-            gates = dropout(gates)
-        mixed = (gates * logits).sum(-1, dtype=torch.float32)
-        if dropout is not None:
-            # The gates stay a distribution: what dropout leaves is renormalised.
-            mixed = mixed / gates.sum(-1, dtype=torch.float32).clamp(min=1e-6)
-        return mixed
+        return gates(logits_TM, query[1], item[1], self.cross_gate).float()
 
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
         dtype = components.dtype
@@ -102,6 +81,47 @@ class MoL(nn.Module):
 
     def _gate_input(self, x_RD: Tensor, row_R: Tensor, noise: Noise | None, site: str) -> Tensor:
         return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD
+
+
+def all_pairs(
+    query: tuple[Tensor, ...], item: tuple[Tensor, ...], cross_gate: CrossGate, dropout: GateDropout | None = None
+) -> Tensor:
+    """phi(x, u) of each query with each item, FP32 [T, N]."""
+    (query_TUC, query_TM), (item_NIC, item_NM) = query, item
+    T, U, C = query_TUC.shape
+    N, I, _ = item_NIC.shape
+    logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
+    logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
+    return _mix(logits_TNM, query_TM[:, None], item_NM[None], cross_gate, dropout)
+
+
+def pairs(
+    query: tuple[Tensor, ...], item: tuple[Tensor, ...], cross_gate: CrossGate, dropout: GateDropout | None = None
+) -> Tensor:
+    """phi(x, u) of query t with item t, FP32 [T]."""
+    (query_TUC, query_TM), (item_TIC, item_TM) = query, item
+    logits_TM = torch.bmm(query_TUC, item_TIC.transpose(1, 2)).flatten(1)
+    return _mix(logits_TM, query_TM, item_TM, cross_gate, dropout)
+
+
+def gates(logits: Tensor, query_weights: Tensor, item_weights: Tensor, cross_gate: CrossGate) -> Tensor:
+    """pi(x, u): decomposed gating of logits [..., M], a distribution over the M components."""
+    combined = torch.addcmul(cross_gate(logits), query_weights, item_weights)
+    with torch.autocast(combined.device.type, enabled=False):
+        return F.softmax(F.silu(combined), dim=-1)
+
+
+def _mix(
+    logits: Tensor, query_weights: Tensor, item_weights: Tensor, cross_gate: CrossGate, dropout: GateDropout | None
+) -> Tensor:
+    pi = gates(logits, query_weights, item_weights, cross_gate)
+    if dropout is not None:
+        pi = dropout(pi)
+    mixed = (pi * logits).sum(-1, dtype=torch.float32)
+    if dropout is not None:
+        # The gates stay a distribution: what dropout leaves is renormalised.
+        mixed = mixed / pi.sum(-1, dtype=torch.float32).clamp(min=1e-6)
+    return mixed
 
 
 class _Projection(nn.Module):

@@ -1,6 +1,7 @@
 """sampled_loss against the same sums without blocks: one big [T, N + 1] table, ordinary autograd, FP64."""
 
 from copy import deepcopy
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from logitmix.modules.config import HIndexerConfig, SimilarityConfig
 from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.losses import Block, Examples, Similarity, sampled_loss
+from logitmix.modules.losses import Examples, Similarity, sampled_loss
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.build import build_similarity
 
@@ -65,10 +66,10 @@ def plain_loss(
 ) -> Tensor:
     """Every position with its target and each of its negatives as one long list of pairs."""
     total = torch.zeros((), dtype=torch.float64)
-    for block in examples.blocks:
-        for t in range(block.start, block.end):
+    for (start, end), negatives_N in zip(pairwise(examples.bounds), examples.negatives_GN, strict=True):
+        for t in range(start, end):
             target = int(examples.target_T[t])
-            candidates = torch.cat([examples.target_T[t : t + 1], block.negatives_N])
+            candidates = torch.cat([examples.target_T[t : t + 1], negatives_N])
             count = len(candidates)
             numbers = examples.row_T[t] * count + torch.arange(count)
 
@@ -77,7 +78,7 @@ def plain_loss(
 
             pairs = [side[t].expand(count, *side.shape[1:]) for side in query], [side[candidates] for side in item]
             scores = similarity.pairs(*(tuple(side) for side in pairs), drop if gate_dropout else None).double()
-            counted = [n for n, negative in enumerate(block.negatives_N.tolist(), start=1) if negative != target]
+            counted = [n for n, negative in enumerate(negatives_N.tolist(), start=1) if negative != target]
             if kind == "softmax":
                 total = total - (scores[0] - torch.log(scores[[0, *counted]].exp().sum()))
             else:
@@ -88,13 +89,10 @@ def plain_loss(
 
 
 def examples_of(lengths: list[int], negatives: list[list[int]], targets: list[int], first_row: int = 0) -> Examples:
-    """Blocks of the given lengths, one after the other, each with its negatives."""
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    blocks = [
-        Block(start, start + length, torch.tensor(own, dtype=torch.int64))
-        for start, length, own in zip(starts, lengths, negatives, strict=True)
-    ]
-    return Examples(torch.arange(first_row, first_row + sum(lengths)), torch.tensor(targets, dtype=torch.int64), blocks)
+    """Groups of the given lengths, one after the other, each with its negatives."""
+    rows = torch.arange(first_row, first_row + sum(lengths))
+    negatives_GN = torch.tensor(negatives, dtype=torch.int64).view(len(lengths), -1) if lengths else torch.zeros(0, 1).long()
+    return Examples(rows, torch.tensor(targets, dtype=torch.int64), [0, *accumulate(lengths)], negatives_GN)
 
 
 def gradients(loss: Tensor, similarity: Similarity, query: list[Tensor], item: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,155 @@
+"""A sampled loss in plain torch, block by block: the reference of the fused ones, and what serves where they do not.
+
+Axes: T positions, G groups of consecutive positions, N shared negatives of a group, V unique items of the batch.
+
+A block is positions with the same negatives. Its backward runs at once, so that nothing of size positions x negatives x
+components outlives it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .noise import Noise
+
+Side = tuple[Tensor, ...]
+Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Loss of positive_T, negative_TN and hit_TN (where a negative is the target), summed over T."""
+
+
+class Pairs(Protocol):
+    """What a similarity says of a query and an item, once each has been through its own tower."""
+
+    def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
+    def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
+    def pair_parameters(self) -> Sequence[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What each position is to be told from.
+
+    row_T: global number of each position (int64). target_T: index of its next item among the V unique items. Positions
+    bounds[g] to bounds[g + 1] are told from negatives_GN[g] (likewise indices).
+    """
+
+    row_T: Tensor
+    target_T: Tensor
+    bounds: Sequence[int]
+    negatives_GN: Tensor
+
+
+def blockwise_loss(
+    reduce: Reduce,
+    similarity: Pairs,
+    query: Side,
+    item: Side,
+    examples: Examples,
+    noise: Noise | None,
+    gate_dropout: float,
+) -> Tensor:
+    """Sum over the T positions of what `reduce` gives, FP32 scalar."""
+    N = examples.negatives_GN.shape[1]
+
+    def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
+        target_T = examples.target_T[block.start : block.end]
+        row_T = examples.row_T[block.start : block.end]
+        drop_pairs, drop_all = None, None
+        if noise is not None and gate_dropout > 0:
+            # One row of the mask for each (position, candidate); candidate 0 is the target.
+            pair_T = row_T * (N + 1)
+            pair_TN = (pair_T[:, None] + torch.arange(1, N + 1, device=row_T.device)).flatten()
+
+            def drop_pairs(gates: Tensor) -> Tensor:
+                return noise.dropout(gates, gate_dropout, GATES, pair_T)
+
+            def drop_all(gates: Tensor) -> Tensor:
+                return noise.dropout(gates.flatten(0, 1), gate_dropout, GATES, pair_TN).view_as(gates)
+
+        positive_T = similarity.pairs(query, positive, drop_pairs)
+        negative_TN = similarity.all_pairs(query, negative, drop_all)
+        hit_TN = target_T[:, None] == block.negatives_N[None]
+        return reduce(positive_T, negative_TN, hit_TN)
+
+    return _Blockwise.apply(block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters())
+
+
+def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
+    """-log softmax of the target among itself and the negatives (section 3.2)."""
+    negative_TN = negative_TN.masked_fill(hit_TN, -torch.inf)
+    return (torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T).sum()
+
+
+GATES = "gates"
+"""The place in the model that names the gates' dropout."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Positions start..end, which share negatives_N."""
+
+    start: int
+    end: int
+    negatives_N: Tensor
+
+
+def _blocks(examples: Examples) -> list[_Block]:
+    blocks = []
+    for (first, last), negatives_N in zip(pairwise(examples.bounds), examples.negatives_GN, strict=True):
+        starts = range(first, last, _POSITIONS)
+        blocks += [_Block(start, min(start + _POSITIONS, last), negatives_N) for start in starts]
+    return blocks
+
+
+_POSITIONS = 256
+"""Most positions of a block. A sequence is mostly shorter; a batch that shares its negatives is longer."""
+
+
+class _Blockwise(torch.autograd.Function):
+    """Sum of block_loss over the blocks; the gradients are made in forward, block by block, and kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, block_loss: Callable[..., Tensor], examples: Examples, queries: int, items: int, *tensors: Tensor
+    ) -> Tensor:
+        query, item, parameters = tensors[:queries], tensors[queries : queries + items], tensors[queries + items :]
+        needed = any(ctx.needs_input_grad)
+        # FP32, because an item's gradient is the sum of many small ones.
+        gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors] if needed else []
+        learned = [parameter for parameter in parameters if parameter.requires_grad]
+        sums = [gradient for gradient, parameter in zip(gradients[queries + items :], parameters, strict=False)
+                if parameter.requires_grad]  # fmt: skip
+        total = query[0].new_zeros((), dtype=torch.float32)
+        for block in _blocks(examples):
+            rows = slice(block.start, block.end)
+            indices = torch.cat([examples.target_T[rows], block.negatives_N])
+            leaves = [tensor[rows].detach().requires_grad_(needed) for tensor in query]
+            leaves += [tensor[indices].detach().requires_grad_(needed) for tensor in item]
+            with torch.set_grad_enabled(needed):
+                count = block.end - block.start
+                positive = tuple(leaf[:count] for leaf in leaves[queries:])
+                negative = tuple(leaf[count:] for leaf in leaves[queries:])
+                loss = block_loss(block, tuple(leaves[:queries]), positive, negative)
+            total += loss.detach()
+            if needed:
+                # Under the caller's autocast, FP32 products would have BF16 gradients.
+                with torch.autocast(loss.device.type, enabled=False):
+                    grads = torch.autograd.grad(loss, [*leaves, *learned])
+                for sum_, grad in zip(gradients[:queries], grads, strict=False):
+                    sum_[rows] += grad
+                for sum_, grad in zip(gradients[queries:], grads[queries : queries + items], strict=False):
+                    sum_.index_add_(0, indices, grad.float())
+                for sum_, grad in zip(sums, grads[queries + items :], strict=True):
+                    sum_ += grad
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (None, None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))

@@ -1,0 +1,843 @@
+/* Sampled softmax over a mixture of logits (MoL), loss and gradients of some positions at once; called by mol_loss.py.
+
+   Axes: T positions, N negatives of a group, V unique items, U query components, I item components, C their width,
+   M = U * I mixture components, H hidden width of the cross gate, P pairs (position, candidate) of a chunk.
+   Candidate 0 of a position is its target, candidates 1..N are its group's negatives.
+
+   Positions are taken a chunk at a time, so that all that a chunk's backward needs stays in the second-level cache.
+   This file includes itself, once for each instruction set and precision: FN(name) is a function of one of them. */
+
+#ifndef VARIANT
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+/* Mirrored in mol_loss.py. Without gradients (d_query null) only the loss is made. Gradients of the query side are
+   written; all others are added to. d_* and the cross gate are FP32, the two sides are in the precision's type. */
+typedef struct {
+    int64_t T, N, G, U, I, C, H;
+    const void *query_TUC, *query_TM, *item_VIC, *item_VM;
+    const float *up_HM, *up_H, *down_MH, *down_M;
+    const int64_t *target_T, *negative_GN, *bound_G;
+    const int64_t *row_T;
+    uint64_t key;
+    int64_t threshold; /* dropout: 16 random bits below it drop a gate; 0 drops none */
+    float *d_query_TUC, *d_query_TM, *d_item_VIC, *d_item_VM;
+    float *d_up_HM, *d_up_H, *d_down_MH, *d_down_M;
+    double loss;
+} Problem;
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UP(n, multiple) (((n) + (multiple) - 1) / (multiple) * (multiple))
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define FN(name) JOIN(name, VARIANT)
+
+enum { CHUNK = 384, BLOCK = 48 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (even) */
+
+/* Vectors of 4, 8 and 16 lanes, aligned like their elements. */
+#define LANES(n)                                                                                                       \
+    typedef float f##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                     \
+    typedef int32_t i##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                   \
+    typedef uint32_t u##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                  \
+    typedef uint16_t h##n __attribute__((vector_size(2 * n), aligned(2), may_alias))
+LANES(4);
+LANES(8);
+LANES(16);
+
+/* modules/noise.py's counter hash. */
+static const uint32_t GOLDEN = 0x9E3779B9u, FIRST = 0x21F0AAADu, SECOND = 0x735A2D97u;
+
+static inline uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * FIRST;
+    x = (x ^ x >> 15) * SECOND;
+    return x ^ x >> 15;
+}
+
+static inline uint32_t row_hash(uint64_t key, int64_t row) {
+    uint32_t x = mix((uint32_t)row ^ (uint32_t)key);
+    return mix(x ^ (uint32_t)(row >> 32) ^ (uint32_t)(key >> 32));
+}
+
+static inline float from_bf16(uint16_t x) {
+    union { uint32_t u; float f; } bits = {.u = (uint32_t)x << 16};
+    return bits.f;
+}
+
+static inline uint16_t to_bf16(float x) {
+    union { float f; uint32_t u; } bits = {.f = x};
+    return (uint16_t)((bits.u + 0x7fff + (bits.u >> 16 & 1)) >> 16);
+}
+
+/* Few elements, mostly as many as one register holds. */
+INLINE void copy_few(void *to, const void *from, int64_t bytes) {
+    switch (bytes) {
+    case 8: memcpy(to, from, 8); break;
+    case 16: memcpy(to, from, 16); break;
+    case 32: memcpy(to, from, 32); break;
+    default: memcpy(to, from, (size_t)bytes);
+    }
+}
+
+/* Width: lanes of a vector. Columns: the most vectors of accumulators that fit beside each other in a tile. */
+#define VARIANT base_fp32
+#define WIDTH 4
+#define COLUMNS 2
+#define BF16 0
+#include "mol.c"
+#define VARIANT base_bf16
+#define WIDTH 4
+#define COLUMNS 2
+#define BF16 1
+#include "mol.c"
+
+#ifdef X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define AVX2 1
+#define VARIANT avx2_fp32
+#define WIDTH 8
+#define COLUMNS 2
+#define BF16 0
+#include "mol.c"
+#define VARIANT avx2_bf16
+#define WIDTH 8
+#define COLUMNS 2
+#define BF16 1
+#include "mol.c"
+#undef AVX2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")
+#define AVX512 1
+#define VARIANT avx512_fp32
+#define WIDTH 16
+#define COLUMNS 4
+#define BF16 0
+#include "mol.c"
+#define VARIANT avx512_bf16
+#define WIDTH 16
+#define COLUMNS 4
+#define BF16 1
+#include "mol.c"
+#undef AVX512
+#pragma GCC pop_options
+#endif
+
+/* The best instruction set that this machine has: 0 any, 1 AVX2, 2 AVX-512 with BF16. */
+int mol_level(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return 0;
+}
+
+/* Loss and gradients of positions first..last, with at most the given instruction set. 0, or -1 for want of memory. */
+int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int bf16, int level) {
+#ifdef X86
+    level = MIN(level, mol_level());
+    if (level == 2) return (bf16 ? run_avx512_bf16 : run_avx512_fp32)(problem, first, last);
+    if (level == 1) return (bf16 ? run_avx2_bf16 : run_avx2_fp32)(problem, first, last);
+#endif
+    return (bf16 ? run_base_bf16 : run_base_fp32)(problem, first, last);
+}
+
+#else /* one variant */
+
+#define VF JOIN_W(f, WIDTH)
+#define VI JOIN_W(i, WIDTH)
+#define VU JOIN_W(u, WIDTH)
+#define VH JOIN_W(h, WIDTH)
+#ifndef JOIN_W
+#define JOIN_W_(a, b) a##b
+#define JOIN_W(a, b) JOIN_W_(a, b)
+#endif
+
+/* A word is what one step of a product's inner sum takes of each side: an FP32 number, or two BF16 numbers. */
+#if BF16
+#define ELEMENT uint16_t
+#define PER_WORD 2
+#define SCALAR(x) from_bf16(x)
+#define ROUND(x) to_bf16(x)
+#else
+#define ELEMENT float
+#define PER_WORD 1
+#define SCALAR(x) (x)
+#define ROUND(x) (x)
+#endif
+
+/* --- vectors -------------------------------------------------------------------------------------------------- */
+
+INLINE VF FN(all)(float x) { return x - (VF){0}; }
+INLINE VF FN(get)(const float *p) { return *(const VF *)p; }
+INLINE void FN(put)(float *p, VF x) { *(VF *)p = x; }
+
+INLINE VF FN(load)(const ELEMENT *p) {
+#if BF16
+    return (VF)(__builtin_convertvector(*(const VH *)p, VU) << 16);
+#else
+    return *(const VF *)p;
+#endif
+}
+
+INLINE void FN(store)(ELEMENT *p, VF x) {
+#if BF16 && defined(AVX512)
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#elif BF16
+    VU bits = (VU)x;
+    *(VH *)p = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, VH);
+#else
+    *(VF *)p = x;
+#endif
+}
+
+/* Both give b where either is not a number. */
+INLINE VF FN(larger)(VF a, VF b) {
+#if defined(AVX512)
+    return (VF)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(AVX2)
+    return (VF)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    VI more = a > b;
+    return (VF)((more & (VI)a) | (~more & (VI)b));
+#endif
+}
+
+INLINE VF FN(smaller)(VF a, VF b) {
+#if defined(AVX512)
+    return (VF)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(AVX2)
+    return (VF)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    VI less = a < b;
+    return (VF)((less & (VI)a) | (~less & (VI)b));
+#endif
+}
+
+INLINE VF FN(inverse)(VF x) {
+#if BF16 && defined(AVX512)
+    return (VF)_mm512_rcp14_ps((__m512)x); /* 2^-14: BF16 keeps 2^-9 */
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE float FN(sum)(VF x) {
+#if defined(AVX512)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    for (int i = 0; i < WIDTH; i++) total += x[i];
+    return total;
+#endif
+}
+
+INLINE float FN(largest)(VF x) {
+#if defined(AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < WIDTH; i++) most = MAX(most, x[i]);
+    return most;
+#endif
+}
+
+/* e^x for x in [-87, 88], constant beyond, NaN for NaN, exact at 0. 1 ulp in FP32, 5e-6 in BF16. */
+INLINE VF FN(exp)(VF x) {
+    x = FN(larger)(FN(all)(-87.0f), FN(smaller)(FN(all)(88.0f), x));
+    /* Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits. */
+    VF shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
+    VF r = x - whole * 0.693359375f;
+    r = r - whole * -2.12194440e-4f;
+#if BF16
+    VF p = (0.04127775f * r + 0.16753514f) * r + 0.50005116f;
+#else
+    VF p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+#endif
+    p = p * (r * r) + r + 1.0f;
+    return (VF)((VI)p + ((VI)shifted << 23));
+}
+
+/* SiLU and its derivative. */
+INLINE VF FN(silu)(VF x, VF *slope) {
+    VF s = FN(inverse)(1.0f + FN(exp)(-x)), y = x * s;
+    *slope = s + y * (1.0f - s);
+    return y;
+}
+
+/* --- products ------------------------------------------------------------------------------------------------- */
+
+/* sum + the product of two words. */
+INLINE VF FN(step)(VF sum, uint32_t a, VU b) {
+#if BF16 && defined(AVX512)
+    return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#elif BF16
+    union { uint32_t u; float f; } low = {.u = a << 16}, high = {.u = a & 0xffff0000u};
+    sum = low.f * (VF)(b << 16) + sum;
+    return high.f * (VF)(b & 0xffff0000u) + sum;
+#else
+    union { uint32_t u; float f; } bits = {.u = a};
+    return bits.f * (VF)b + sum;
+#endif
+}
+
+/* A rows x (columns * WIDTH) tile of c = from + a b, in registers. Words of a: [row, k] at row * a_row + k * a_k. */
+INLINE void FN(tile)(
+    const int rows, const int columns, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    VF sum[8][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++)
+            sum[r][j] = from ? FN(get)(from + r * from_row + j * WIDTH) : FN(all)(0);
+    for (int64_t k = 0; k < K; k++, a += a_k, b += b_k) {
+        VU right[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) right[j] = *(const VU *)(b + j * WIDTH);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            uint32_t left = a[r * a_row];
+#pragma GCC unroll 4
+            for (int j = 0; j < columns; j++) sum[r][j] = FN(step)(sum[r][j], left, right[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) FN(put)(c + r * c_row + j * WIDTH, sum[r][j]);
+}
+
+/* c [rows, vectors * WIDTH] = from + a b over K words; from: rows from_row apart (0: one row for all), or null.
+   Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. */
+static void FN(product)(
+    int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
+    const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    while (vectors > 0) {
+        int64_t wide = MIN(vectors, COLUMNS), most = wide == 4 || COLUMNS == 2 ? 6 : 8;
+        for (int64_t row = 0, left = rows; left > 0;) {
+            int64_t tall = (left + (left + most - 1) / most - 1) / ((left + most - 1) / most);
+#define TILE(r, j)                                                                                                     \
+    case 8 * j + r:                                                                                                    \
+        FN(tile)(r, j, K, (const uint32_t *)a + row * a_row, a_row, a_k, b, b_k, from ? from + row * from_row : from,  \
+                 from_row, c + row * c_row, c_row);                                                                    \
+        break;
+            switch (8 * wide + tall) {
+                TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+                TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2)
+#if COLUMNS == 4
+                TILE(7, 1) TILE(8, 1) TILE(7, 2) TILE(8, 2) TILE(7, 3) TILE(8, 3)
+                TILE(1, 3) TILE(2, 3) TILE(3, 3) TILE(4, 3) TILE(5, 3) TILE(6, 3)
+                TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
+#endif
+            }
+#undef TILE
+            row += tall, left -= tall;
+        }
+        vectors -= wide, b = (const uint32_t *)b + wide * WIDTH, c += wide * WIDTH;
+        if (from) from += wide * WIDTH;
+    }
+}
+
+/* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. */
+static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, int64_t columns, uint32_t *words) {
+#if BF16
+    for (int64_t k = 0; k < rows / 2; k++)
+        for (int64_t j = 0; j < columns; j += WIDTH) {
+            VU low = __builtin_convertvector(*(const VH *)(x + 2 * k * row + j), VU);
+            VU high = __builtin_convertvector(*(const VH *)(x + (2 * k + 1) * row + j), VU);
+            *(VU *)(words + k * row + j) = low | high << 16;
+        }
+    return words;
+#else
+    (void)row, (void)rows, (void)columns, (void)words;
+    return x;
+#endif
+}
+
+/* The element [k, column] of words that are `row` apart. */
+INLINE ELEMENT *FN(at)(void *words, int64_t row, int64_t k, int64_t column) {
+    return (ELEMENT *)words + (k / PER_WORD * row + column) * PER_WORD + k % PER_WORD;
+}
+
+/* --- work ----------------------------------------------------------------------------------------------------- */
+
+/* Row lengths are in elements and padded with zeros to whole vectors (suffix p). */
+typedef struct {
+    Problem *q;
+    int64_t M, Mp, Hp, Cp, Ip, NIp, side, Up, positions, pairs;
+    /* The cross gate, for each direction: words [M/2, H], [H/2, M], [M/2, H], [H/2, M]. */
+    uint32_t *up, *down, *down_back, *up_back;
+    float *up_bias, *down_bias;
+    /* A group: negatives' words [C/2, NI] and [NI/2, C]; weights of the gate, the chunk's targets last. */
+    uint32_t *item, *item_back;
+    ELEMENT *item_gate;
+    float *d_item, *d_item_gate;
+    /* A chunk. sides: [U, N I | I], the order of the component products; otherwise rows are pairs. */
+    ELEMENT *query, *query_gate, *logit, *hidden, *slope, *jacobian, *gate, *side_E, *d_side;
+    uint32_t *query_words, *target, *target_back, *words;
+    float *side_F, *phi, *d_query_gate, *d_target;
+    /* A block. */
+    float *hidden_F, *gate_F;
+    ELEMENT *d_hidden, *d_gate;
+    /* One row of gates, and the columns of the dropout mask. */
+    float *row_s, *row_slope, *row_e, *row_kept;
+    uint32_t *column, *shift;
+    int32_t *valid;
+    /* Sums over all chunks. */
+    float *d_up, *d_down, *d_up_bias, *d_down_bias;
+} FN(Work);
+#define WORK FN(Work)
+
+static void *FN(take)(char **next, int64_t bytes) {
+    char *here = *next;
+    *next += UP(bytes, 64) + 64;
+    return here;
+}
+
+/* Lays the buffers out from `base` and gives their end. */
+static char *FN(layout)(WORK *w, char *base) {
+    const Problem *q = w->q;
+    int64_t per_vector = WIDTH, N1 = q->N + 1;
+    w->M = q->U * q->I;
+    w->Mp = UP(w->M, per_vector);
+    w->Hp = UP(q->H, per_vector);
+    w->Cp = UP(q->C, per_vector);
+    w->Ip = UP(q->I, per_vector);
+    w->NIp = UP(q->N * q->I, per_vector);
+    w->side = w->NIp + w->Ip;
+    w->Up = UP(q->U, PER_WORD);
+    w->positions = MAX(1, CHUNK / N1);
+    w->pairs = UP(w->positions * N1, 2) + 2;
+    int64_t E = sizeof(ELEMENT), F = sizeof(float), sides = w->positions * w->Up;
+    int64_t block = BLOCK;
+    char *next = base;
+#define TAKE(name, count, size) w->name = FN(take)(&next, (count) * (size))
+    TAKE(up, (w->M + 1) * w->Hp, F);
+    TAKE(down, (q->H + 1) * w->Mp, F);
+    TAKE(down_back, (w->M + 1) * w->Hp, F);
+    TAKE(up_back, (q->H + 1) * w->Mp, F);
+    TAKE(up_bias, w->Hp, F);
+    TAKE(down_bias, w->Mp, F);
+    TAKE(item, UP(q->C, PER_WORD) / PER_WORD * w->NIp, F);
+    TAKE(item_back, UP(q->N * q->I, PER_WORD) / PER_WORD * w->Cp, F);
+    TAKE(item_gate, (q->N + w->positions) * w->Mp, E);
+    TAKE(d_item, q->C * w->NIp, F);
+    TAKE(d_item_gate, (q->N + w->positions) * w->Mp, F);
+    TAKE(query, sides * w->Cp, E);
+    TAKE(query_gate, w->positions * w->Mp, E);
+    TAKE(logit, w->pairs * w->Mp, E);
+    TAKE(hidden, w->pairs * w->Hp, E);
+    TAKE(slope, w->pairs * w->Hp, E);
+    TAKE(jacobian, w->pairs * w->Mp, E);
+    TAKE(gate, w->pairs * w->Mp, E);
+    TAKE(side_E, w->Up * w->side, E);
+    TAKE(d_side, sides * w->side, E);
+    TAKE(query_words, sides / PER_WORD * w->Cp, F);
+    TAKE(target, UP(q->C, PER_WORD) / PER_WORD * w->Ip, F);
+    TAKE(target_back, w->positions * UP(q->I, PER_WORD) / PER_WORD * w->Cp, F);
+    TAKE(words, MAX(block / 2 * 2 * (w->Mp + w->Hp), sides / PER_WORD * w->side), F);
+    TAKE(side_F, w->Up * w->side, F);
+    TAKE(phi, w->positions * UP(N1, WIDTH), F);
+    TAKE(d_query_gate, w->Mp, F);
+    TAKE(d_target, MAX(q->C * w->Ip, w->Up * w->Cp), F);
+    TAKE(hidden_F, block * w->Hp, F);
+    TAKE(gate_F, block * w->Mp, F);
+    TAKE(d_hidden, block * w->Hp, E);
+    TAKE(d_gate, block * w->Mp, E);
+    TAKE(row_s, w->Mp, F);
+    TAKE(row_slope, w->Mp, F);
+    TAKE(row_e, w->Mp, F);
+    TAKE(row_kept, w->Mp, F);
+    TAKE(column, w->Mp, F);
+    TAKE(shift, w->Mp, F);
+    TAKE(valid, w->Mp, F);
+    TAKE(d_up, w->M * w->Hp, F);
+    TAKE(d_down, w->M * w->Hp, F);
+    TAKE(d_up_bias, w->Hp, F);
+    TAKE(d_down_bias, w->Mp, F);
+#undef TAKE
+    return next;
+}
+
+static void FN(load_cross_gate)(WORK *w) {
+    const Problem *q = w->q;
+    for (int64_t h = 0; h < q->H; h++)
+        for (int64_t m = 0; m < w->M; m++) {
+            ELEMENT up = ROUND(q->up_HM[h * w->M + m]), down = ROUND(q->down_MH[m * q->H + h]);
+            *FN(at)(w->up, w->Hp, m, h) = up;
+            *FN(at)(w->up_back, w->Mp, h, m) = up;
+            *FN(at)(w->down, w->Mp, h, m) = down;
+            *FN(at)(w->down_back, w->Hp, m, h) = down;
+        }
+    memcpy(w->up_bias, q->up_H, q->H * sizeof(float));
+    memcpy(w->down_bias, q->down_M, w->M * sizeof(float));
+    for (int64_t m = 0; m < w->M; m++) {
+        w->column[m] = mix((uint32_t)(m / 2) ^ GOLDEN);
+        w->shift[m] = m % 2 ? 0 : 16;
+        w->valid[m] = -1;
+    }
+}
+
+/* One item's components as words for both directions; `to` is their first column there. */
+static void FN(load_item)(
+    const WORK *w, int64_t item, int64_t to, uint32_t *forward, int64_t forward_row, uint32_t *back
+) {
+    const Problem *q = w->q;
+    const ELEMENT *x = (const ELEMENT *)q->item_VIC + item * q->I * q->C;
+    for (int64_t i = 0; i < q->I; i++)
+        for (int64_t c = 0; c < q->C; c++) {
+            *FN(at)(forward, forward_row, c, to + i) = x[i * q->C + c];
+            *FN(at)(back, w->Cp, to + i, c) = x[i * q->C + c];
+        }
+}
+
+static void FN(load_group)(WORK *w, const int64_t *negative_N) {
+    const Problem *q = w->q;
+    for (int64_t n = 0; n < q->N; n++) {
+        FN(load_item)(w, negative_N[n], n * q->I, w->item, w->NIp, w->item_back);
+        const ELEMENT *gate = (const ELEMENT *)q->item_VM + negative_N[n] * w->M;
+        memcpy(w->item_gate + n * w->Mp, gate, w->M * sizeof(ELEMENT));
+    }
+}
+
+static void FN(unload_group)(WORK *w, const int64_t *negative_N) {
+    const Problem *q = w->q;
+    for (int64_t n = 0; n < q->N; n++) {
+        float *item = q->d_item_VIC + negative_N[n] * q->I * q->C, *gate = q->d_item_VM + negative_N[n] * w->M;
+        for (int64_t c = 0; c < q->C; c++)
+            for (int64_t i = 0; i < q->I; i++) item[i * q->C + c] += w->d_item[c * w->NIp + n * q->I + i];
+        for (int64_t m = 0; m < w->M; m++) gate[m] += w->d_item_gate[n * w->Mp + m];
+    }
+    memset(w->d_item, 0, q->C * w->NIp * sizeof(float));
+    memset(w->d_item_gate, 0, q->N * w->Mp * sizeof(float));
+}
+
+/* --- forward -------------------------------------------------------------------------------------------------- */
+
+/* Logits of a position with all candidates, a row for each pair. */
+static void FN(logits)(WORK *w, int64_t t, int64_t local) {
+    const Problem *q = w->q;
+    int64_t words = UP(q->C, PER_WORD) / PER_WORD, U = q->U, I = q->I, N1 = q->N + 1;
+    ELEMENT *query = w->query + local * w->Up * w->Cp;
+    for (int64_t u = 0; u < U; u++) {
+        const ELEMENT *from = (const ELEMENT *)q->query_TUC + (t * U + u) * q->C;
+        memcpy(query + u * w->Cp, from, q->C * sizeof(ELEMENT));
+        for (int64_t c = 0; c < q->C; c++) *FN(at)(w->query_words, w->Cp, local * w->Up + u, c) = from[c];
+    }
+    memcpy(w->query_gate + local * w->Mp, (const ELEMENT *)q->query_TM + t * w->M, w->M * sizeof(ELEMENT));
+    int64_t target = q->target_T[t];
+    uint32_t *back = w->target_back + local * UP(I, PER_WORD) / PER_WORD * w->Cp;
+    FN(load_item)(w, target, 0, w->target, w->Ip, back);
+    const ELEMENT *gate = (const ELEMENT *)q->item_VM + target * w->M;
+    memcpy(w->item_gate + (q->N + local) * w->Mp, gate, w->M * sizeof(ELEMENT));
+
+    int64_t row = w->Cp / PER_WORD;
+    FN(product)(U, w->NIp / WIDTH, words, query, row, 1, w->item, w->NIp, NULL, 0, w->side_F, w->side);
+    FN(product)(U, w->Ip / WIDTH, words, query, row, 1, w->target, w->Ip, NULL, 0, w->side_F + w->NIp, w->side);
+    for (int64_t j = 0; j < U * w->side; j += WIDTH) FN(store)(w->side_E + j, FN(get)(w->side_F + j));
+    ELEMENT *logit = w->logit + local * N1 * w->Mp;
+    for (int64_t n = 0; n < N1; n++, logit += w->Mp) {
+        const ELEMENT *from = w->side_E + (n ? (n - 1) * I : w->NIp);
+        for (int64_t u = 0; u < U; u++) copy_few(logit + u * I, from + u * w->side, I * sizeof(ELEMENT));
+    }
+}
+
+/* phi of one pair from the cross gate's output z; the gates pi, and d phi / d z. */
+INLINE float FN(mixture)(
+    const WORK *w, const int64_t Mp, const float *z, const ELEMENT *query, const ELEMENT *item, const ELEMENT *logit,
+    uint32_t hash, ELEMENT *gate, ELEMENT *jacobian
+) {
+    const int64_t threshold = w->q->threshold;
+    VF most = FN(all)(0);
+    for (int64_t j = 0; j < Mp; j += WIDTH) {
+        VF slope, s = FN(silu)(FN(load)(query + j) * FN(load)(item + j) + FN(get)(z + j), &slope);
+        FN(put)(w->row_s + j, s);
+        FN(put)(w->row_slope + j, slope);
+        most = FN(larger)(most, s);
+    }
+    VF top = FN(all)(FN(largest)(most)), total = FN(all)(0), kept_total = total, mixed = total;
+    for (int64_t j = 0; j < Mp; j += WIDTH) {
+        VF e = FN(exp)(FN(get)(w->row_s + j) - top);
+        VF kept = e = (VF)((VI)e & *(const VI *)(w->valid + j));
+        total += e;
+        if (threshold) {
+            VU x = *(const VU *)(w->column + j) ^ hash;
+            x = (x ^ x >> 16) * FIRST;
+            x = (x ^ x >> 15) * SECOND;
+            x = (x ^ x >> 15) << *(const VU *)(w->shift + j);
+            kept = (VF)((VI)e & ((VI)x >= (int32_t)((uint32_t)(threshold - 32768) << 16)));
+            kept_total += kept;
+        }
+        FN(put)(w->row_e + j, e);
+        FN(put)(w->row_kept + j, kept);
+        mixed += kept * FN(load)(logit + j);
+    }
+    float sum = FN(sum)(total), part = sum, scale = 1.0f / sum, phi;
+    int starved = 0;
+    if (threshold) {
+        part = FN(sum)(kept_total);
+        /* What dropout leaves is scaled, then renormalised by its sum, which counts as at least 1e-6. */
+        float rescale = 65536.0f / (65536 - threshold);
+        starved = !(rescale * part / sum >= 1e-6f);
+        scale = starved ? rescale / sum / 1e-6f : 1.0f / part;
+    }
+    phi = FN(sum)(mixed) * scale;
+    for (int64_t j = 0; j < Mp; j += WIDTH) {
+        VF pi = FN(get)(w->row_kept + j) * scale, l = FN(load)(logit + j), d = pi * (l - phi);
+        if (starved) d = pi * l - FN(get)(w->row_e + j) * (phi / sum);
+        FN(store)(gate + j, pi);
+        FN(store)(jacobian + j, d * FN(get)(w->row_slope + j));
+    }
+    return phi;
+}
+
+/* The gate's MLP and phi, for pairs first..last of the chunk that starts at position `start`. */
+static void FN(gates)(WORK *w, int64_t start, int64_t first, int64_t last) {
+    const Problem *q = w->q;
+    int64_t rows = last - first, N1 = q->N + 1, Mp = w->Mp, Hp = w->Hp;
+    int64_t M_words = UP(w->M, PER_WORD) / PER_WORD, H_words = UP(q->H, PER_WORD) / PER_WORD;
+    FN(product)(rows, Hp / WIDTH, M_words, w->logit + first * Mp, Mp / PER_WORD, 1, w->up, Hp, w->up_bias, 0,
+                w->hidden_F, Hp);
+    ELEMENT *hidden = w->hidden + first * Hp, *slope = w->slope + first * Hp;
+    for (int64_t j = 0; j < rows * Hp; j += WIDTH) {
+        VF d;
+        FN(store)(hidden + j, FN(silu)(FN(get)(w->hidden_F + j), &d));
+        FN(store)(slope + j, d);
+    }
+    FN(product)(rows, Mp / WIDTH, H_words, hidden, Hp / PER_WORD, 1, w->down, Mp, w->down_bias, 0, w->gate_F, Mp);
+    int64_t local = first / N1, n = first % N1;
+    for (int64_t r = 0; r < rows; r++) {
+        uint32_t hash = q->threshold ? row_hash(q->key, q->row_T[start + local] * N1 + n) : 0;
+        const ELEMENT *query = w->query_gate + local * Mp;
+        const ELEMENT *item = w->item_gate + (n ? n - 1 : q->N + local) * Mp, *logit = w->logit + (first + r) * Mp;
+        const float *z = w->gate_F + r * Mp;
+        ELEMENT *gate = w->gate + (first + r) * Mp, *jacobian = w->jacobian + (first + r) * Mp;
+        float *phi = w->phi + local * UP(N1, WIDTH) + n;
+        /* The usual number of components, as a constant. */
+        if (Mp == 64)
+            *phi = FN(mixture)(w, 64, z, query, item, logit, hash, gate, jacobian);
+        else
+            *phi = FN(mixture)(w, Mp, z, query, item, logit, hash, gate, jacobian);
+        if (++n == N1) n = 0, local++;
+    }
+}
+
+/* -log softmax of the target among itself and the negatives that are not it; phi becomes d loss / d phi. */
+static double FN(softmax)(const WORK *w, int64_t target, const int64_t *negative_N, float *phi) {
+    int64_t N1 = w->q->N + 1;
+    float most = phi[0], positive = phi[0];
+    for (int64_t n = 1; n < N1; n++) {
+        if (negative_N[n - 1] == target) phi[n] = -INFINITY;
+        most = MAX(most, phi[n]);
+    }
+    for (int64_t n = N1; n < UP(N1, WIDTH); n++) phi[n] = -INFINITY;
+    double total = 0;
+    for (int64_t n = 0; n < N1; n += WIDTH) {
+        VF x = FN(get)(phi + n), e = FN(exp)(x - most);
+        FN(put)(phi + n, (VF)((VI)e & (x != -INFINITY)));
+        for (int64_t lane = n; lane < n + WIDTH; lane++) total += phi[lane];
+    }
+    float inverse = (float)(1 / total);
+    for (int64_t n = 0; n < N1; n++) phi[n] *= inverse;
+    /* Minus one, as the sum of the others: no cancellation. */
+    double others = 0;
+    for (int64_t n = 1; n < N1; n++) others += phi[n];
+    phi[0] = (float)-others;
+    return most - positive + log(total);
+}
+
+/* --- backward ------------------------------------------------------------------------------------------------- */
+
+/* Gradients through the gates' weights, rows of one position: pairs row.. of the block at `first`, candidates n... */
+static void FN(weights_back)(WORK *w, int64_t first, int64_t row, int64_t rows, int64_t local, int64_t n) {
+    const Problem *q = w->q;
+    int64_t Mp = w->Mp;
+    const float *d_phi = w->phi + local * UP(q->N + 1, WIDTH) + n;
+    const ELEMENT *query = w->query_gate + local * Mp, *jacobian = w->jacobian + (first + row) * Mp;
+    ELEMENT *d_gate = w->d_gate + row * Mp;
+    for (int64_t j = 0; j < Mp; j += WIDTH) {
+        VF weight = FN(load)(query + j), d_query = FN(get)(w->d_query_gate + j), bias = FN(get)(w->d_down_bias + j);
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t item = (n + r ? n + r - 1 : q->N + local) * Mp + j;
+            VF d = FN(load)(jacobian + r * Mp + j) * d_phi[r];
+            FN(store)(d_gate + r * Mp + j, d);
+            bias += d;
+            d_query += d * FN(load)(w->item_gate + item);
+            FN(put)(w->d_item_gate + item, FN(get)(w->d_item_gate + item) + d * weight);
+        }
+        FN(put)(w->d_query_gate + j, d_query);
+        FN(put)(w->d_down_bias + j, bias);
+    }
+}
+
+/* Gradients of the gate's MLP and of the logits, which go to d_side, for pairs first..last. */
+static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) {
+    const Problem *q = w->q;
+    int64_t rows = last - first, N1 = q->N + 1, Mp = w->Mp, Hp = w->Hp, I = q->I;
+    int64_t M_words = UP(w->M, PER_WORD) / PER_WORD, H_words = UP(q->H, PER_WORD) / PER_WORD;
+    for (int64_t row = 0; row < rows;) {
+        int64_t local = (first + row) / N1, n = (first + row) % N1, count = MIN(rows - row, N1 - n);
+        FN(weights_back)(w, first, row, count, local, n);
+        row += count;
+        if (n + count == N1) {
+            memcpy(q->d_query_TM + (start + local) * w->M, w->d_query_gate, w->M * sizeof(float));
+            memset(w->d_query_gate, 0, Mp * sizeof(float));
+        }
+    }
+    FN(product)(rows, Hp / WIDTH, M_words, w->d_gate, Mp / PER_WORD, 1, w->down_back, Hp, NULL, 0, w->hidden_F, Hp);
+    const ELEMENT *slope = w->slope + first * Hp;
+    for (int64_t j = 0; j < Hp; j += WIDTH) {
+        VF bias = FN(get)(w->d_up_bias + j);
+        for (int64_t r = 0; r < rows; r++) {
+            VF d = FN(get)(w->hidden_F + r * Hp + j) * FN(load)(slope + r * Hp + j);
+            FN(store)(w->d_hidden + r * Hp + j, d);
+            bias += d;
+        }
+        FN(put)(w->d_up_bias + j, bias);
+    }
+    FN(product)(rows, Mp / WIDTH, H_words, w->d_hidden, Hp / PER_WORD, 1, w->up_back, Mp, NULL, 0, w->gate_F, Mp);
+
+    int64_t even = UP(rows, PER_WORD);
+    if (even > rows) {
+        memset(w->d_gate + rows * Mp, 0, Mp * sizeof(ELEMENT));
+        memset(w->d_hidden + rows * Hp, 0, Hp * sizeof(ELEMENT));
+    }
+    /* For d_up [M, H] = logit^T d_hidden and d_down [M, H] = d_gate^T hidden. */
+    uint32_t *words = w->words;
+    const void *logit = FN(pair_rows)(w->logit + first * Mp, Mp, even, Mp, words);
+    const void *d_hidden = FN(pair_rows)(w->d_hidden, Hp, even, Hp, words += BLOCK / 2 * Mp);
+    FN(product)(w->M, Hp / WIDTH, even / PER_WORD, logit, 1, Mp, d_hidden, Hp, w->d_up, Hp, w->d_up, Hp);
+    const void *d_gate = FN(pair_rows)(w->d_gate, Mp, even, Mp, words += BLOCK / 2 * Hp);
+    const void *hidden = FN(pair_rows)(w->hidden + first * Hp, Hp, even, Hp, words += BLOCK / 2 * Mp);
+    FN(product)(w->M, Hp / WIDTH, even / PER_WORD, d_gate, 1, Mp, hidden, Hp, w->d_down, Hp, w->d_down, Hp);
+
+    int64_t local = first / N1, n = first % N1;
+    for (int64_t r = 0; r < rows; r++) {
+        float d_phi = w->phi[local * UP(N1, WIDTH) + n];
+        /* Its place in d_gate is free by now. */
+        ELEMENT *d_logit = w->d_gate + r * Mp;
+        const ELEMENT *gate = w->gate + (first + r) * Mp;
+        for (int64_t j = 0; j < Mp; j += WIDTH)
+            FN(store)(d_logit + j, FN(get)(w->gate_F + r * Mp + j) + FN(load)(gate + j) * d_phi);
+        ELEMENT *to = w->d_side + local * w->Up * w->side + (n ? (n - 1) * I : w->NIp);
+        for (int64_t u = 0; u < q->U; u++) copy_few(to + u * w->side, d_logit + u * I, I * sizeof(ELEMENT));
+        if (++n == N1) n = 0, local++;
+    }
+}
+
+/* Gradients of the components, from d_side: positions start..start + count. */
+static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
+    const Problem *q = w->q;
+    int64_t U = q->U, I = q->I, C = q->C, Cp = w->Cp, Ip = w->Ip, row = w->side / PER_WORD;
+    int64_t I_words = UP(I, PER_WORD) / PER_WORD, NI_words = UP(q->N * I, PER_WORD) / PER_WORD;
+    int64_t U_words = w->Up / PER_WORD;
+    for (int64_t local = 0; local < count; local++) {
+        const ELEMENT *d_side = w->d_side + local * w->Up * w->side;
+        float *d = w->d_target;
+        FN(product)(U, Cp / WIDTH, NI_words, d_side, row, 1, w->item_back, Cp, NULL, 0, d, Cp);
+        FN(product)(U, Cp / WIDTH, I_words, d_side + w->NIp, row, 1, w->target_back + local * I_words * Cp, Cp, d, Cp,
+                    d, Cp);
+        for (int64_t u = 0; u < U; u++)
+            memcpy(q->d_query_TUC + ((start + local) * U + u) * C, d + u * Cp, C * sizeof(float));
+        const void *words = FN(pair_rows)(d_side + w->NIp, w->side, w->Up, Ip, w->words);
+        FN(product)(C, Ip / WIDTH, U_words, w->query_words + local * U_words * Cp, 1, Cp, words, w->side, NULL, 0, d,
+                    Ip);
+        int64_t target = q->target_T[start + local];
+        float *item = q->d_item_VIC + target * I * C, *gate = q->d_item_VM + target * w->M;
+        for (int64_t i = 0; i < I; i++)
+            for (int64_t c = 0; c < C; c++) item[i * C + c] += d[c * Ip + i];
+        float *d_gate = w->d_item_gate + (q->N + local) * w->Mp;
+        for (int64_t m = 0; m < w->M; m++) gate[m] += d_gate[m], d_gate[m] = 0;
+    }
+    const void *words = FN(pair_rows)(w->d_side, w->side, count * w->Up, w->NIp, w->words);
+    FN(product)(C, w->NIp / WIDTH, count * U_words, w->query_words, 1, Cp, words, w->side, w->d_item, w->NIp,
+                w->d_item, w->NIp);
+}
+
+static void FN(unload_cross_gate)(const WORK *w) {
+    const Problem *q = w->q;
+    for (int64_t m = 0; m < w->M; m++)
+        for (int64_t h = 0; h < q->H; h++) {
+            q->d_up_HM[h * w->M + m] += w->d_up[m * w->Hp + h];
+            q->d_down_MH[m * q->H + h] += w->d_down[m * w->Hp + h];
+        }
+    for (int64_t h = 0; h < q->H; h++) q->d_up_H[h] += w->d_up_bias[h];
+    for (int64_t m = 0; m < w->M; m++) q->d_down_M[m] += w->d_down_bias[m];
+}
+
+/* --- chunks --------------------------------------------------------------------------------------------------- */
+
+static double FN(chunk)(WORK *w, int64_t start, int64_t count, const int64_t *negative_N) {
+    const Problem *q = w->q;
+    int64_t N1 = q->N + 1, pairs = count * N1, blocks = (pairs + BLOCK - 1) / BLOCK;
+    int64_t size = UP((pairs + blocks - 1) / blocks, 2);
+    for (int64_t local = 0; local < count; local++) FN(logits)(w, start + local, local);
+    for (int64_t first = 0; first < pairs; first += size) FN(gates)(w, start, first, MIN(first + size, pairs));
+    double loss = 0;
+    for (int64_t local = 0; local < count; local++)
+        loss += FN(softmax)(w, q->target_T[start + local], negative_N, w->phi + local * UP(N1, WIDTH));
+    if (q->d_query_TUC) {
+        for (int64_t first = 0; first < pairs; first += size) FN(gates_back)(w, start, first, MIN(first + size, pairs));
+        FN(components_back)(w, start, count);
+    }
+    return loss;
+}
+
+static int FN(run)(Problem *q, int64_t first, int64_t last) {
+    WORK w = {.q = q};
+    int64_t bytes = (int64_t)(FN(layout)(&w, NULL) - (char *)NULL) + 64;
+    char *memory = calloc(1, (size_t)bytes);
+    if (!memory) return -1;
+    FN(layout)(&w, memory + 64 - (uintptr_t)memory % 64);
+    FN(load_cross_gate)(&w);
+    double loss = 0;
+    for (int64_t g = 0; g < q->G; g++) {
+        int64_t start = MAX(first, q->bound_G[g]), end = MIN(last, q->bound_G[g + 1]);
+        if (start >= end) continue;
+        const int64_t *negative_N = q->negative_GN + g * q->N;
+        FN(load_group)(&w, negative_N);
+        for (; start < end; start += w.positions)
+            loss += FN(chunk)(&w, start, MIN(w.positions, end - start), negative_N);
+        if (q->d_query_TUC) FN(unload_group)(&w, negative_N);
+    }
+    if (q->d_query_TUC) FN(unload_cross_gate)(&w);
+    q->loss = loss;
+    free(memory);
+    return 0;
+}
+
+#undef WORK
+#undef VF
+#undef VI
+#undef VU
+#undef VH
+#undef ELEMENT
+#undef PER_WORD
+#undef SCALAR
+#undef ROUND
+#undef VARIANT
+#undef WIDTH
+#undef COLUMNS
+#undef BF16
+
+#endif

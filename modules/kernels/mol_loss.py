@@ -1,0 +1,219 @@
+"""Sampled softmax over a mixture of logits (MoL), fused: loss and gradients without an array of all pairs.
+
+Axes: T positions, G groups of consecutive positions, N negatives of a group, V unique items, U query components, I item
+components, C their width, M = U * I mixture components, H hidden width of the cross gate.
+"""
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..blockwise import GATES, Examples, Side, blockwise_loss, softmax
+from ..noise import Noise, derive_key, threshold
+from ..similarity import mol
+
+
+@dataclass(frozen=True)
+class GateDropout:
+    """Dropout of the gates, which are renormalised afterwards. row_T: global number of each position (int64)."""
+
+    noise: Noise
+    rate: float
+    row_T: Tensor
+
+
+def mol_sampled_softmax(
+    query: Side,
+    item: Side,
+    cross_gate: Sequence[Tensor],
+    target_T: Tensor,
+    negatives_GN: Tensor,
+    bounds: Sequence[int] | None = None,
+    dropout: GateDropout | None = None,
+) -> Tensor:
+    """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32.
+
+    query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and gating
+    weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of Linear-SiLU-Linear.
+    target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1]; without
+    bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
+
+    Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums. On CPU it
+    takes as many threads as torch would; for one number of threads, results are equal to the last bit.
+
+        query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
+        loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
+        loss.backward()
+    """
+    bounds = [0, len(target_T)] if bounds is None else bounds
+    _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
+    dtype = _precision(query[0])
+    if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
+        groups = (target_T, negatives_GN, bounds)
+        return _Fused.apply(dtype, groups, dropout, *query, *item, *cross_gate)
+    row_T = target_T if dropout is None else dropout.row_T
+    examples = Examples(row_T, target_T, bounds, negatives_GN)
+    noise, rate = (None, 0.0) if dropout is None else (dropout.noise, dropout.rate)
+    return blockwise_loss(softmax, _Mixture(cross_gate), query, item, examples, noise, rate)
+
+
+def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Sequence[int]) -> None:
+    """The compiled form reads where the indices point."""
+    if bounds[0] != 0 or bounds[-1] != T or any(start > end for start, end in pairwise(bounds)):
+        raise ValueError(f"bounds must rise from 0 to {T}, the number of positions")
+    if negatives_GN.ndim != 2 or len(negatives_GN) != len(bounds) - 1:
+        raise ValueError(f"negatives must be [{len(bounds) - 1}, N], a row for each group, not {negatives_GN.shape}")
+    for indices in (target_T, negatives_GN):
+        if indices.numel() and indices.device.type == "cpu":
+            least, most = torch.aminmax(indices)
+            if least < 0 or most >= V:
+                raise IndexError(f"items are numbered from 0 to {V - 1}, not from {least} to {most}")
+
+
+def _precision(query_TUC: Tensor) -> torch.dtype:
+    device = query_TUC.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_TUC.dtype
+
+
+class _Mixture:
+    """MoL's pair scores in plain torch, of the cross gate's four tensors."""
+
+    def __init__(self, cross_gate: Sequence[Tensor]) -> None:
+        self.tensors = cross_gate
+
+    def cross_gate(self, logits: Tensor) -> Tensor:
+        up_HM, up_H, down_MH, down_M = self.tensors
+        return F.linear(F.silu(F.linear(logits, up_HM, up_H)), down_MH, down_M)
+
+    def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor:
+        return mol.all_pairs(query, item, self.cross_gate, dropout)
+
+    def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor:
+        return mol.pairs(query, item, self.cross_gate, dropout)
+
+    def pair_parameters(self) -> Sequence[Tensor]:
+        return self.tensors
+
+
+_INPUTS = ("query_TUC", "query_TM", "item_VIC", "item_VM", "up_HM", "up_H", "down_MH", "down_M")
+
+
+class _Problem(ctypes.Structure):
+    """mol.c's Problem."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in "TNGUICH"]
+        + [(name, ctypes.c_void_p) for name in (*_INPUTS, "target_T", "negative_GN", "bound_G", "row_T")]
+        + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64)]
+        + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
+        + [("loss", ctypes.c_double)]
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None where it was not built."""
+    spec = importlib.util.find_spec("logitmix.modules.kernels._mol")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    return library
+
+
+_LEVEL = 2
+"""The best instruction set to use, of those that mol.c knows and the machine has."""
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "mol-loss")
+
+
+# A forked process has none of its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+class _Fused(torch.autograd.Function):
+    """The compiled form; the gradients are made in forward and kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        dtype: torch.dtype,
+        groups: tuple[Tensor, Tensor, Sequence[int]],
+        dropout: GateDropout | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        dtypes = [dtype] * 4 + [torch.float32] * 4
+        inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
+        needed = any(ctx.needs_input_grad)
+        loss, gradients = _run(inputs, groups, dropout, needed)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return torch.tensor(loss, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))
+
+
+def _run(
+    inputs: list[Tensor], groups: tuple[Tensor, Tensor, Sequence[int]], dropout: GateDropout | None, needed: bool
+) -> tuple[float, list[Tensor]]:
+    """Loss, and where needed the gradients of all inputs in FP32.
+
+    Each worker takes its own part of the positions, and sums what it gives to items and cross gate by itself, so that
+    the sums do not depend on which is faster.
+    """
+    library = _library()
+    assert library is not None
+    query_TUC = inputs[0]
+    T = len(query_TUC)
+    target_T, negatives_GN = (indices.to(torch.int64).contiguous() for indices in groups[:2])
+    bound_G = torch.tensor(groups[2], dtype=torch.int64)
+    row_T = torch.empty(0) if dropout is None else dropout.row_T.to(torch.int64).contiguous()
+    G, N = negatives_GN.shape
+    workers = max(1, min(torch.get_num_threads(), T * (N + 1) // _PAIRS))
+    queries = [torch.empty(tensor.shape) for tensor in inputs[:2]] if needed else []
+    sums = [[torch.zeros(tensor.shape) for tensor in inputs[2:]] if needed else [] for _ in range(workers)]
+
+    def work(worker: int) -> float:
+        problem = _Problem(T, N, G, *query_TUC.shape[1:2], *inputs[2].shape[1:], len(inputs[5]))
+        named = zip(("target_T", "negative_GN", "bound_G", "row_T"), (target_T, negatives_GN, bound_G, row_T), strict=True)
+        for name, tensor in (*zip(_INPUTS, inputs, strict=True), *named):
+            setattr(problem, name, tensor.data_ptr())
+        if dropout is not None:
+            problem.key, problem.threshold = derive_key(dropout.noise.key, GATES), threshold(dropout.rate)
+        if needed:
+            for name, tensor in zip(_INPUTS, [*queries, *sums[worker]], strict=True):
+                setattr(problem, "d_" + name, tensor.data_ptr())
+        first, last = (T * part // workers for part in (worker, worker + 1))
+        bf16 = query_TUC.dtype == torch.bfloat16
+        if library.mol_sampled_softmax(ctypes.byref(problem), first, last, bf16, _LEVEL):
+            raise MemoryError("no memory for the buffers of the MoL loss")
+        return problem.loss
+
+    others = [_pool().submit(work, worker) for worker in range(1, workers)]
+    loss = work(0) + sum(other.result() for other in others)
+    for other in sums[1:]:
+        for total, part in zip(sums[0], other, strict=True):
+            total += part
+    return loss, [*queries, *sums[0]]
+
+
+_PAIRS = 4096
+"""Fewer pairs than this are not worth another thread."""
