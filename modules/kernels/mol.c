@@ -40,15 +40,23 @@ typedef struct {
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 #define FN(name) JOIN(name, VARIANT)
+#define JOIN_W_(a, b) a##b
+#define JOIN_W(a, b) JOIN_W_(a, b)
+#define JOIN_M_(a, b) a##b##m
+#define JOIN_M(a, b) JOIN_M_(a, b)
 
 enum { CHUNK = 384, BLOCK = 48 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (even) */
 
-/* Vectors of 4, 8 and 16 lanes, aligned like their elements. */
+/* Vectors of 4, 8 and 16 lanes, and the same in memory, aligned like their elements. */
 #define LANES(n)                                                                                                       \
-    typedef float f##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                     \
-    typedef int32_t i##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                   \
-    typedef uint32_t u##n __attribute__((vector_size(4 * n), aligned(4), may_alias));                                  \
-    typedef uint16_t h##n __attribute__((vector_size(2 * n), aligned(2), may_alias))
+    typedef float f##n __attribute__((vector_size(4 * n), may_alias));                                                 \
+    typedef int32_t i##n __attribute__((vector_size(4 * n), may_alias));                                               \
+    typedef uint32_t u##n __attribute__((vector_size(4 * n), may_alias));                                              \
+    typedef uint16_t h##n __attribute__((vector_size(2 * n), may_alias));                                              \
+    typedef f##n f##n##m __attribute__((aligned(4)));                                                                  \
+    typedef i##n i##n##m __attribute__((aligned(4)));                                                                  \
+    typedef u##n u##n##m __attribute__((aligned(4)));                                                                  \
+    typedef h##n h##n##m __attribute__((aligned(2)))
 LANES(4);
 LANES(8);
 LANES(16);
@@ -86,6 +94,10 @@ INLINE void copy_few(void *to, const void *from, int64_t bytes) {
     default: memcpy(to, from, (size_t)bytes);
     }
 }
+
+#define ROWS(DO, columns)                                                                                              \
+    DO(1, columns) DO(2, columns) DO(3, columns) DO(4, columns)                                                        \
+    DO(5, columns) DO(6, columns) DO(7, columns) DO(8, columns)
 
 /* Width: lanes of a vector. Columns: the most vectors of accumulators that fit beside each other in a tile. */
 #define VARIANT base_fp32
@@ -161,10 +173,10 @@ int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int bf16,
 #define VI JOIN_W(i, WIDTH)
 #define VU JOIN_W(u, WIDTH)
 #define VH JOIN_W(h, WIDTH)
-#ifndef JOIN_W
-#define JOIN_W_(a, b) a##b
-#define JOIN_W(a, b) JOIN_W_(a, b)
-#endif
+#define VFM JOIN_M(f, WIDTH)
+#define VIM JOIN_M(i, WIDTH)
+#define VUM JOIN_M(u, WIDTH)
+#define VHM JOIN_M(h, WIDTH)
 
 /* A word is what one step of a product's inner sum takes of each side: an FP32 number, or two BF16 numbers. */
 #if BF16
@@ -182,14 +194,14 @@ int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int bf16,
 /* --- vectors -------------------------------------------------------------------------------------------------- */
 
 INLINE VF FN(all)(float x) { return x - (VF){0}; }
-INLINE VF FN(get)(const float *p) { return *(const VF *)p; }
-INLINE void FN(put)(float *p, VF x) { *(VF *)p = x; }
+INLINE VF FN(get)(const float *p) { return *(const VFM *)p; }
+INLINE void FN(put)(float *p, VF x) { *(VFM *)p = x; }
 
 INLINE VF FN(load)(const ELEMENT *p) {
 #if BF16
-    return (VF)(__builtin_convertvector(*(const VH *)p, VU) << 16);
+    return (VF)(__builtin_convertvector(*(const VHM *)p, VU) << 16);
 #else
-    return *(const VF *)p;
+    return *(const VFM *)p;
 #endif
 }
 
@@ -198,9 +210,9 @@ INLINE void FN(store)(ELEMENT *p, VF x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #elif BF16
     VU bits = (VU)x;
-    *(VH *)p = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, VH);
+    *(VHM *)p = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, VH);
 #else
-    *(VF *)p = x;
+    *(VFM *)p = x;
 #endif
 }
 
@@ -303,58 +315,71 @@ INLINE void FN(tile)(
     const int rows, const int columns, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
     int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
-    VF sum[8][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < columns; j++)
-            sum[r][j] = from ? FN(get)(from + r * from_row + j * WIDTH) : FN(all)(0);
-    for (int64_t k = 0; k < K; k++, a += a_k, b += b_k) {
-        VU right[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < columns; j++) right[j] = *(const VU *)(b + j * WIDTH);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            uint32_t left = a[r * a_row];
-#pragma GCC unroll 4
-            for (int j = 0; j < columns; j++) sum[r][j] = FN(step)(sum[r][j], left, right[j]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int j = 0; j < columns; j++) FN(put)(c + r * c_row + j * WIDTH, sum[r][j]);
+    /* A variable for each vector, not an array: compilers keep an array in memory. */
+#define START(r, j)                                                                                                    \
+    VF sum##r##j = FN(all)(0);                                                                                         \
+    if (from && r < rows && j < columns) sum##r##j = FN(get)(from + r * from_row + j * WIDTH);
+#define STEP(r, j)                                                                                                     \
+    if (r < rows && j < columns) sum##r##j = FN(step)(sum##r##j, a[r * a_row], right##j);
+#define END(r, j)                                                                                                      \
+    if (r < rows && j < columns) FN(put)(c + r * c_row + j * WIDTH, sum##r##j);
+#define ROW(DO, r) DO(r, 0) DO(r, 1) DO(r, 2) DO(r, 3)
+#define ALL(DO) ROW(DO, 0) ROW(DO, 1) ROW(DO, 2) ROW(DO, 3) ROW(DO, 4) ROW(DO, 5) ROW(DO, 6) ROW(DO, 7)
+    ALL(START)
+    do {
+        const VUM *right = (const VUM *)b;
+        VU right0 = right[0], right1 = right[columns > 1], right2 = right[columns > 2 ? 2 : 0];
+        VU right3 = right[columns > 3 ? 3 : 0];
+        ALL(STEP)
+        a += a_k, b += b_k;
+    } while (--K);
+    ALL(END)
+#undef START
+#undef STEP
+#undef END
+#undef ROW
+#undef ALL
 }
 
-/* c [rows, vectors * WIDTH] = from + a b over K words; from: rows from_row apart (0: one row for all), or null.
+/* Each in a function of its own, which gets all registers. */
+#define TILE(rows, columns)                                                                                            \
+    static __attribute__((noinline)) void FN(tile##rows##columns)(                                                     \
+        int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b, int64_t b_k, const float *from,   \
+        int64_t from_row, float *c, int64_t c_row                                                                      \
+    ) {                                                                                                                \
+        FN(tile)(rows, columns, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row);                                   \
+    }
+#define PLACE(rows, columns) [columns - 1][rows - 1] = FN(tile##rows##columns),
+#if COLUMNS == 4
+#define EACH_TILE(DO) ROWS(DO, 1) ROWS(DO, 2) ROWS(DO, 3) ROWS(DO, 4)
+#else
+#define EACH_TILE(DO) ROWS(DO, 1) ROWS(DO, 2)
+#endif
+EACH_TILE(TILE)
+static void (*const FN(tiles)[][8])(
+    int64_t, const uint32_t *, int64_t, int64_t, const uint32_t *, int64_t, const float *, int64_t, float *, int64_t
+) = {EACH_TILE(PLACE)};
+#undef TILE
+#undef PLACE
+#undef EACH_TILE
+
+/* c [rows, vectors * WIDTH] = from + a b over K > 0 words; from: rows from_row apart (0: one row for all), or null.
    Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. */
 static void FN(product)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
     const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
-    while (vectors > 0) {
-        int64_t wide = MIN(vectors, COLUMNS), most = wide == 4 || COLUMNS == 2 ? 6 : 8;
-        for (int64_t row = 0, left = rows; left > 0;) {
-            int64_t tall = (left + (left + most - 1) / most - 1) / ((left + most - 1) / most);
-#define TILE(r, j)                                                                                                     \
-    case 8 * j + r:                                                                                                    \
-        FN(tile)(r, j, K, (const uint32_t *)a + row * a_row, a_row, a_k, b, b_k, from ? from + row * from_row : from,  \
-                 from_row, c + row * c_row, c_row);                                                                    \
-        break;
-            switch (8 * wide + tall) {
-                TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
-                TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2)
-#if COLUMNS == 4
-                TILE(7, 1) TILE(8, 1) TILE(7, 2) TILE(8, 2) TILE(7, 3) TILE(8, 3)
-                TILE(1, 3) TILE(2, 3) TILE(3, 3) TILE(4, 3) TILE(5, 3) TILE(6, 3)
-                TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-#endif
-            }
-#undef TILE
-            row += tall, left -= tall;
+    for (int64_t column = 0; column < vectors * WIDTH;) {
+        int64_t wide = MIN(vectors - column / WIDTH, COLUMNS), most = wide == COLUMNS ? 6 : 8;
+        for (int64_t row = 0; row < rows;) {
+            int64_t tiles = (rows - row + most - 1) / most, tall = (rows - row + tiles - 1) / tiles;
+            FN(tiles)[wide - 1][tall - 1](
+                K, (const uint32_t *)a + row * a_row, a_row, a_k, (const uint32_t *)b + column, b_k,
+                from ? from + row * from_row + column : NULL, from_row, c + row * c_row + column, c_row
+            );
+            row += tall;
         }
-        vectors -= wide, b = (const uint32_t *)b + wide * WIDTH, c += wide * WIDTH;
-        if (from) from += wide * WIDTH;
+        column += wide * WIDTH;
     }
 }
 
@@ -363,9 +388,9 @@ static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, in
 #if BF16
     for (int64_t k = 0; k < rows / 2; k++)
         for (int64_t j = 0; j < columns; j += WIDTH) {
-            VU low = __builtin_convertvector(*(const VH *)(x + 2 * k * row + j), VU);
-            VU high = __builtin_convertvector(*(const VH *)(x + (2 * k + 1) * row + j), VU);
-            *(VU *)(words + k * row + j) = low | high << 16;
+            VU low = __builtin_convertvector(*(const VHM *)(x + 2 * k * row + j), VU);
+            VU high = __builtin_convertvector(*(const VHM *)(x + (2 * k + 1) * row + j), VU);
+            *(VUM *)(words + k * row + j) = low | high << 16;
         }
     return words;
 #else
@@ -578,13 +603,13 @@ INLINE float FN(mixture)(
     VF top = FN(all)(FN(largest)(most)), total = FN(all)(0), kept_total = total, mixed = total;
     for (int64_t j = 0; j < Mp; j += WIDTH) {
         VF e = FN(exp)(FN(get)(w->row_s + j) - top);
-        VF kept = e = (VF)((VI)e & *(const VI *)(w->valid + j));
+        VF kept = e = (VF)((VI)e & *(const VIM *)(w->valid + j));
         total += e;
         if (threshold) {
-            VU x = *(const VU *)(w->column + j) ^ hash;
+            VU x = *(const VUM *)(w->column + j) ^ hash;
             x = (x ^ x >> 16) * FIRST;
             x = (x ^ x >> 15) * SECOND;
-            x = (x ^ x >> 15) << *(const VU *)(w->shift + j);
+            x = (x ^ x >> 15) << *(const VUM *)(w->shift + j);
             kept = (VF)((VI)e & ((VI)x >= (int32_t)((uint32_t)(threshold - 32768) << 16)));
             kept_total += kept;
         }
@@ -754,9 +779,9 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
     for (int64_t local = 0; local < count; local++) {
         const ELEMENT *d_side = w->d_side + local * w->Up * w->side;
         float *d = w->d_target;
-        FN(product)(U, Cp / WIDTH, NI_words, d_side, row, 1, w->item_back, Cp, NULL, 0, d, Cp);
-        FN(product)(U, Cp / WIDTH, I_words, d_side + w->NIp, row, 1, w->target_back + local * I_words * Cp, Cp, d, Cp,
-                    d, Cp);
+        FN(product)(U, Cp / WIDTH, I_words, d_side + w->NIp, row, 1, w->target_back + local * I_words * Cp, Cp, NULL,
+                    0, d, Cp);
+        if (NI_words) FN(product)(U, Cp / WIDTH, NI_words, d_side, row, 1, w->item_back, Cp, d, Cp, d, Cp);
         for (int64_t u = 0; u < U; u++)
             memcpy(q->d_query_TUC + ((start + local) * U + u) * C, d + u * Cp, C * sizeof(float));
         const void *words = FN(pair_rows)(d_side + w->NIp, w->side, w->Up, Ip, w->words);
@@ -831,6 +856,10 @@ static int FN(run)(Problem *q, int64_t first, int64_t last) {
 #undef VI
 #undef VU
 #undef VH
+#undef VFM
+#undef VIM
+#undef VUM
+#undef VHM
 #undef ELEMENT
 #undef PER_WORD
 #undef SCALAR
