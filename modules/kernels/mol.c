@@ -75,11 +75,6 @@ static inline uint32_t row_hash(uint64_t key, int64_t row) {
     return mix(x ^ (uint32_t)(row >> 32) ^ (uint32_t)(key >> 32));
 }
 
-static inline float from_bf16(uint16_t x) {
-    union { uint32_t u; float f; } bits = {.u = (uint32_t)x << 16};
-    return bits.f;
-}
-
 static inline uint16_t to_bf16(float x) {
     union { float f; uint32_t u; } bits = {.f = x};
     return (uint16_t)((bits.u + 0x7fff + (bits.u >> 16 & 1)) >> 16);
@@ -100,71 +95,63 @@ INLINE void copy_few(void *to, const void *from, int64_t bytes) {
     DO(5, columns) DO(6, columns) DO(7, columns) DO(8, columns)
 
 /* Width: lanes of a vector. Columns: the most vectors of accumulators that fit beside each other in a tile. */
-#define VARIANT base_fp32
+#define VARIANT any
 #define WIDTH 4
 #define COLUMNS 2
-#define BF16 0
-#include "mol.c"
-#define VARIANT base_bf16
-#define WIDTH 4
-#define COLUMNS 2
-#define BF16 1
 #include "mol.c"
 
 #ifdef X86
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
-#define AVX2 1
-#define VARIANT avx2_fp32
+#define AVX2
+#define VARIANT avx2
 #define WIDTH 8
 #define COLUMNS 2
-#define BF16 0
-#include "mol.c"
-#define VARIANT avx2_bf16
-#define WIDTH 8
-#define COLUMNS 2
-#define BF16 1
 #include "mol.c"
 #undef AVX2
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")
-#define AVX512 1
-#define VARIANT avx512_fp32
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define AVX512
+#define VARIANT avx512
 #define WIDTH 16
 #define COLUMNS 4
-#define BF16 0
 #include "mol.c"
-#define VARIANT avx512_bf16
+
+#pragma GCC target("avx512bf16")
+#define BF16
+#define VARIANT bf16
 #define WIDTH 16
 #define COLUMNS 4
-#define BF16 1
 #include "mol.c"
+#undef BF16
 #undef AVX512
 #pragma GCC pop_options
 #endif
 
-/* The best instruction set that this machine has: 0 any, 1 AVX2, 2 AVX-512 with BF16. */
+/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers. */
 int mol_level(void) {
 #ifdef X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return 2;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
     return 0;
 }
 
-/* Loss and gradients of positions first..last, with at most the given instruction set. 0, or -1 for want of memory. */
-int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int bf16, int level) {
+/* Loss and gradients of positions first..last, by what a level of those that the machine has can do: at 3 the two
+   sides are BF16, else FP32. 0, or -1 for want of memory. */
+int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int level) {
+    switch (level) {
 #ifdef X86
-    level = MIN(level, mol_level());
-    if (level == 2) return (bf16 ? run_avx512_bf16 : run_avx512_fp32)(problem, first, last);
-    if (level == 1) return (bf16 ? run_avx2_bf16 : run_avx2_fp32)(problem, first, last);
+    case 3: return run_bf16(problem, first, last);
+    case 2: return run_avx512(problem, first, last);
+    case 1: return run_avx2(problem, first, last);
 #endif
-    return (bf16 ? run_base_bf16 : run_base_fp32)(problem, first, last);
+    default: return run_any(problem, first, last);
+    }
 }
 
 #else /* one variant */
@@ -179,15 +166,13 @@ int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int bf16,
 #define VHM JOIN_M(h, WIDTH)
 
 /* A word is what one step of a product's inner sum takes of each side: an FP32 number, or two BF16 numbers. */
-#if BF16
+#ifdef BF16
 #define ELEMENT uint16_t
 #define PER_WORD 2
-#define SCALAR(x) from_bf16(x)
 #define ROUND(x) to_bf16(x)
 #else
 #define ELEMENT float
 #define PER_WORD 1
-#define SCALAR(x) (x)
 #define ROUND(x) (x)
 #endif
 
@@ -198,7 +183,7 @@ INLINE VF FN(get)(const float *p) { return *(const VFM *)p; }
 INLINE void FN(put)(float *p, VF x) { *(VFM *)p = x; }
 
 INLINE VF FN(load)(const ELEMENT *p) {
-#if BF16
+#ifdef BF16
     return (VF)(__builtin_convertvector(*(const VHM *)p, VU) << 16);
 #else
     return *(const VFM *)p;
@@ -206,11 +191,8 @@ INLINE VF FN(load)(const ELEMENT *p) {
 }
 
 INLINE void FN(store)(ELEMENT *p, VF x) {
-#if BF16 && defined(AVX512)
+#ifdef BF16
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#elif BF16
-    VU bits = (VU)x;
-    *(VHM *)p = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, VH);
 #else
     *(VFM *)p = x;
 #endif
@@ -240,7 +222,7 @@ INLINE VF FN(smaller)(VF a, VF b) {
 }
 
 INLINE VF FN(inverse)(VF x) {
-#if BF16 && defined(AVX512)
+#ifdef BF16
     return (VF)_mm512_rcp14_ps((__m512)x); /* 2^-14: BF16 keeps 2^-9 */
 #else
     return 1.0f / x;
@@ -274,7 +256,7 @@ INLINE VF FN(exp)(VF x) {
     VF shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
     VF r = x - whole * 0.693359375f;
     r = r - whole * -2.12194440e-4f;
-#if BF16
+#ifdef BF16
     VF p = (0.04127775f * r + 0.16753514f) * r + 0.50005116f;
 #else
     VF p = 1.9875691500e-4f * r + 1.3981999507e-3f;
@@ -298,12 +280,8 @@ INLINE VF FN(silu)(VF x, VF *slope) {
 
 /* sum + the product of two words. */
 INLINE VF FN(step)(VF sum, uint32_t a, VU b) {
-#if BF16 && defined(AVX512)
+#ifdef BF16
     return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#elif BF16
-    union { uint32_t u; float f; } low = {.u = a << 16}, high = {.u = a & 0xffff0000u};
-    sum = low.f * (VF)(b << 16) + sum;
-    return high.f * (VF)(b & 0xffff0000u) + sum;
 #else
     union { uint32_t u; float f; } bits = {.u = a};
     return bits.f * (VF)b + sum;
@@ -385,7 +363,7 @@ static void FN(product)(
 
 /* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. */
 static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, int64_t columns, uint32_t *words) {
-#if BF16
+#ifdef BF16
     for (int64_t k = 0; k < rows / 2; k++)
         for (int64_t j = 0; j < columns; j += WIDTH) {
             VU low = __builtin_convertvector(*(const VHM *)(x + 2 * k * row + j), VU);
@@ -862,11 +840,9 @@ static int FN(run)(Problem *q, int64_t first, int64_t last) {
 #undef VHM
 #undef ELEMENT
 #undef PER_WORD
-#undef SCALAR
 #undef ROUND
 #undef VARIANT
 #undef WIDTH
 #undef COLUMNS
-#undef BF16
 
 #endif

@@ -128,12 +128,12 @@ def _library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
-    library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     return library
 
 
-_LEVEL = 2
-"""The best instruction set to use, of those that mol.c knows and the machine has."""
+_LEVEL = 3
+"""The best of mol.c's levels to use, where the machine has it."""
 
 
 @cache
@@ -156,10 +156,16 @@ class _Fused(torch.autograd.Function):
         dropout: GateDropout | None,
         *tensors: Tensor,
     ) -> Tensor:
+        library = _library()
+        assert library is not None
+        level = min(library.mol_level(), _LEVEL)
+        # A machine that has no products of BF16 numbers is faster in FP32.
+        if dtype == torch.float32 or level < 3:
+            dtype, level = torch.float32, min(level, 2)
         dtypes = [dtype] * 4 + [torch.float32] * 4
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
         needed = any(ctx.needs_input_grad)
-        loss, gradients = _run(inputs, groups, dropout, needed)
+        loss, gradients = _run(library, level, inputs, groups, dropout, needed)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         return torch.tensor(loss, dtype=torch.float32)
@@ -172,15 +178,18 @@ class _Fused(torch.autograd.Function):
 
 
 def _run(
-    inputs: list[Tensor], groups: tuple[Tensor, Tensor, Sequence[int]], dropout: GateDropout | None, needed: bool
+    library: ctypes.CDLL,
+    level: int,
+    inputs: list[Tensor],
+    groups: tuple[Tensor, Tensor, Sequence[int]],
+    dropout: GateDropout | None,
+    needed: bool,
 ) -> tuple[float, list[Tensor]]:
     """Loss, and where needed the gradients of all inputs in FP32.
 
     Each worker takes its own part of the positions, and sums what it gives to items and cross gate by itself, so that
     the sums do not depend on which is faster.
     """
-    library = _library()
-    assert library is not None
     query_TUC = inputs[0]
     T = len(query_TUC)
     target_T, negatives_GN = (indices.to(torch.int64).contiguous() for indices in groups[:2])
@@ -202,8 +211,7 @@ def _run(
             for name, tensor in zip(_INPUTS, [*queries, *sums[worker]], strict=True):
                 setattr(problem, "d_" + name, tensor.data_ptr())
         first, last = (T * part // workers for part in (worker, worker + 1))
-        bf16 = query_TUC.dtype == torch.bfloat16
-        if library.mol_sampled_softmax(ctypes.byref(problem), first, last, bf16, _LEVEL):
+        if library.mol_sampled_softmax(ctypes.byref(problem), first, last, level):
             raise MemoryError("no memory for the buffers of the MoL loss")
         return problem.loss
 
