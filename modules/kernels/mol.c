@@ -45,7 +45,7 @@ typedef struct {
 #define JOIN_M_(a, b) a##b##m
 #define JOIN_M(a, b) JOIN_M_(a, b)
 
-enum { CHUNK = 384, BLOCK = 48 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (even) */
+enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (even) */
 
 /* Vectors of 4, 8 and 16 lanes, and the same in memory, aligned like their elements. */
 #define LANES(n)                                                                                                       \
@@ -411,14 +411,8 @@ typedef struct {
 } FN(Work);
 #define WORK FN(Work)
 
-static void *FN(take)(char **next, int64_t bytes) {
-    char *here = *next;
-    *next += UP(bytes, 64) + 64;
-    return here;
-}
-
-/* Lays the buffers out from `base` and gives their end. */
-static char *FN(layout)(WORK *w, char *base) {
+/* Lays the buffers out from `base`, a multiple of 64, and gives their end. */
+static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     const Problem *q = w->q;
     int64_t per_vector = WIDTH, N1 = q->N + 1;
     w->M = q->U * q->I;
@@ -433,8 +427,8 @@ static char *FN(layout)(WORK *w, char *base) {
     w->pairs = UP(w->positions * N1, 2) + 2;
     int64_t E = sizeof(ELEMENT), F = sizeof(float), sides = w->positions * w->Up;
     int64_t block = BLOCK;
-    char *next = base;
-#define TAKE(name, count, size) w->name = FN(take)(&next, (count) * (size))
+    uintptr_t next = base;
+#define TAKE(name, count, size) w->name = (void *)next, next += (uintptr_t)UP((count) * (size), 64)
     TAKE(up, (w->M + 1) * w->Hp, F);
     TAKE(down, (q->H + 1) * w->Mp, F);
     TAKE(down_back, (w->M + 1) * w->Hp, F);
@@ -808,10 +802,9 @@ static double FN(chunk)(WORK *w, int64_t start, int64_t count, const int64_t *ne
 
 static int FN(run)(Problem *q, int64_t first, int64_t last) {
     WORK w = {.q = q};
-    int64_t bytes = (int64_t)(FN(layout)(&w, NULL) - (char *)NULL) + 64;
-    char *memory = calloc(1, (size_t)bytes);
+    void *memory = calloc(1, FN(layout)(&w, 0) + 64);
     if (!memory) return -1;
-    FN(layout)(&w, memory + 64 - (uintptr_t)memory % 64);
+    FN(layout)(&w, UP((uintptr_t)memory, 64));
     FN(load_cross_gate)(&w);
     double loss = 0;
     for (int64_t g = 0; g < q->G; g++) {

@@ -1,0 +1,325 @@
+"""The fused MoL loss against Equation 10 and the sampled softmax written out densely, in FP64.
+
+Axes as in mol_loss.py.
+"""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.kernels import mol_loss
+from logitmix.modules.kernels.mol_loss import GateDropout, mol_sampled_softmax
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.mol import MoL
+
+EPS = 2**-24
+"""Largest relative error of rounding to FP32."""
+NOISE = Noise(7)
+LIBRARY = mol_loss._library()
+compiled = pytest.mark.skipif(LIBRARY is None, reason="the extension was not built")
+LEVELS = range((LIBRARY.mol_level() if LIBRARY else -1) + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """All inputs of the loss. tensors: the two sides and the cross gate."""
+
+    tensors: tuple[Tensor, ...]
+    target_T: Tensor
+    negatives_GN: Tensor
+    bounds: tuple[int, ...]
+    rate: float
+    row_T: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return replace(self, tensors=tuple(tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors))
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, self.tensors, allow_unused=True, materialize_grads=True)
+
+
+def make(
+    lengths: list[int],
+    N: int,
+    V: int = 50,
+    shape: tuple[int, int, int, int] = (2, 3, 4, 5),
+    rate: float = 0.0,
+    seed: int = 0,
+    scale: float = 1.0,
+) -> Case:
+    """shape: U, I, C, H. scale: of the gating weights of both sides."""
+    U, I, C, H = shape
+    T, M = sum(lengths), U * I
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    sides = normal(T, U, C) * 2 / C**0.5, normal(T, M) * scale, normal(V, I, C), normal(V, M) * scale
+    gate = normal(H, M) / M**0.5, normal(H), normal(M, H) / H**0.5, normal(M)
+    target_T = torch.randint(0, V, (T,), generator=generator)
+    negatives_GN = torch.randint(0, V, (len(lengths), N), generator=generator)
+    bounds = tuple(sum(lengths[:g]) for g in range(len(lengths) + 1))
+    return Case((*sides, *gate), target_T, negatives_GN, bounds, rate, 2**32 - 3 + torch.arange(T)).to(torch.float32)
+
+
+def fused(case: Case) -> Tensor:
+    dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
+    query, item, gate = case.tensors[:2], case.tensors[2:4], case.tensors[4:]
+    return mol_sampled_softmax(query, item, gate, case.target_T, case.negatives_GN, case.bounds, dropout)
+
+
+def dense(case: Case) -> Tensor:
+    """Every position with its target and its group's negatives, in one array."""
+    query_TUC, query_TM, item_VIC, item_VM, up_HM, up_H, down_MH, down_M = case.tensors
+    lengths = torch.tensor(case.bounds).diff()
+    candidates_TN = torch.cat([case.target_T[:, None], case.negatives_GN.repeat_interleave(lengths, 0)], 1)
+    logits_TNM = torch.einsum("tuc,tnic->tnui", query_TUC, item_VIC[candidates_TN]).flatten(2)
+    gates_TNM = F.linear(F.silu(F.linear(logits_TNM, up_HM, up_H)), down_MH, down_M)
+    gates_TNM = F.softmax(F.silu(gates_TNM + query_TM[:, None] * item_VM[candidates_TN]), -1)
+    if case.rate and len(query_TM):
+        T, N, M = gates_TNM.shape
+        row_TN = case.row_T[:, None] * N + torch.arange(N)
+        gates_TNM = NOISE.dropout(gates_TNM.view(T * N, M), case.rate, "gates", row_TN.flatten()).view(T, N, M)
+        gates_TNM = gates_TNM / gates_TNM.sum(-1, keepdim=True).clamp(min=1e-6)
+    phi_TN = (gates_TNM * logits_TNM).sum(-1)
+    hit_TN = candidates_TN == case.target_T[:, None]
+    hit_TN[:, 0] = False
+    return (phi_TN.masked_fill(hit_TN, -torch.inf).logsumexp(1) - phi_TN[:, 0]).sum()
+
+
+def check(case: Case, roundings: int = 100) -> None:
+    """FP32 against FP64; `roundings` counts those behind each number, of terms as large as the largest number."""
+    loss, twin = fused(case), case.to(torch.float64)
+    expected = dense(twin)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    bound = roundings * EPS * max(len(case.target_T), float(expected.detach()))
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=bound)
+    for got, should in zip(case.gradients(3 * loss), twin.gradients(3 * expected), strict=True):
+        assert got.dtype == torch.float32
+        if should.numel():
+            bound = roundings * EPS * max(float(should.abs().max()), 1.0)
+            torch.testing.assert_close(got.double(), should, rtol=0, atol=bound)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Each instruction set that this machine has."""
+    monkeypatch.setattr(mol_loss, "_LEVEL", request.param)
+    return request.param
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Few items, so that negatives hit targets and each other; sizes around the widths of vectors and tiles."""
+    lengths = draw(st.lists(st.integers(0, 9), max_size=4))
+    shape = (
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from([1, 2, 3, 4, 5, 8, 17])),
+        draw(st.sampled_from([1, 2, 7, 16, 33])),
+        draw(st.sampled_from([1, 5, 16, 31, 64])),
+    )
+    rate = draw(st.sampled_from([0.0, 0.2, 0.7]))
+    seed, scale = draw(st.integers(0, 100)), draw(st.sampled_from([1.0, 4.0]))
+    return make(lengths, draw(st.integers(0, 20)), draw(st.integers(1, 12)), shape, rate, seed, scale)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), at=st.sampled_from(LEVELS or [0]))
+def test_equals_the_dense_sum(case: Case, at: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mol_loss, "_LEVEL", at)
+        check(case, roundings=1000)
+
+
+@compiled
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize(("lengths", "N"), [([300], 9), ([1] * 200, 8), ([3, 40, 0, 170], 30), ([5, 4], 700)])
+def test_many_chunks_of_few_or_many_positions(level: int, lengths: list[int], N: int, rate: float) -> None:
+    check(make(lengths, N, V=90, shape=(4, 4, 8, 16), rate=rate), roundings=1000)
+
+
+@compiled
+def test_gates_whose_peak_is_dropped(level: int) -> None:
+    """What dropout leaves can be less than the 1e-6 that its sum counts as."""
+    case = make([40], 12, shape=(2, 3, 4, 5), rate=0.5, scale=8.0)
+    starved = replace(case, tensors=(case.tensors[0], case.tensors[1] * 4, *case.tensors[2:])).to(torch.float32)
+    check(starved, roundings=3000)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_position_whose_negatives_are_all_its_target_has_nothing_to_learn(rate: float) -> None:
+    case = make([5], 40, V=1, rate=rate)
+    loss = fused(case)
+    assert float(loss.detach()) == 0.0
+    assert not any(gradient.any() for gradient in case.gradients(loss))
+
+
+def test_the_plain_form_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make([7, 0, 30, 12], 20, rate=0.3)
+    loss = fused(case)
+    monkeypatch.setattr(mol_loss, "_library", lambda: None)
+    plain = fused(case)
+    torch.testing.assert_close(loss, plain, rtol=100 * EPS, atol=0)
+    for got, should in zip(case.gradients(loss), case.gradients(plain), strict=True):
+        torch.testing.assert_close(got, should, rtol=0, atol=1000 * EPS * float(should.abs().max()))
+
+
+@compiled
+def test_masks_do_not_depend_on_how_positions_are_cut() -> None:
+    """Equal losses of the parts, position by position, say that each pair has the mask of its number."""
+    case = make([64], 30, rate=0.5)
+
+    def part(first: int, last: int) -> float:
+        query = [side[first:last] for side in case.tensors[:2]]
+        target_T, row_T = case.target_T[first:last], case.row_T[first:last]
+        own = replace(case, tensors=(*query, *case.tensors[2:]), target_T=target_T, row_T=row_T)
+        return float(fused(replace(own, bounds=(0, last - first))).detach())
+
+    alone = [part(t, t + 1) for t in range(64)]
+    for first, last in ((0, 64), (0, 23), (23, 64), (40, 41)):
+        assert part(first, last) == pytest.approx(sum(alone[first:last]), rel=50 * EPS)
+    moved = float(fused(replace(case, row_T=case.row_T + 1)).detach())
+    assert part(0, 64) != pytest.approx(moved, rel=1e-4)
+
+
+@compiled
+def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mol_loss, "_PAIRS", 100)
+    case = make([50, 3, 120], 30, rate=0.2)
+    results = {}
+    for workers in (1, 2, 3):
+        torch.set_num_threads(workers)
+        for _ in range(3):
+            loss = fused(case)
+            result = [loss.detach(), *case.gradients(loss)]
+            first = results.setdefault(workers, result)
+            assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+        assert torch.get_num_threads() == workers
+    for workers in (2, 3):
+        for got, should in zip(results[workers], results[1], strict=True):
+            torch.testing.assert_close(got, should, rtol=0, atol=100 * EPS * float(should.abs().max()))
+    assert not all(torch.equal(a, b) for a, b in zip(results[1], results[3], strict=True)), "one worker did it all"
+
+
+@compiled
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_bf16_is_as_close_as_its_inputs_are(rate: float) -> None:
+    """Loss to 2^-10, each gradient to 2^-6 of its norm, from FP32 of the same BF16 sides."""
+    case = make([100, 60], 64, shape=(8, 8, 32, 128), rate=rate).to(torch.bfloat16)
+    exact = case.to(torch.float32)
+    half, full = fused(case), fused(exact)
+    assert half.dtype == torch.float32
+    assert float((half - full).detach().abs()) < 2**-10 * float(full.detach())
+    for got, should in zip(case.gradients(half), exact.gradients(full), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert float((got - should).norm() / should.norm()) < 2**-6
+
+
+@compiled
+def test_autocast_sets_the_precision() -> None:
+    case = make([30], 20)
+    plain, half = fused(case), fused(case.to(torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = fused(case)
+    rounded = LEVELS[-1] == 3
+    assert (not torch.equal(mixed, plain)) == rounded
+    if rounded:
+        sides = tuple(side.bfloat16() for side in case.tensors[:4])
+        assert torch.equal(mixed, fused(replace(case, tensors=(*sides, *case.tensors[4:]))))
+    torch.testing.assert_close(mixed, half, rtol=2**-7, atol=0)
+    assert all(gradient.dtype == torch.float32 for gradient in case.gradients(mixed))
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    case = make([9, 4], 20, rate=0.2)
+    with torch.no_grad():
+        value = fused(case)
+    assert not value.requires_grad and torch.equal(value, fused(case).detach())
+
+
+@compiled
+@pytest.mark.parametrize("at", range(8))
+def test_what_is_not_finite_is_not_hidden(level: int, at: int) -> None:
+    case = make([20], 6, V=8)
+    with torch.no_grad():
+        case.tensors[at].view(-1)[-1] = torch.nan
+    assert not bool(fused(case).isfinite())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target_T": torch.tensor([0, 5, 1])}, "from 0 to 4, not from 0 to 5"),
+        ({"negatives_GN": torch.tensor([[-1, 2]])}, "from 0 to 4, not from -1 to 2"),
+        ({"bounds": (0, 2)}, "rise from 0 to 3"),
+        ({"bounds": (0, 4, 3)}, "rise from 0 to 3"),
+        ({"bounds": (0, 1, 3)}, r"\[2, N\]"),
+    ],
+)
+def test_indices_and_bounds_are_checked(change: dict, words: str) -> None:
+    with pytest.raises((IndexError, ValueError), match=words):
+        fused(replace(make([3], 2, V=5), **change))
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    text = inspect.getdoc(mol_sampled_softmax)
+    assert text is not None
+    lines = textwrap.dedent(text[text.index("    query, item = ") :])
+    assert len(lines.splitlines()) == 3
+    model = MoL(8, SimilarityConfig("mol", query_components=2, item_components=2, component_dim=4))
+    query_TD, item_VD = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    names = {
+        "mol": model,
+        "mol_sampled_softmax": mol_sampled_softmax,
+        "query_TD": query_TD,
+        "item_VD": item_VD,
+        "row_T": torch.arange(5),
+        "id_V": torch.arange(9),
+        "target_T": torch.arange(5),
+        "negatives_N": torch.arange(4, 8),
+    }
+    exec(lines, names)
+    learned = [query_TD, item_VD, *model.parameters()]
+    assert all(tensor.grad is not None and bool(tensor.grad.any()) for tensor in learned)
+
+
+@compiled
+def test_memory_does_not_grow_with_pairs() -> None:
+    """64 times the negatives, and the peak stays: all pairs at once would be 67 MB for one FP32 array of them."""
+    script = """
+import resource, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_mol_loss import fused, make
+
+def peak(lengths, N):
+    case = make(lengths, N, V=200, shape=(4, 4, 4, 8), rate=0.2)
+    case.gradients(fused(case))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+torch.set_num_threads(1)
+few = peak([512], 32)
+print(peak([512], 2048) - few)
+"""
+    folder = str(Path(__file__).parent)
+    result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 16 * 1024, "KiB"
