@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if sys.platform == "linux" and platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-SOURCES = {"logitmix.comm._fp8": "comm/fp8.c"}
+SOURCES = {"logitmix.comm._fp8": "comm/fp8.c", "logitmix.modules.kernels._mol": "modules/kernels/mol.c"}
 
 setup(
     ext_modules=[
