@@ -116,13 +116,11 @@ class _Blockwise(torch.autograd.Function):
     def forward(
         ctx: Any, block_loss: Callable[..., Tensor], examples: Examples, queries: int, items: int, *tensors: Tensor
     ) -> Tensor:
-        query, item, parameters = tensors[:queries], tensors[queries : queries + items], tensors[queries + items :]
+        query, item = tensors[:queries], tensors[queries : queries + items]
+        learned = [at for at in range(queries + items, len(tensors)) if tensors[at].requires_grad]
         needed = any(ctx.needs_input_grad)
         # FP32, because an item's gradient is the sum of many small ones.
         gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors] if needed else []
-        learned = [parameter for parameter in parameters if parameter.requires_grad]
-        sums = [gradient for gradient, parameter in zip(gradients[queries + items :], parameters, strict=False)
-                if parameter.requires_grad]  # fmt: skip
         total = query[0].new_zeros((), dtype=torch.float32)
         for block in _blocks(examples):
             rows = slice(block.start, block.end)
@@ -138,13 +136,13 @@ class _Blockwise(torch.autograd.Function):
             if needed:
                 # Under the caller's autocast, FP32 products would have BF16 gradients.
                 with torch.autocast(loss.device.type, enabled=False):
-                    grads = torch.autograd.grad(loss, [*leaves, *learned])
+                    grads = torch.autograd.grad(loss, [*leaves, *(tensors[at] for at in learned)])
                 for sum_, grad in zip(gradients[:queries], grads, strict=False):
                     sum_[rows] += grad
                 for sum_, grad in zip(gradients[queries:], grads[queries : queries + items], strict=False):
                     sum_.index_add_(0, indices, grad.float())
-                for sum_, grad in zip(sums, grads[queries + items :], strict=True):
-                    sum_ += grad
+                for at, grad in zip(learned, grads[queries + items :], strict=True):
+                    gradients[at] += grad
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         return total

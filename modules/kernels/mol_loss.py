@@ -44,13 +44,14 @@ def mol_sampled_softmax(
 ) -> Tensor:
     """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32.
 
-    query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and gating
-    weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of Linear-SiLU-Linear.
-    target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1]; without
-    bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
+    query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and
+    gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
+    layers. target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1];
+    without bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
 
-    Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums. On CPU it
-    takes as many threads as torch would; for one number of threads, results are equal to the last bit.
+    Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where
+    the processor cannot multiply BF16). On CPU it takes as many threads as torch would; for one number of threads,
+    results are equal to the last bit. IndexError or ValueError for indices or bounds that do not fit.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -60,8 +61,7 @@ def mol_sampled_softmax(
     _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
-        groups = (target_T, negatives_GN, bounds)
-        return _Fused.apply(dtype, groups, dropout, *query, *item, *cross_gate)
+        return _Fused.apply(dtype, (target_T, negatives_GN, bounds), dropout, *query, *item, *cross_gate)
     row_T = target_T if dropout is None else dropout.row_T
     examples = Examples(row_T, target_T, bounds, negatives_GN)
     noise, rate = (None, 0.0) if dropout is None else (dropout.noise, dropout.rate)
@@ -107,6 +107,7 @@ class _Mixture:
 
 
 _INPUTS = ("query_TUC", "query_TM", "item_VIC", "item_VM", "up_HM", "up_H", "down_MH", "down_M")
+_INDICES = ("target_T", "negative_GN", "bound_G", "row_T")
 
 
 class _Problem(ctypes.Structure):
@@ -114,7 +115,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in "TNGUICH"]
-        + [(name, ctypes.c_void_p) for name in (*_INPUTS, "target_T", "negative_GN", "bound_G", "row_T")]
+        + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES)]
         + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64)]
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
@@ -132,8 +133,10 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-_LEVEL = 3
-"""The best of mol.c's levels to use, where the machine has it."""
+_BF16 = 3
+"""mol.c's level at which it computes in BF16."""
+_LEVEL = _BF16
+"""The best level to use, where the machine has it."""
 
 
 @cache
@@ -150,22 +153,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        dtype: torch.dtype,
-        groups: tuple[Tensor, Tensor, Sequence[int]],
-        dropout: GateDropout | None,
-        *tensors: Tensor,
+        ctx: Any, dtype: torch.dtype, groups: "_Groups", dropout: GateDropout | None, *tensors: Tensor
     ) -> Tensor:
-        library = _library()
-        assert library is not None
-        level = min(library.mol_level(), _LEVEL)
-        # A machine that has no products of BF16 numbers is faster in FP32.
-        if dtype == torch.float32 or level < 3:
-            dtype, level = torch.float32, min(level, 2)
-        dtypes = [dtype] * 4 + [torch.float32] * 4
+        level = _level(dtype)
+        sides = torch.bfloat16 if level == _BF16 else torch.float32
+        dtypes = [sides] * 4 + [torch.float32] * 4
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
-        needed = any(ctx.needs_input_grad)
-        loss, gradients = _run(library, level, inputs, groups, dropout, needed)
+        loss, gradients = _run(level, inputs, groups, dropout, any(ctx.needs_input_grad))
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         return torch.tensor(loss, dtype=torch.float32)
@@ -177,40 +171,43 @@ class _Fused(torch.autograd.Function):
         return (None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))
 
 
+_Groups = tuple[Tensor, Tensor, Sequence[int]]
+"""target_T, negatives_GN, bounds."""
+
+
+def _level(dtype: torch.dtype) -> int:
+    """A machine that has no products of BF16 numbers is faster in FP32."""
+    library = _library()
+    assert library is not None
+    level = min(library.mol_level(), _LEVEL)
+    return level if dtype == torch.bfloat16 else min(level, _BF16 - 1)
+
+
 def _run(
-    library: ctypes.CDLL,
-    level: int,
-    inputs: list[Tensor],
-    groups: tuple[Tensor, Tensor, Sequence[int]],
-    dropout: GateDropout | None,
-    needed: bool,
+    level: int, inputs: list[Tensor], groups: _Groups, dropout: GateDropout | None, needed: bool
 ) -> tuple[float, list[Tensor]]:
     """Loss, and where needed the gradients of all inputs in FP32.
 
     Each worker takes its own part of the positions, and sums what it gives to items and cross gate by itself, so that
     the sums do not depend on which is faster.
     """
-    query_TUC = inputs[0]
-    T = len(query_TUC)
-    target_T, negatives_GN = (indices.to(torch.int64).contiguous() for indices in groups[:2])
-    bound_G = torch.tensor(groups[2], dtype=torch.int64)
-    row_T = torch.empty(0) if dropout is None else dropout.row_T.to(torch.int64).contiguous()
-    G, N = negatives_GN.shape
+    target_T, negatives_GN, bounds = groups
+    T, (G, N) = len(target_T), negatives_GN.shape
+    (_, U, C), I, H = inputs[0].shape, inputs[2].shape[1], len(inputs[5])
+    indices = [target_T, negatives_GN, torch.tensor(bounds), target_T if dropout is None else dropout.row_T]
+    indices = [tensor.to(torch.int64).contiguous() for tensor in indices]
+    key, dropped = (derive_key(dropout.noise.key, GATES), threshold(dropout.rate)) if dropout else (0, 0)
     workers = max(1, min(torch.get_num_threads(), T * (N + 1) // _PAIRS))
     queries = [torch.empty(tensor.shape) for tensor in inputs[:2]] if needed else []
     sums = [[torch.zeros(tensor.shape) for tensor in inputs[2:]] if needed else [] for _ in range(workers)]
 
     def work(worker: int) -> float:
-        problem = _Problem(T, N, G, *query_TUC.shape[1:2], *inputs[2].shape[1:], len(inputs[5]))
-        named = zip(("target_T", "negative_GN", "bound_G", "row_T"), (target_T, negatives_GN, bound_G, row_T), strict=True)
-        for name, tensor in (*zip(_INPUTS, inputs, strict=True), *named):
-            setattr(problem, name, tensor.data_ptr())
-        if dropout is not None:
-            problem.key, problem.threshold = derive_key(dropout.noise.key, GATES), threshold(dropout.rate)
-        if needed:
-            for name, tensor in zip(_INPUTS, [*queries, *sums[worker]], strict=True):
-                setattr(problem, "d_" + name, tensor.data_ptr())
-        first, last = (T * part // workers for part in (worker, worker + 1))
+        pointers = [tensor.data_ptr() for tensor in inputs + indices]
+        gradients = [tensor.data_ptr() for tensor in queries + sums[worker]] or [0] * len(inputs)
+        problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, *gradients)
+        first, last = T * worker // workers, T * (worker + 1) // workers
+        library = _library()
+        assert library is not None
         if library.mol_sampled_softmax(ctypes.byref(problem), first, last, level):
             raise MemoryError("no memory for the buffers of the MoL loss")
         return problem.loss

@@ -91,7 +91,9 @@ def plain_loss(
 def examples_of(lengths: list[int], negatives: list[list[int]], targets: list[int], first_row: int = 0) -> Examples:
     """Groups of the given lengths, one after the other, each with its negatives."""
     rows = torch.arange(first_row, first_row + sum(lengths))
-    negatives_GN = torch.tensor(negatives, dtype=torch.int64).view(len(lengths), -1) if lengths else torch.zeros(0, 1).long()
+    negatives_GN = (
+        torch.tensor(negatives, dtype=torch.int64).view(len(lengths), -1) if lengths else torch.zeros(0, 1).long()
+    )
     return Examples(rows, torch.tensor(targets, dtype=torch.int64), [0, *accumulate(lengths)], negatives_GN)
 
 

@@ -261,6 +261,11 @@ def test_without_gradients_the_value_is_the_same() -> None:
 @pytest.mark.parametrize("at", range(8))
 def test_what_is_not_finite_is_not_hidden(level: int, at: int) -> None:
     case = make([20], 6, V=8)
+    # The last item is a negative only: its score reaches the loss by the sum alone.
+    negatives_GN = case.negatives_GN.clone()
+    negatives_GN[0, 3] = 7
+    case = replace(case, target_T=case.target_T.clamp(max=6), negatives_GN=negatives_GN)
+    case = case.to(torch.bfloat16 if level == 3 else torch.float32)
     with torch.no_grad():
         case.tensors[at].view(-1)[-1] = torch.nan
     assert not bool(fused(case).isfinite())
@@ -305,7 +310,10 @@ def test_the_example_of_the_docstring_runs() -> None:
 
 @compiled
 def test_memory_does_not_grow_with_pairs() -> None:
-    """64 times the negatives, and the peak stays: all pairs at once would be 67 MB for one FP32 array of them."""
+    """64 times the negatives, and the peak stays: all pairs at once would be 67 MB for one FP32 array of them.
+
+    Nor does it grow with calls.
+    """
     script = """
 import resource, sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -318,8 +326,9 @@ def peak(lengths, N):
 
 torch.set_num_threads(1)
 few = peak([512], 32)
-print(peak([512], 2048) - few)
+most = peak([512], 2048)
+print(most - few, max(peak([2], 2048) for _ in range(100)) - most)
 """
     folder = str(Path(__file__).parent)
     result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 16 * 1024, "KiB"
+    assert all(int(growth) < 16 * 1024 for growth in result.stdout.split()), f"{result.stdout} KiB"
