@@ -33,14 +33,19 @@ def broadcast_object(obj: T, ranks: Ranks) -> T:
     return box[0]
 
 
+def largest(value: int, ranks: Ranks) -> int:
+    """The largest of the ranks' numbers, on every rank."""
+    if ranks.world_size == 1:
+        return value
+    # On the CPU, so that asking does not wait for the CUDA stream.
+    votes = torch.tensor([value])
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=ranks.group)
+    return int(votes.item())
+
+
 def agreed(flag: bool, ranks: Ranks) -> bool:
     """True on every rank as soon as one rank says True: an agreed stop."""
-    if ranks.world_size == 1:
-        return flag
-    # On the CPU, so that asking does not wait for the CUDA stream.
-    votes = torch.tensor([int(flag)])
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=ranks.group)
-    return bool(votes.item())
+    return bool(largest(int(flag), ranks))
 
 
 def barrier(ranks: Ranks) -> None:

@@ -2,8 +2,9 @@
 
 import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from logitmix.comm.collectives import agreed, broadcast_object
+from logitmix.comm.collectives import agreed, broadcast_object, largest
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.modules.model import Batch
 from logitmix.trainer import checkpoint
 from logitmix.trainer.checkpoint import Progress, require_same_dataset, write_whole
 from logitmix.trainer.config import Config, dump_toml, flatten
@@ -20,7 +22,7 @@ from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import evaluate
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import ParallelModel, Request, parallelize
 from logitmix.trainer.telemetry import Telemetry, counting
 
 MAY_CHANGE = {
@@ -54,27 +56,29 @@ def _steps(
     config: Config, run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer, done: Progress
 ) -> Progress:
     """Every step from `done` to the end of the run."""
-    ranks, batches = model.ranks, training_batches(config, dataset, model.ranks)
+    ranks, batches, finite = model.ranks, training_batches(config, dataset, model.ranks), _Finite(model)
     total = config.train.epochs * batches.steps_per_epoch
     evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
-    with Telemetry(run, model, done, total) as telemetry:
+    with Telemetry(run, model, done, total) as telemetry, closing(_ahead(batches, model, done.step, total)) as ahead:
         clock, finished = telemetry.clock, done.step >= total or _out_of_time(config, done.seconds, ranks)
         while not finished:
             step = done.step + 1
             log = clock.exact = step % config.train.log_every == 0 or step == total
             model.wire.begin(step, sampling=log)
             with clock("data"):
-                batch = batches.at(step - 1).to(ranks.device)
+                batch, request = next(ahead)
             with clock("all_to_all"):
-                rows_VD = model.lookup(batch.id_V)
+                rows_VD = model.lookup(request)
                 # The graph is cut where model parallelism ends; what returns to the tables is sent explicitly.
                 leaf_VD = rows_VD.detach().requires_grad_()
             with clock("forward"):
                 losses = model.loss(leaf_VD, batch)
             with clock("backward"):
                 model.backward(losses["loss"])
-                norm = _finite_norm(losses["loss"], leaf_VD, step, model)
+                norm = finite.norm(losses["loss"], leaf_VD, step)
+                if log or ranks.device.type == "cpu":
+                    finite.check()
             _set_rates(config, step, model, optimizer)
             with clock("all_to_all"):
                 model.return_gradients(rows_VD, leaf_VD.grad)
@@ -89,12 +93,36 @@ def _steps(
                 telemetry.log_training(step, epoch, losses, norm, batch, leaf_VD.detach())
             done = Progress(step, clock.total, telemetry.examples)
             finished = step == total or _out_of_time(config, clock.total, ranks)
+            if finished or step % evaluate_every == 0 or step % save_every == 0:
+                finite.check()
             if finished or step % evaluate_every == 0:
                 done = replace(done, validation=_validate(config, dataset, model))
                 telemetry.log_validation(step, epoch, done.validation)
             if done.validation or step % save_every == 0:
                 checkpoint.save(run, model, optimizer, done, config.train.keep)
     return done
+
+
+def _ahead(
+    batches: TrainingBatches, model: ParallelModel, first: int, total: int
+) -> Generator[tuple[Batch, Request], None, None]:
+    """Batches from number `first` on, with the requests for their rows. While one is trained on, the ids of the next
+    are on their way, and a thread makes the one after it."""
+    with ThreadPoolExecutor(1, "batches") as thread:
+
+        def make(step: int) -> Future[Batch]:
+            return thread.submit(batches.at, min(step, total - 1))
+
+        def request(batch: Batch) -> tuple[Batch, Request]:
+            batch = batch.to(model.ranks.device)
+            return batch, model.request(batch.id_V)
+
+        upcoming, coming = request(make(first).result()), make(first + 1)
+        for step in range(first, total):
+            current = upcoming
+            if step + 1 < total:
+                upcoming, coming = request(coming.result()), make(step + 2)
+            yield current
 
 
 def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
@@ -104,17 +132,33 @@ def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch
     model.table_optimizer.prepare(rate * config.tables.lr)
 
 
-def _finite_norm(loss: Tensor, rows_VD: Tensor, step: int, model: ParallelModel) -> Tensor:
-    """Norm of the dense gradients. ValueError on all ranks, before any weight moves, where a rank's loss or a gradient
-    is not finite; collective."""
-    assert rows_VD.grad is not None
-    norm = get_total_norm([parameter.grad for parameter in model.tower.parameters() if parameter.grad is not None])
-    if agreed(not bool((loss + norm + rows_VD.grad.sum()).isfinite()), model.ranks):
-        raise ValueError(
-            f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
-            "--tables.lr, or with --train.warmup-steps (what this run has saved is sound)"
-        )
-    return norm
+class _Finite:
+    """Stops all ranks where a rank's loss or a gradient is not finite, before anything is saved.
+
+    On CPU, before any weight moves. A CUDA device would have to be waited for, so it is asked only where it is waited
+    for anyway: weights may be spoilt by then, and are not saved.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        self.first = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
+
+    def norm(self, loss: Tensor, rows_VD: Tensor, step: int) -> Tensor:
+        """Norm of the dense gradients; takes note of what is not finite."""
+        assert rows_VD.grad is not None
+        gradients = [parameter.grad for parameter in self.model.tower.parameters() if parameter.grad is not None]
+        norm = get_total_norm(gradients)
+        spoilt = ~(loss.detach() + norm + rows_VD.grad.sum()).isfinite()
+        self.first = torch.where((self.first == 0) & spoilt, step, self.first)
+        return norm
+
+    def check(self) -> None:
+        """Collective."""
+        if step := largest(int(self.first), self.model.ranks):
+            raise ValueError(
+                f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
+                "--tables.lr, or with --train.warmup-steps (what this run has saved is sound)"
+            )
 
 
 def _out_of_time(config: Config, seconds: float, ranks: Ranks) -> bool:

@@ -6,7 +6,7 @@ their gradients back, and both pass the wire codec.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
+from torchrec.distributed.types import Awaitable, EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
@@ -49,9 +49,15 @@ class ParallelModel:
     def tower(self) -> Tower:
         return cast(Tower, self.replicated.module)
 
-    def lookup(self, id_V: Tensor) -> Tensor:
-        """Rows [V, D] of the item table, wherever they live; collective."""
-        return cast(Tensor, self.table(item_lookup(id_V)).wait()[ITEM].values())
+    def request(self, id_V: Tensor) -> "Request":
+        """Sends ids to the ranks that own their rows, while the caller goes on; collective."""
+        context = self.table.create_context()
+        return Request(context, self.table.input_dist(context, item_lookup(id_V)).wait())
+
+    def lookup(self, request: "Request") -> Tensor:
+        """Rows [V, D] of the item table that were asked for, wherever they live; collective."""
+        answer = self.table.compute_and_output_dist(request.context, request.ids.wait())
+        return cast(Tensor, answer.wait()[ITEM].values())
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The tower's losses; autocast as configured."""
@@ -78,6 +84,14 @@ class ParallelModel:
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             item_XD[row : row + rows, column : column + columns] = shard.tensor
         return all_reduce_sum(item_XD, self.ranks)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ids on their way to the owners of their rows."""
+
+    context: Any
+    ids: Awaitable[Any]
 
 
 def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:

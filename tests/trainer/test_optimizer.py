@@ -29,7 +29,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str) -> None:
             ids = torch.randperm(ITEMS)[: int(torch.randint(1, 20, ()))].sort().values
             gradient = torch.randn(len(ids), 8)
             model.table_optimizer.prepare(tables.lr)
-            model.return_gradients(model.lookup(ids), gradient)
+            model.return_gradients(model.lookup(model.request(ids)), gradient)
             model.table_optimizer.step()
             first[ids] = tables.beta1 * first[ids] + (1 - tables.beta1) * gradient
             second[ids] = tables.beta2 * second[ids] + (1 - tables.beta2) * gradient.square()
@@ -46,7 +46,7 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
             model = parallelize(ITEMS, config, ranks)
             before = model.gather_table()
             model.table_optimizer.prepare(0.01)
-            rows = model.lookup(torch.tensor(ids))
+            rows = model.lookup(model.request(torch.tensor(ids)))
             model.return_gradients(rows, torch.tensor(gradient)[:, None].expand(-1, 8).contiguous())
             model.table_optimizer.step()
             changes.append(model.gather_table() - before)
@@ -63,7 +63,7 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
             ids = torch.randperm(ITEMS)[:10].sort().values
             gradient = torch.randn(len(ids), 8)
             model.table_optimizer.prepare(0.1)
-            model.return_gradients(model.lookup(ids), gradient)
+            model.return_gradients(model.lookup(model.request(ids)), gradient)
             model.table_optimizer.step()
             sums[ids] += gradient.square().mean(1)
             expected[ids] -= 0.1 * gradient / (sums[ids].sqrt()[:, None] + 1e-8)

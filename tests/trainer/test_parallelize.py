@@ -51,7 +51,7 @@ def train_steps(config: Config, steps: int) -> Seen:
 
 def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
     optimizer.zero_grad()
-    rows_VD = model.lookup(batch.id_V)
+    rows_VD = model.lookup(model.request(batch.id_V))
     leaf_VD = rows_VD.detach().requires_grad_()
     losses = model.loss(leaf_VD, batch)
     model.backward(losses["loss"])
