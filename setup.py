@@ -8,16 +8,28 @@ import sys
 
 from setuptools import Extension, setup
 
-# Every FP32 operation rounded by itself, so that the result is that of plain torch; nothing else is given up. No
-# -march: the sources choose among instruction sets when they are loaded, so that a wheel runs on any processor.
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# No -march: the sources choose among instruction sets when they are loaded, so that a wheel runs on any processor.
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math"]
 if sys.platform == "linux" and platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-SOURCES = {"logitmix.comm._fp8": "comm/fp8.c", "logitmix.modules.kernels._mol": "modules/kernels/mol.c"}
 
 setup(
     ext_modules=[
-        Extension(module, [source], depends=["setup.py"], extra_compile_args=FLAGS, optional=True)
-        for module, source in SOURCES.items()
+        # Every FP32 operation rounded by itself: the bytes are those of plain torch.
+        Extension(
+            "logitmix.comm._fp8",
+            ["comm/fp8.c"],
+            depends=["setup.py"],
+            extra_compile_args=[*FLAGS, "-ffp-contract=off"],
+            optional=True,
+        ),
+        Extension(
+            "logitmix.modules.kernels._mol",
+            ["modules/kernels/mol.c"],
+            depends=["setup.py"],
+            extra_compile_args=FLAGS,
+            libraries=["m"],
+            optional=True,
+        ),
     ]
 )
