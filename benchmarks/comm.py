@@ -51,7 +51,8 @@ from logitmix.trainer.telemetry import Telemetry
 ARMS = ("fp32", "fp16", "fp8")
 RANKS = 2
 DEVICE = "wire"
-ITEMS, USERS, ACTIONS, BATCH = 200_000, 64, 6, 4
+ITEMS, USERS, ACTIONS, BATCH = 200_000, 40, 6, 4
+EPOCH = USERS // BATCH
 WARM_UP, LOG_EVERY = 10, 5
 HEADERS = 66
 COUNTED = ("tx_bytes", "tx_packets")
@@ -81,8 +82,8 @@ class Options:
     def __post_init__(self) -> None:
         if strange := set(self.arms.split(",")) - set(ARMS):
             raise SystemExit(f"--arms has {', '.join(sorted(strange))}; there are {', '.join(ARMS)}")
-        if self.steps < WARM_UP + LOG_EVERY or self.repeats < 1:
-            raise SystemExit(f"--steps must be at least {WARM_UP + LOG_EVERY}, --repeats at least 1")
+        if self.steps < 2 * WARM_UP or self.steps % EPOCH or self.repeats < 1:
+            raise SystemExit(f"--steps must be at least {2 * WARM_UP} and a multiple of {EPOCH}, --repeats at least 1")
 
 
 def main(options: Options) -> None:
@@ -214,8 +215,7 @@ def _write_dataset(path: Path) -> None:
 
 
 def _config(data: Path, arm: str, steps: int) -> Config:
-    # The run stops before the end that is set for it.
-    epochs = steps * BATCH // USERS + 1
+    epochs = steps // EPOCH
     tree = {
         "data": {"path": str(data)},
         "model": MODEL,
@@ -313,7 +313,7 @@ def _comparison(fp8: dict[str, float], other: dict[str, float], name: str) -> st
 
 def _dense_parameters() -> int:
     with torch.device("meta"):
-        tower = Tower(_config(Path(), "fp32", 1).model)
+        tower = Tower(_config(Path(), "fp32", EPOCH).model)
     return sum(parameter.numel() for parameter in tower.parameters())
 
 
@@ -341,7 +341,7 @@ def _work(job: dict[str, Any]) -> None:
 
 
 class Enough(Exception):
-    """Ends a run after its last step."""
+    """Ends a run after its last step, when no request for the next is under way."""
 
 
 class CountingTelemetry(Telemetry):
