@@ -51,7 +51,12 @@ def mol_sampled_softmax(
 
     Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where
     the processor cannot multiply BF16). On CPU it takes as many threads as torch would; for one number of threads,
-    results are equal to the last bit. IndexError or ValueError for indices or bounds that do not fit.
+    results are equal to the last bit. IndexError or ValueError for indices or bounds that do not fit; indices in the
+    memory of a GPU are not looked at.
+
+    Compiled C serves CPUs. Triton serves CUDA up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
+    mol_triton.covers says it exactly. What neither serves is computed in plain torch, a block of positions at a time,
+    which on a GPU is slower by far.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -62,6 +67,14 @@ def mol_sampled_softmax(
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, (target_T, negatives_GN, bounds), dropout, *query, *item, *cross_gate)
+    if target_T.device.type == "cuda" and _has_triton():
+        # Only where it is used: without a GPU there need be no Triton, and it takes its time to load.
+        from . import mol_triton
+
+        U, I, C, H = query[0].shape[1], *item[0].shape[1:], len(cross_gate[0])
+        if mol_triton.covers(U, I, C, H, dtype, target_T.device):
+            tensors = (*query, *item, *cross_gate)
+            return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, *tensors)
     row_T = target_T if dropout is None else dropout.row_T
     examples = Examples(row_T, target_T, bounds, negatives_GN)
     noise, rate = (None, 0.0) if dropout is None else (dropout.noise, dropout.rate)
@@ -120,6 +133,11 @@ class _Problem(ctypes.Structure):
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
     )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -1,0 +1,736 @@
+"""Sampled softmax over a mixture of logits (MoL) for CUDA: what mol_loss.py describes, as Triton kernels.
+
+Axes: T positions, G groups, N negatives of a group, V unique items, U query components, I item components, C their
+width, M = U * I mixture components, H hidden width of the cross gate; P pairs of a tile, its targets or TT * NT.
+
+A tile is TT positions of one group x NT of its negatives: 16 x 8 on Hopper in BF16. What is [P, M] or [P, H] stays on
+chip, and nothing is written of a pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
+permuted to pair-major [P, M], which is what the cross gate's products read. With 8 x 8 components a warp has whole
+pairs before and after, so the permutation is one pass through shared memory without bank conflicts.
+
+Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes are left
+for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
+tile of pairs a program computes the forward again and, from the log-sum-exp, the gradients, which it adds up where they
+are made: the cross gate's in registers for all of its tiles, the query's for a tile of positions. The items' go to sums
+of the program's own for each of its groups (a slot), in memory to which no other program adds. So the order is fixed,
+and these additions are atomic only because nothing waits for those. Last, torch adds up programs and slots, slots by
+`index_add_`, which has one order under `torch.use_deterministic_algorithms(True)`. Another kind of device may group the
+sums in another way, by its number of programs. Targets, a pair for each position, have kernels of their own.
+
+Registers are what is short: the gate's gradients take 64 of a thread's 255, and [P, H] in FP32 as many. So backward
+takes hidden units in halves, and computes them again rather than keep their slopes through the softmax; sums over pairs
+(biases, gating weights) are products with constants, since sums across lanes take several times the instructions.
+
+Precision: FP32 inputs have FP32 products, never TF32. In BF16 all sums are FP32; logits, hidden units and gradients are
+rounded where they enter a product, sigmoids are good to 2^-11. Sizes are padded to powers of two: `covers`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from triton.compiler.compiler import max_shared_mem
+
+from ..blockwise import GATES
+from ..noise import derive_key, threshold
+from .mol_loss import GateDropout
+
+GOLDEN = tl.constexpr(0x9E3779B9)
+FIRST = tl.constexpr(0x21F0AAAD)
+SECOND = tl.constexpr(0x735A2D97)
+LEAST = tl.constexpr(1e-6)
+ONES = tl.constexpr(16)
+"""Rows of the smallest product: a sum over pairs is one, with 16 equal rows."""
+TILE_FIELDS = tl.constexpr(4)
+
+
+def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tiles of these sizes fit on the device.
+
+    FP32 and BF16; padded to powers of two, up to 64 components (16 on a side), 128 hidden units and a width of 128 in
+    BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 32.
+    """
+    plan = _plan(U, I, C, H, dtype, device)
+    if dtype not in (torch.float32, torch.bfloat16) or plan.UP * plan.IP > 64 or max(U, I) > 16 or plan.HP > 128:
+        return False
+    if _shared_memory(device) < A100:
+        return dtype == torch.bfloat16 and plan.CP <= 32
+    return (plan.CP <= 64) or (plan.CP <= 128 and dtype == torch.bfloat16)
+
+
+def mol_sampled_softmax(
+    dtype: torch.dtype,
+    target_T: Tensor,
+    negatives_GN: Tensor,
+    bounds: Sequence[int],
+    dropout: GateDropout | None,
+    *tensors: Tensor,
+) -> Tensor:
+    """mol_loss.mol_sampled_softmax of sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
+    return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds), dropout, *tensors)
+
+
+A100, HOPPER = 160 * 1024, 220 * 1024
+"""Shared memory of a block that these have, and somewhat more, bytes."""
+INTERPRETED_PROGRAMS = 3
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Padded sizes; a tile's positions, negatives and, for targets, pairs; warps of a program."""
+
+    UP: int
+    IP: int
+    CP: int
+    HP: int
+    TT: int
+    NT: int
+    targets: int
+    forward_warps: int
+    backward_warps: int
+
+
+def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> _Plan:
+    # Products are 16 x 16 at least; hidden units come in halves.
+    UP = triton.next_power_of_2(U)
+    IP = max(triton.next_power_of_2(I), 16 // UP)
+    CP, HP = max(triton.next_power_of_2(C), 16), max(triton.next_power_of_2(H), 32)
+    # Chosen by what the compiler says of registers and shared memory.
+    if dtype == torch.bfloat16:
+        P = 128 if _shared_memory(device) >= HOPPER else 64
+        targets, forward_warps, backward_warps = 32, P // 16, 8
+    else:
+        P, targets, forward_warps, backward_warps = 32, 16, 16, 16
+    # So that TT * UP and NT * IP are no more than those of 8 x 8 components.
+    NT = 16 if UP > 8 else 4 if IP > 8 else 8
+    return _Plan(UP, IP, CP, HP, P // NT, NT, targets, forward_warps, backward_warps)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """What a block can have at most, bytes; the interpreter is as large as Hopper."""
+    return max_shared_mem(device.index or 0) if device.type == "cuda" else HOPPER
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A loss, laid out for the kernels. inputs: both sides and the cross gate's weights in the products' dtype."""
+
+    inputs: list[Tensor]
+    target_T: Tensor
+    negatives_GN: Tensor
+    bounds: Sequence[int]
+    row_T: Tensor
+    noise: tuple[int, int, int]
+    """The key's two halves, and how many of 2^16 random numbers drop a gate."""
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """U, I, C, H."""
+        query_TUC, _, item_VIC, _, up_HM = self.inputs[:5]
+        return query_TUC.shape[1], item_VIC.shape[1], item_VIC.shape[2], len(up_HM)
+
+    @property
+    def plan(self) -> _Plan:
+        return _plan(*self.counts, self.inputs[0].dtype, self.target_T.device)
+
+    @property
+    def compiled_for(self) -> dict[str, Any]:
+        half, on_gpu = self.inputs[0].dtype == torch.bfloat16, self.inputs[0].is_cuda
+        sizes = dict(zip("UICH", self.counts, strict=True))
+        sizes |= {name: getattr(self.plan, name) for name in ("UP", "IP", "CP", "HP")}
+        return {**sizes, "DROP": self.noise[2] > 0, "COARSE": half and on_gpu, "EMULATED": half and not on_gpu,
+                "num_stages": 1}  # fmt: skip
+
+    def programs(self, tiles: int) -> int:
+        device = self.target_T.device
+        if device.type != "cuda":
+            return min(tiles, INTERPRETED_PROGRAMS)
+        return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def tiles(self) -> "_Tiles":
+        size = self.plan.TT
+        bound_G = torch.tensor(self.bounds, dtype=torch.int64)
+        count_G = (bound_G.diff() + size - 1) // size
+        tiles = int(count_G.sum())
+        programs = self.programs(tiles)
+        number = torch.arange(tiles)
+        group = torch.repeat_interleave(torch.arange(len(count_G)), count_G)
+        start = bound_G[group] + (number - (count_G.cumsum(0) - count_G)[group]) * size
+        end = torch.minimum(start + size, bound_G[group + 1])
+        # Program p has tiles p * tiles // programs and on.
+        program = ((number + 1) * programs - 1) // max(tiles, 1)
+        slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
+        table = torch.stack([start, end, group, slot], 1)
+        device = self.target_T.device
+        return _Tiles(tiles, programs, table.to(device, non_blocking=True), slot_group[1].to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of positions. Their table has start, end, group and slot: the program's own sums for that group."""
+
+    count: int
+    programs: int
+    table: Tensor
+    group_of_slot: Tensor
+
+
+class _MolLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        dtype: torch.dtype,
+        groups: tuple[Tensor, Tensor, Sequence[int]],
+        dropout: GateDropout | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        dtypes = [*[dtype] * 5, torch.float32, dtype, torch.float32]
+        inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
+        target_T, negatives_GN = (indices.to(torch.int64).contiguous() for indices in groups[:2])
+        row_T, noise = target_T, (0, 0, 0)
+        if dropout is not None:
+            row_T = dropout.row_T.to(torch.int64).contiguous()
+            key = derive_key(dropout.noise.key, GATES)
+            noise = _signed(key), _signed(key >> 32), threshold(dropout.rate)
+        problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, noise)
+        tiles = problem.tiles()
+        with torch.cuda.device_of(target_T):
+            positive_T, others_T = _forward(problem, tiles)
+        ctx.problem, ctx.tiles, ctx.dtypes = problem, tiles, [tensor.dtype for tensor in tensors]
+        ctx.save_for_backward(positive_T, others_T)
+        return F.softplus(others_T - positive_T).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.cuda.device_of(scale):
+            positive_T, others_T = ctx.saved_tensors
+            gradients = _backward(ctx.problem, ctx.tiles, positive_T, others_T, scale)
+        return (None, None, None, *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)))
+
+
+def _signed(bits: int) -> int:
+    """The low 32 bits as a signed number: to Triton all of them are of one type."""
+    bits &= 0xFFFFFFFF
+    return bits - (bits >> 31 << 32)
+
+
+def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
+    """phi of the targets, and log-sum-exp of phi of the negatives: FP32 [T]."""
+    target_T, plan = problem.target_T, problem.plan
+    T, N = len(target_T), problem.negatives_GN.shape[1]
+    positive_T, others_T = (torch.empty(T, dtype=torch.float32, device=target_T.device) for _ in range(2))
+    if T:
+        _target_forward[(triton.cdiv(T, plan.targets),)](
+            *problem.inputs, target_T, problem.row_T, positive_T, T, N, *problem.noise, TT=plan.targets,
+            num_warps=plan.forward_warps, **problem.compiled_for,
+        )  # fmt: skip
+        _negatives_forward[(tiles.count,)](
+            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, positive_T, others_T,
+            N, *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.forward_warps, **problem.compiled_for,
+        )  # fmt: skip
+    return positive_T, others_T
+
+
+def _backward(
+    problem: _Problem, tiles: _Tiles, positive_T: Tensor, others_T: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs, FP32."""
+    item_VIC, item_VM = problem.inputs[2:4]
+    target_T, plan, device = problem.target_T, problem.plan, problem.target_T.device
+    T, N, slots = len(target_T), problem.negatives_GN.shape[1], len(tiles.group_of_slot)
+    U, I, C, H = problem.counts
+    M = U * I
+    d_query_TUC, d_query_TM, d_target_TIC, d_target_TM = (
+        torch.empty(T, *shape, dtype=torch.float32, device=device) for shape in ((U, C), (M,), (I, C), (M,))
+    )
+    d_slot_NIC, d_slot_NM = (torch.zeros(slots * N, *shape, device=device) for shape in ((I, C), (M,)))
+    target_tiles = triton.cdiv(T, plan.targets)
+    target_programs = problem.programs(target_tiles)
+    d_gate = torch.empty(target_programs + tiles.programs, 2 * H * M + H + M, device=device)
+    scale = scale.to(torch.float32)
+    if T:
+        # Minus one, as what the others have: no cancellation.
+        d_positive_T = -torch.sigmoid(others_T - positive_T) * scale
+        whole_T = torch.logaddexp(positive_T, others_T)
+        _target_backward[(target_programs,)](
+            *problem.inputs, target_T, problem.row_T, d_positive_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
+            d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.backward_warps,
+            **problem.compiled_for,
+        )  # fmt: skip
+        _negatives_backward[(tiles.programs,)](
+            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, whole_T, scale,
+            d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N, *problem.noise,
+            TT=plan.TT, NT=plan.NT, num_warps=plan.backward_warps, **problem.compiled_for,
+        )  # fmt: skip
+    d_item_VIC, d_item_VM = (torch.zeros(item.shape, device=device) for item in (item_VIC, item_VM))
+    item_of_slot = problem.negatives_GN[tiles.group_of_slot].flatten()
+    for d_item, d_slot, d_target in ((d_item_VIC, d_slot_NIC, d_target_TIC), (d_item_VM, d_slot_NM, d_target_TM)):
+        d_item.index_add_(0, item_of_slot, d_slot)
+        d_item.index_add_(0, target_T, d_target)
+    up, up_bias, down, down_bias = d_gate.sum(0).split([H * M, H, M * H, M])
+    return d_query_TUC, d_query_TM, d_item_VIC, d_item_VM, up.view(H, M), up_bias, down.view(M, H), down_bias
+
+
+@triton.jit
+def _dot(a, b, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    return _dot_add(a, b, tl.zeros((a.shape[0], b.shape[1]), tl.float32), EMULATED)
+
+
+@triton.jit
+def _dot_add(a, b, c, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EMULATED:  # the interpreter would multiply the bits of BF16 numbers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+    else:
+        return tl.dot(a, b, c, input_precision="ieee")
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EMULATED:  # the interpreter would cut the last bits off
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _sigmoid(x, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if COARSE:  # one instruction of the unit that is short of time, not two
+        half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
+        return 0.5 * half + 0.5
+    else:
+        return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _mix(bits):  # type: ignore[no-untyped-def]
+    bits = (bits ^ (bits >> 16)) * FIRST
+    bits = (bits ^ (bits >> 15)) * SECOND
+    return bits ^ (bits >> 15)
+
+
+@triton.jit
+def _row_hash(row, key_low, key_high):  # type: ignore[no-untyped-def]
+    bits = _mix(row.to(tl.uint32) ^ key_low.to(tl.uint32))
+    return _mix(bits ^ (row >> 32).to(tl.uint32) ^ key_high.to(tl.uint32))
+
+
+@triton.jit
+def _kept(row_hash, m, dropped):  # type: ignore[no-untyped-def]
+    """noise.py's mask [P, M]: two gates share a number, the first has its low half; halves are signed."""
+    column_hash = _mix((m >> 1).to(tl.uint32) ^ GOLDEN)
+    bits = _mix(row_hash[:, None] ^ column_hash[None, :])
+    half = (bits >> ((m & 1) * 16).to(tl.uint32)[None, :]) & 0xFFFF
+    return (half ^ 0x8000).to(tl.int32) >= dropped
+
+
+@triton.jit
+def _components(U: tl.constexpr, I: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of each of the padded components [M], and whether it exists."""
+    padded = tl.arange(0, UP * IP)
+    if I == IP:
+        return padded, padded < U * I
+    else:
+        u, i = padded // IP, padded % IP
+        return u * I + i, (u < U) & (i < I)
+
+
+@triton.jit
+def _load_gate(  # type: ignore[no-untyped-def]
+    up, down, first, m, exists, M: tl.constexpr, H: tl.constexpr, PART: tl.constexpr
+):
+    """The cross gate's weights of hidden units first..first + PART."""
+    h = first + tl.arange(0, PART)
+    up_HM = tl.load(up + h[:, None] * M + m[None, :], mask=(h < H)[:, None] & exists[None, :], other=0.0)
+    down_MH = tl.load(down + m[:, None] * H + h[None, :], mask=exists[:, None] & (h < H)[None, :], other=0.0)
+    return up_HM, down_MH
+
+
+@triton.jit
+def _store_gate(  # type: ignore[no-untyped-def]
+    to, first, d_up, d_up_bias, d_down, m, exists, M: tl.constexpr, H: tl.constexpr, PART: tl.constexpr
+):
+    h = first + tl.arange(0, PART)
+    inside = (h < H)[:, None] & exists[None, :]
+    tl.store(to + h[:, None] * M + m[None, :], d_up, mask=inside)
+    tl.store(to + H * M + h, tl.sum(d_up_bias, 0) / ONES, mask=h < H)
+    tl.store(to + H * M + H + m[None, :] * H + h[:, None], d_down, mask=inside)
+
+
+@triton.jit
+def _load_components(  # type: ignore[no-untyped-def]
+    side, row, k, inside, COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr
+):
+    """Component k of each row, [rows, CP]."""
+    c = tl.arange(0, CP)
+    return tl.load(
+        side + (row * COUNT + k)[:, None] * C + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _load_weights(side, row, inside, m, exists, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = side + row[:, None] * M + m[None, :]
+    return tl.load(at, mask=inside[:, None] & exists[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pair_major(x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.permute(x.reshape(TT, UP, NT, IP), (0, 2, 1, 3)).reshape(TT * NT, UP * IP)
+
+
+@triton.jit
+def _side_major(x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.permute(x.reshape(TT, NT, UP, IP), (0, 2, 1, 3)).reshape(TT * UP, NT * IP)
+
+
+@triton.jit
+def _hidden(logit, up_HM, up_H, COARSE: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hidden units [P, H] and the slope of SiLU there."""
+    x = _dot(logit, tl.trans(up_HM), EMULATED) + up_H[None, :]
+    s = _sigmoid(x, COARSE)
+    y = x * s
+    return y, s + y - y * s
+
+
+@triton.jit
+def _hidden_back(  # type: ignore[no-untyped-def]
+    logit, d_z, up_HM, up_H, down_MH, d_up, d_up_bias, d_down, d_logit, ones,
+    COARSE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """The sums so far, with what the pairs of d_z [P, M] add through these hidden units."""
+    hidden, slope = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
+    d_down = _dot_add(tl.trans(_rounded(hidden, logit.dtype, EMULATED)), d_z, d_down, EMULATED)
+    d_hidden = _rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
+    d_up = _dot_add(tl.trans(d_hidden), logit, d_up, EMULATED)
+    d_up_bias = _dot_add(ones, d_hidden, d_up_bias, EMULATED)
+    d_logit = _dot_add(d_hidden, up_HM, d_logit, EMULATED)
+    return d_up, d_up_bias, d_down, d_logit
+
+
+@triton.jit
+def _mixture(  # type: ignore[no-untyped-def]
+    z, logit, exists, row_hash, m, dropped, DROP: tl.constexpr, PADDED: tl.constexpr, COARSE: tl.constexpr
+):
+    """phi [P] of z and logit [P, M], and of what its slopes are made:
+
+    d phi / d logit = pi = kept * scale, d phi / d z = (pi * logit - other * other_scale) * slope."""
+    s = _sigmoid(z, COARSE)
+    y = z * s
+    slope = s + y - y * s
+    if PADDED:
+        y = tl.where(exists[None, :], y, -float("inf"))
+    e = tl.exp(y - tl.max(y, 1)[:, None])
+    total = tl.sum(e, 1)
+    if DROP:
+        kept = tl.where(_kept(row_hash, m, dropped), e, 0.0)
+        part = tl.sum(kept, 1)
+        # What dropout leaves is scaled, then divided by its sum, which counts as LEAST at least.
+        rescale = 65536.0 / (65536 - dropped).to(tl.float32)
+        starved = rescale * part < total * LEAST
+        scale = tl.where(starved, rescale / (total * LEAST), 1 / tl.where(starved, 1.0, part))
+        phi = tl.sum(kept * logit, 1) * scale
+        other = tl.where(starved[:, None], e, kept)
+        return phi, kept, scale, other, tl.where(starved, phi / total, phi * scale), slope
+    else:
+        scale = 1 / total
+        phi = tl.sum(e * logit, 1) * scale
+        return phi, e, scale, e, phi * scale, slope
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high", "dropped"])
+def _negatives_forward(  # type: ignore[no-untyped-def]
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, tile,
+    positive, others, N, key_low, key_high, dropped,
+    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
+    COARSE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """others: log-sum-exp of phi over a position's negatives, without those that are its target."""
+    M: tl.constexpr = U * I
+    dtype = query.dtype.element_ty
+    m, exists = _components(U, I, UP, IP)
+    h = tl.arange(0, HP)
+    up_HM, down_MH = _load_gate(up, down, 0, m, exists, M, H, HP)
+    up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
+    down_M = tl.load(down_bias + m, mask=exists, other=0.0)
+
+    tile += tl.program_id(0) * TILE_FIELDS
+    start, end, group = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    t = start + tl.arange(0, TT)
+    tu, u = start + tl.arange(0, TT * UP) // UP, tl.arange(0, TT * UP) % UP
+    query_TUC = _load_components(query, tu, u, (tu < end) & (u < U), U, C, CP)
+    query_TM = _load_weights(query_weights, t, t < end, m, exists, M)
+    target_T = tl.load(target + t, mask=t < end, other=-1)
+    row_T = tl.load(row + t, mask=t < end, other=0)
+    highest_T = tl.load(positive + t, mask=t < end, other=0.0)
+    total_T = tl.zeros((TT,), tl.float32)
+    for first in range(0, N, NT):
+        n = first + tl.arange(0, NT)
+        ni, i = first + tl.arange(0, NT * IP) // IP, tl.arange(0, NT * IP) % IP
+        negative_N = tl.load(negative + group * N + n, mask=n < N, other=0)
+        negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0)
+        item_NIC = _load_components(item, negative_NI, i, (ni < N) & (i < I), I, C, CP)
+        item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M)
+        logit = _pair_major(_rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP)
+        hidden = _rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
+        weights = (query_TM[:, None, :] * item_NM[None, :, :]).reshape(TT * NT, UP * IP)
+        z = _dot(hidden, tl.trans(down_MH), EMULATED) + (weights + down_M[None, :])
+        row_P = (row_T[:, None] * (N + 1) + 1 + n[None, :]).reshape(TT * NT)
+        row_hash = _row_hash(row_P, key_low, key_high)
+        phi = _mixture(z, logit.to(tl.float32), exists, row_hash, m, dropped, DROP, UP * IP != M, COARSE)[0]
+        counts = (negative_N[None, :] != target_T[:, None]) & (n < N)[None, :]
+        phi_TN = tl.where(counts, phi.reshape(TT, NT), -float("inf"))
+        higher_T = tl.maximum(highest_T, tl.max(phi_TN, 1))
+        total_T = total_T * tl.exp(highest_T - higher_T) + tl.sum(tl.exp(phi_TN - higher_T[:, None]), 1)
+        highest_T = higher_T
+    tl.store(others + t, highest_T + tl.log(total_T), mask=t < end)
+
+
+@triton.jit(do_not_specialize=["tiles", "key_low", "key_high", "dropped"])
+def _negatives_backward(  # type: ignore[no-untyped-def]
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, tile,
+    whole, loss_scale, d_query, d_query_weights, d_item, d_item_weights, d_gate, tiles, N, key_low, key_high, dropped,
+    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
+    COARSE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """whole: log-sum-exp of phi over target and negatives. Adds to d_query*, d_item* (by slot); writes d_gate."""
+    M: tl.constexpr = U * I
+    MP: tl.constexpr = UP * IP
+    PART: tl.constexpr = HP // 2
+    JT: tl.constexpr = max(TT, ONES)
+    JN: tl.constexpr = max(NT, ONES)
+    dtype = query.dtype.element_ty
+    m, exists = _components(U, I, UP, IP)
+    c = tl.arange(0, CP)
+    h0 = tl.arange(0, PART)
+    h1 = PART + h0
+    up0_HM, down0_MH = _load_gate(up, down, 0, m, exists, M, H, PART)
+    up1_HM, down1_MH = _load_gate(up, down, PART, m, exists, M, H, PART)
+    scale_of_loss = tl.load(loss_scale)
+    p = tl.arange(0, TT * NT)[None, :]
+    ones_P = tl.full((ONES, TT * NT), 1.0, tl.float32).to(dtype)
+    is_T = (tl.arange(0, JT)[:, None] == p // NT).to(tl.float32).to(dtype)
+    is_N = (tl.arange(0, JN)[:, None] == p % NT).to(tl.float32).to(dtype)
+
+    d_up0, d_up1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
+    d_down0, d_down1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
+    d_up_bias0, d_up_bias1 = tl.zeros((ONES, PART), tl.float32), tl.zeros((ONES, PART), tl.float32)
+    d_down_bias = tl.zeros((ONES, MP), tl.float32)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for number in range(program * tiles // programs, (program + 1) * tiles // programs):
+        at = tile + number * TILE_FIELDS
+        start, end, group, slot = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        t = start + tl.arange(0, TT)
+        tu, u = start + tl.arange(0, TT * UP) // UP, tl.arange(0, TT * UP) % UP
+        query_TUC = _load_components(query, tu, u, (tu < end) & (u < U), U, C, CP)
+        target_T = tl.load(target + t, mask=t < end, other=-1)
+        row_T = tl.load(row + t, mask=t < end, other=0)
+        whole_T = tl.load(whole + t, mask=t < end, other=float("inf"))
+        d_query_TUC = tl.zeros((TT * UP, CP), tl.float32)
+        d_query_TM = tl.zeros((JT, MP), tl.float32)
+        for first in range(0, N, NT):
+            n = first + tl.arange(0, NT)
+            ni, i = first + tl.arange(0, NT * IP) // IP, tl.arange(0, NT * IP) % IP
+            item_inside = (ni < N) & (i < I)
+            negative_N = tl.load(negative + group * N + n, mask=n < N, other=0)
+            negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0)
+            item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP)
+            logit = _pair_major(
+                _rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP
+            )
+            # What is small is loaded where it is used: registers are short.
+            up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0)
+            hidden0 = _hidden(logit, up0_HM, up0_H, COARSE, EMULATED)[0]
+            z = _dot(_rounded(hidden0, dtype, EMULATED), tl.trans(down0_MH), EMULATED)
+            up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0)
+            hidden1 = _hidden(logit, up1_HM, up1_H, COARSE, EMULATED)[0]
+            z = _dot_add(_rounded(hidden1, dtype, EMULATED), tl.trans(down1_MH), z, EMULATED)
+            down_M = tl.load(down_bias + m, mask=exists, other=0.0)
+            query_TM = _load_weights(query_weights, t, t < end, m, exists, M)
+            item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M)
+            z += (query_TM[:, None, :] * item_NM[None, :, :]).reshape(TT * NT, MP) + down_M[None, :]
+            row_P = (row_T[:, None] * (N + 1) + 1 + n[None, :]).reshape(TT * NT)
+            row_hash = _row_hash(row_P, key_low, key_high)
+            logit_F = logit.to(tl.float32)
+            phi, kept, scale, other, other_scale, slope = _mixture(
+                z, logit_F, exists, row_hash, m, dropped, DROP, MP != M, COARSE
+            )
+            counts = (negative_N[None, :] != target_T[:, None]) & (n < N)[None, :]
+            share_TN = tl.where(counts, tl.exp(phi.reshape(TT, NT) - whole_T[:, None]), 0.0)
+            d_phi = share_TN.reshape(TT * NT) * scale_of_loss
+
+            d_logit = kept * (scale * d_phi)[:, None]
+            d_z = (d_logit * logit_F - other * (other_scale * d_phi)[:, None]) * slope
+            d_z_TNM = d_z.reshape(TT, NT, MP)
+            to_query = _rounded((d_z_TNM * item_NM[None, :, :]).reshape(TT * NT, MP), dtype, EMULATED)
+            d_query_TM = _dot_add(is_T, to_query, d_query_TM, EMULATED)
+            to_item = _rounded((d_z_TNM * query_TM[:, None, :]).reshape(TT * NT, MP), dtype, EMULATED)
+            d_item_NM = _dot(is_N, to_item, EMULATED)
+            j = tl.arange(0, JN)
+            tl.atomic_add(
+                d_item_weights + (slot * N + first + j)[:, None] * M + m[None, :], d_item_NM,
+                mask=((j < NT) & (first + j < N))[:, None] & exists[None, :], sem="relaxed",
+            )  # fmt: skip
+
+            d_z = _rounded(d_z, dtype, EMULATED)
+            d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
+            # Another way to load, or the compiler would keep the first hidden layer rather than compute it again.
+            up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0, cache_modifier=".ca")
+            d_up0, d_up_bias0, d_down0, d_logit = _hidden_back(
+                logit, d_z, up0_HM, up0_H, down0_MH, d_up0, d_up_bias0, d_down0, d_logit, ones_P, COARSE, EMULATED
+            )
+            up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0, cache_modifier=".ca")
+            d_up1, d_up_bias1, d_down1, d_logit = _hidden_back(
+                logit, d_z, up1_HM, up1_H, down1_MH, d_up1, d_up_bias1, d_down1, d_logit, ones_P, COARSE, EMULATED
+            )
+            d_side = _side_major(_rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
+            d_query_TUC = _dot_add(d_side, item_NIC, d_query_TUC, EMULATED)
+            d_item_NIC = _dot(tl.trans(d_side), query_TUC, EMULATED)
+            tl.atomic_add(
+                d_item + ((slot * N + ni) * I + i)[:, None] * C + c[None, :], d_item_NIC,
+                mask=item_inside[:, None] & (c < C)[None, :], sem="relaxed",
+            )  # fmt: skip
+        at_TUC = d_query + (tu * U + u)[:, None] * C + c[None, :]
+        inside = ((tu < end) & (u < U))[:, None] & (c < C)[None, :]
+        tl.store(at_TUC, tl.load(at_TUC, mask=inside, other=0.0) + d_query_TUC, mask=inside)
+        j = tl.arange(0, JT)
+        at_TM = d_query_weights + (start + j)[:, None] * M + m[None, :]
+        inside = ((j < TT) & (start + j < end))[:, None] & exists[None, :]
+        tl.store(at_TM, tl.load(at_TM, mask=inside, other=0.0) + d_query_TM, mask=inside)
+    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
+    _store_gate(d_gate, 0, d_up0, d_up_bias0, d_down0, m, exists, M, H, PART)
+    _store_gate(d_gate, PART, d_up1, d_up_bias1, d_down1, m, exists, M, H, PART)
+    tl.store(d_gate + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)
+
+
+@triton.jit
+def _target_logit(  # type: ignore[no-untyped-def]
+    query, item, t, target_T, inside, dtype: tl.constexpr,
+    U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr, TT: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """[TT, M] of position t and its own target: too few for tensor cores."""
+    u, i = tl.arange(0, UP), tl.arange(0, IP)
+    logit_TUI = tl.zeros((TT, UP, IP), tl.float32)
+    for c in range(C):
+        query_TU = _load_components_at(query, t, c, u, inside, U, C)
+        item_TI = _load_components_at(item, target_T, c, i, inside, I, C)
+        logit_TUI += query_TU[:, :, None] * item_TI[:, None, :]
+    return _rounded(logit_TUI.reshape(TT, UP * IP), dtype, EMULATED)
+
+
+@triton.jit
+def _load_components_at(side, row, c, k, inside, COUNT: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Element c of all components of each row, FP32 [rows, COUNTP]."""
+    at = side + (row[:, None] * COUNT + k[None, :]) * C + c
+    return tl.load(at, mask=inside[:, None] & (k < COUNT)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "key_low", "key_high", "dropped"])
+def _target_forward(  # type: ignore[no-untyped-def]
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row, positive,
+    T, N, key_low, key_high, dropped,
+    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
+    COARSE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = U * I
+    dtype: tl.constexpr = query.dtype.element_ty
+    m, exists = _components(U, I, UP, IP)
+    h = tl.arange(0, HP)
+    up_HM, down_MH = _load_gate(up, down, 0, m, exists, M, H, HP)
+    up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
+    down_M = tl.load(down_bias + m, mask=exists, other=0.0)
+    t = (tl.program_id(0) * TT + tl.arange(0, TT)).to(tl.int64)
+    target_T = tl.load(target + t, mask=t < T, other=0)
+    row_hash = _row_hash(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
+    logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
+    hidden = _rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
+    query_TM = _load_weights(query_weights, t, t < T, m, exists, M)
+    item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
+    z = _dot(hidden, tl.trans(down_MH), EMULATED) + (query_TM * item_TM + down_M[None, :])
+    phi = _mixture(z, logit.to(tl.float32), exists, row_hash, m, dropped, DROP, UP * IP != M, COARSE)[0]
+    tl.store(positive + t, phi, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T", "tiles", "key_low", "key_high", "dropped"])
+def _target_backward(  # type: ignore[no-untyped-def]
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row,
+    d_positive, d_query, d_query_weights, d_target, d_target_weights, d_gate, T, tiles, N, key_low, key_high, dropped,
+    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
+    COARSE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Writes all of d_*: the target's share, for the negatives' to be added."""
+    M: tl.constexpr = U * I
+    MP: tl.constexpr = UP * IP
+    PART: tl.constexpr = HP // 2
+    dtype: tl.constexpr = query.dtype.element_ty
+    m, exists = _components(U, I, UP, IP)
+    u, i = tl.arange(0, UP), tl.arange(0, IP)
+    h0 = tl.arange(0, PART)
+    h1 = PART + h0
+    up0_HM, down0_MH = _load_gate(up, down, 0, m, exists, M, H, PART)
+    up1_HM, down1_MH = _load_gate(up, down, PART, m, exists, M, H, PART)
+    up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0)
+    up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0)
+    down_M = tl.load(down_bias + m, mask=exists, other=0.0)
+    ones_P = tl.full((ONES, TT), 1.0, tl.float32).to(dtype)
+    d_up0, d_up1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
+    d_down0, d_down1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
+    d_up_bias0, d_up_bias1 = tl.zeros((ONES, PART), tl.float32), tl.zeros((ONES, PART), tl.float32)
+    d_down_bias = tl.zeros((ONES, MP), tl.float32)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for number in range(program * tiles // programs, (program + 1) * tiles // programs):
+        t = (number * TT + tl.arange(0, TT)).to(tl.int64)
+        target_T = tl.load(target + t, mask=t < T, other=0)
+        row_hash = _row_hash(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
+        d_phi = tl.load(d_positive + t, mask=t < T, other=0.0)
+        logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
+        hidden0 = _hidden(logit, up0_HM, up0_H, COARSE, EMULATED)[0]
+        z = _dot(_rounded(hidden0, dtype, EMULATED), tl.trans(down0_MH), EMULATED)
+        hidden1 = _hidden(logit, up1_HM, up1_H, COARSE, EMULATED)[0]
+        z = _dot_add(_rounded(hidden1, dtype, EMULATED), tl.trans(down1_MH), z, EMULATED)
+        query_TM = _load_weights(query_weights, t, t < T, m, exists, M)
+        item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
+        z += query_TM * item_TM + down_M[None, :]
+        logit_F = logit.to(tl.float32)
+        _phi, kept, scale, other, other_scale, slope = _mixture(
+            z, logit_F, exists, row_hash, m, dropped, DROP, MP != M, COARSE
+        )
+        d_logit = kept * (scale * d_phi)[:, None]
+        d_z = (d_logit * logit_F - other * (other_scale * d_phi)[:, None]) * slope
+        inside = (t < T)[:, None] & exists[None, :]
+        tl.store(d_query_weights + t[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
+        tl.store(d_target_weights + t[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
+        d_z = _rounded(d_z, dtype, EMULATED)
+        d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
+        d_up0, d_up_bias0, d_down0, d_logit = _hidden_back(
+            logit, d_z, up0_HM, up0_H, down0_MH, d_up0, d_up_bias0, d_down0, d_logit, ones_P, COARSE, EMULATED
+        )
+        d_up1, d_up_bias1, d_down1, d_logit = _hidden_back(
+            logit, d_z, up1_HM, up1_H, down1_MH, d_up1, d_up_bias1, d_down1, d_logit, ones_P, COARSE, EMULATED
+        )
+        d_logit_TUI = d_logit.reshape(TT, UP, IP)
+        for c in range(C):
+            query_TU = _load_components_at(query, t, c, u, t < T, U, C)
+            item_TI = _load_components_at(item, target_T, c, i, t < T, I, C)
+            at_TU = (t[:, None] * U + u[None, :]) * C + c
+            at_TI = (t[:, None] * I + i[None, :]) * C + c
+            d_query_TU = tl.sum(d_logit_TUI * item_TI[:, None, :], 2)
+            d_item_TI = tl.sum(d_logit_TUI * query_TU[:, :, None], 1)
+            tl.store(d_query + at_TU, d_query_TU, mask=(t < T)[:, None] & (u < U)[None, :])
+            tl.store(d_target + at_TI, d_item_TI, mask=(t < T)[:, None] & (i < I)[None, :])
+    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
+    _store_gate(d_gate, 0, d_up0, d_up_bias0, d_down0, m, exists, M, H, PART)
+    _store_gate(d_gate, PART, d_up1, d_up_bias1, d_down1, m, exists, M, H, PART)
+    tl.store(d_gate + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)

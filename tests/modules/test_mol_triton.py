@@ -1,0 +1,141 @@
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitmix.modules.kernels import mol_loss
+
+CHECKS = Path(__file__).with_name("mol_triton_checks.py")
+OF_A_BLOCK = {80: 163 * 1024, 90: 227 * 1024}
+"""Shared memory that one block can have, bytes, by compute capability."""
+
+
+def test_triton_gives_the_dense_sum_in_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", str(CHECKS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("compute_capability", OF_A_BLOCK)
+def test_the_kernels_fit_gpus_that_are_not_here(
+    compute_capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The paper's sizes: tensor cores of each generation, and what the kernels take of a multiprocessor."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from logitmix.modules.kernels import mol_triton
+
+    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
+    plan = mol_triton._plan(8, 8, 32, 128, torch.bfloat16, torch.device("cuda"))
+    sizes = {name: getattr(plan, name) for name in ("UP", "IP", "CP", "HP", "TT", "NT")}
+    constants = {
+        **dict(zip("UICH", (8, 8, 32, 128), strict=True)),
+        **sizes,
+        "DROP": True,
+        "COARSE": True,
+        "EMULATED": False,
+    }
+    integers = {name: "i32" for name in ("tiles", "N", "key_low", "key_high", "dropped")}
+    others = {"target": "*i64", "negative": "*i64", "row": "*i64", "tile": "*i64", **integers}
+    others |= dict.fromkeys(("query", "query_weights", "item", "item_weights", "up", "down"), "*bf16")
+    for kernel, warps in (
+        (mol_triton._negatives_forward, plan.forward_warps),
+        (mol_triton._negatives_backward, plan.backward_warps),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else others.get(name, "*fp32") for name in names}
+        aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
+        source = triton.compiler.ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs=aligned,
+        )
+        options = {"num_warps": warps, "num_stages": 1}
+        compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
+        assert compiled.metadata.shared <= OF_A_BLOCK[compute_capability]
+        assert ("wgmma" if compute_capability == 90 else "mma.sync") in compiled.asm["ptx"]
+
+
+def test_only_cuda_loads_triton() -> None:
+    words = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); from test_mol_loss import fused, make; "
+        "fused(make([3], 2)); sys.exit('logitmix.modules.kernels.mol_triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", words, str(CHECKS.parent)]).returncode == 0
+
+
+@pytest.mark.gpu
+def test_triton_gives_the_dense_sum_on_the_device() -> None:
+    from mol_triton_checks import check_all
+
+    check_all("cuda", examples=100)
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_are_served_by_triton_and_reproducibly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mol_triton_checks import on
+    from test_mol_loss import fused, make
+
+    case = on("cuda", make([100, 0, 40], 30, shape=(8, 8, 32, 128), rate=0.2))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(3):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = fused(case)
+            results.append([loss.detach(), *case.gradients(loss)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results[1:]:
+        assert all(torch.equal(got, first) for got, first in zip(result, results[0], strict=True))
+    monkeypatch.setattr(mol_loss, "_has_triton", lambda: False)
+    plain = fused(case)
+    assert not torch.equal(plain, results[0][0])
+    torch.testing.assert_close(results[0][0], plain, rtol=2**-9, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(128, "bfloat16"), (30, "bfloat16"), (25_600, "bfloat16"), (128, "float32")]
+)
+def test_time_and_memory_of_the_papers_size(length: int, dtype: str, rate: float) -> None:
+    """25,600 positions x 128 negatives, 8 x 8 x 32: prints forward, both ways, and what the peak adds to the inputs."""
+    from mol_triton_checks import on
+    from test_mol_loss import fused, make
+
+    lengths = [length] * (25_600 // length)
+    case = on("cuda", make(lengths, 128, 40_000, (8, 8, 32, 128), rate).to(getattr(torch, dtype)))
+    case = replace(case, negatives_GN=case.negatives_GN.contiguous())
+
+    def milliseconds(work: object) -> float:
+        times = []
+        for _ in range(15):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()  # type: ignore[operator]
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return statistics.median(times[5:])
+
+    def both() -> None:
+        case.gradients(fused(case))
+
+    forward, total = milliseconds(lambda: fused(case)), milliseconds(both)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    print(
+        f"\n{dtype} groups of {length}, dropout {rate}: forward {forward:.2f} ms, both {total:.2f} ms, {peak:.0f} MiB"
+    )
+    # One [T, N, M] array of BF16 has 400 MiB.
+    assert peak < 400
