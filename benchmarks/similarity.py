@@ -10,7 +10,6 @@ seeds. `dot` is shown at the widths 48, 128 and 256; the best of them on validat
 """
 
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from benchmarks.measure import machine, spread
 
 DATASETS = ("demo", "demo-low-rank")
 METRICS = ("hr@10", "hr@50", "mrr")
@@ -102,7 +102,7 @@ def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options)
         best = max(dots or models, key=chosen_by.__getitem__)
         reference = statistics.median(run["hr@10"] for run in models[best])
         for model, runs in models.items():
-            cells = [_spread([run[metric] for run in runs]) for metric in (*METRICS, "validation")]
+            cells = [spread([run[metric] for run in runs], 4) for metric in (*METRICS, "validation")]
             ratio = statistics.median(run["hr@10"] for run in runs) / reference
             steps = f"{statistics.median(run['last_step'] for run in runs):.0f}"
             shown.add_row(dataset, model + (" *" if model == best else ""), *cells, steps, f"{ratio:.2f}")
@@ -111,21 +111,10 @@ def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options)
     console.print("* the width that is best on validation")
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.machine()
-
-
 def _setting(options: Options) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return (
         f"{options.minutes:g} min of training a run, {options.seeds} seeds, 1 process x 1 thread, {options.jobs} runs "
-        f"at once; torch {torch.__version__}, {_processor()}, commit {commit}"
+        f"at once; {machine()}"
     )
 
 

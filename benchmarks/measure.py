@@ -1,0 +1,73 @@
+"""What the measurements share: CPU time and peak memory of a fresh process, and what a figure was measured on."""
+
+import ctypes
+import multiprocessing
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+
+@dataclass(frozen=True)
+class Spent:
+    cpu_s: float
+    peak_mb: float
+    """Memory of the process at its highest, above what it held when the measurement began."""
+
+
+def spent(work: Callable[[], object]) -> Spent:
+    """What a call takes, of this process; Linux only."""
+    ctypes.CDLL(None).malloc_trim(0)
+    # Linux then counts the highest memory anew; getrusage's would include the set-up's.
+    Path("/proc/self/clear_refs").write_text("5")
+    before, start = _status("VmRSS"), time.process_time()
+    work()
+    return Spent(time.process_time() - start, (_status("VmHWM") - before) / 1024)
+
+
+def in_turn(tasks: dict[str, partial[Spent]], repetitions: int) -> dict[str, list[Spent]]:
+    """Each task that many times, every time in a fresh process; interleaved, so that all see the same weather."""
+    results: dict[str, list[Spent]] = {name: [] for name in tasks}
+    names = list(tasks) * repetitions
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for name in track(names, "measuring", console=Console(stderr=True)):
+            results[name].append(pool.submit(tasks[name]).result())
+    return results
+
+
+def median(runs: list[Spent]) -> Spent:
+    return Spent(statistics.median(run.cpu_s for run in runs), statistics.median(run.peak_mb for run in runs))
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median and range."""
+    shown = f"{statistics.median(values):.{digits}f}"
+    return shown if len(values) == 1 else f"{shown} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def machine() -> str:
+    """What every figure depends on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return f"torch {torch.__version__}, {_processor()}, commit {commit}"
+
+
+def _status(field: str) -> int:
+    """KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.machine()
