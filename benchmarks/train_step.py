@@ -1,0 +1,182 @@
+"""A training step of MoL: the fused loss beside other forms, how it scales, and where the time of a recipe's step goes.
+
+    python -m benchmarks.train_step [--peer PATH] [--json]
+    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET [--plot FILE.svg]
+
+The first compares what it takes, on one thread, to make sampled softmax and all gradients from query and item
+embeddings: both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are
+shared by a sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout
+of github.com/bailuding/rails: its MoL module runs beside ours at the same sizes, in FP32 and 16 parts, with negatives
+shared by the batch (benchmarks/peer.py says what exactly runs). A second table times the loss alone, without towers,
+over positions and negatives. CPU seconds and peak memory are those of fresh processes, run in turn.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import peer, recipe_step
+from benchmarks.measure import Spent, in_turn, machine, median, spent, spread
+from logitmix.modules.blockwise import Examples, blockwise_loss, softmax
+from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.losses import sampled_loss
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.mol import MoL
+
+DIM, ITEMS, LENGTH = 64, 3706, 200
+"""Width, items of a batch (all of MovieLens-1M), positions of a sequence."""
+POSITIONS = (3200, 6400, 12800, 25600)
+NEGATIVES = (128, 512, 2048, 8192)
+FEW = 800
+"""Positions where the negatives are many."""
+
+Share = Literal["sequence", "batch"]
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Options:
+    peer: str = ""
+    """A checkout of github.com/bailuding/rails, to measure beside ours."""
+    positions: int = 25600
+    negatives: int = 128
+    repetitions: int = 3
+    scaling: bool = True
+    """Show the second table."""
+    recipe: str = ""
+    """Show where the time of this recipe's training step goes, instead."""
+    data: str = ""
+    """The recipe's prepared dataset, where it is not data.path."""
+    steps: int = 5
+    """Training steps of the recipe, after two to warm up."""
+    plot: str = ""
+    """Draw the recipe's step into this file (.svg or .png)."""
+    json: bool = False
+    """Print JSON."""
+
+
+def main(options: Options) -> None:
+    if options.recipe:
+        recipe_step.main(options.recipe, options.data, options.steps, options.plot, options.json)
+        return
+    tasks = {name: partial(step, *form, options) for name, form in FORMS.items()}
+    if options.peer:
+        sizes = (options.positions, options.negatives, ITEMS, DIM)
+        tasks = {PEER: partial(peer.measure, options.peer, *sizes)} | tasks
+    forms = in_turn(tasks, options.repetitions)
+    points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
+    scaled = {}
+    if options.scaling:
+        scaled = in_turn({f"{T} {N}": partial(loss_alone, T, N) for T, N in points}, options.repetitions)
+    if options.json:
+        runs = {name: [asdict(run) for run in of_form] for name, of_form in (forms | scaled).items()}
+        print(json.dumps({"machine": machine(), "options": asdict(options), "runs": runs}))
+        return
+    console = Console(width=120)
+    console.print(_compared(forms, options))
+    if scaled:
+        console.print(_scaled(scaled))
+    console.print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.", highlight=False)
+
+
+PEER = "RAILS, 16 parts, fp32"
+FORMS: dict[str, tuple[bool, Share, Precision, int]] = {
+    "blocks in plain torch, by sequence, fp32": (False, "sequence", "fp32", 1),
+    "fused, by sequence, fp32": (True, "sequence", "fp32", 1),
+    "fused, by batch, fp32": (True, "batch", "fp32", 1),
+    "fused, by sequence, bf16": (True, "sequence", "bf16", 1),
+    "fused, by batch, bf16": (True, "batch", "bf16", 1),
+    "fused, by sequence, 16 parts, fp32": (True, "sequence", "fp32", peer.PARTS),
+    "fused, by sequence, 16 parts, bf16": (True, "sequence", "bf16", peer.PARTS),
+    "fused, by batch, 16 parts, bf16": (True, "batch", "bf16", peer.PARTS),
+}
+"""Fused or not; what shares its negatives; precision; parts of the batch, each with its own backward."""
+
+
+def step(fused: bool, share: Share, precision: Precision, parts: int, options: Options) -> Spent:
+    """Loss and gradients from query and item embeddings, towers included."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
+    item_XD = torch.randn(ITEMS, DIM)
+    gradient_XD = torch.zeros_like(item_XD)
+    query_TD = torch.randn(options.positions, DIM)
+    batches = [_batch(rows, options.negatives, share) for rows in torch.arange(options.positions).chunk(parts)]
+
+    def work(batches: list[tuple[Tensor, Examples]]) -> None:
+        for id_V, examples in batches:
+            leaf_TD = query_TD[examples.row_T].requires_grad_()
+            leaf_VD = item_XD[id_V].requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                query, item = mol.query(leaf_TD, examples.row_T, noise), mol.item(leaf_VD, id_V, noise)
+                if fused:
+                    loss = sampled_loss("softmax", mol, query, item, examples, noise, mol.config.gate_dropout)
+                else:
+                    loss = blockwise_loss(softmax, mol, query, item, examples, noise, mol.config.gate_dropout)
+            # Freed before the next part, as each leaves its function in a training loop.
+            del query, item
+            loss.backward()
+            gradient_XD.index_add_(0, id_V, leaf_VD.grad)
+
+    work([_batch(torch.arange(LENGTH), options.negatives, "sequence")])
+    return spent(partial(work, batches))
+
+
+def loss_alone(positions: int, negatives: int) -> Spent:
+    """Fused loss and gradients of towers' outputs, by sequence, BF16."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
+    id_V, examples = _batch(torch.arange(positions), negatives, "sequence")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        query = mol.query(torch.randn(positions, DIM), torch.arange(positions))
+        item = mol.item(torch.randn(len(id_V), DIM), id_V)
+    query, item = (tuple(part.requires_grad_() for part in side) for side in (query, item))
+
+    def work() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sampled_loss("softmax", mol, query, item, examples, noise, mol.config.gate_dropout)
+        loss.backward()
+
+    return spent(work)
+
+
+def _batch(row_T: Tensor, negatives: int, share: Share) -> tuple[Tensor, Examples]:
+    """The unique items that positions and their negatives name, and both as indices into them."""
+    bounds = [*range(0, len(row_T), LENGTH), len(row_T)] if share == "sequence" else [0, len(row_T)]
+    named = torch.randint(ITEMS, (len(row_T) + (len(bounds) - 1) * negatives,))
+    id_V, index = named.unique(return_inverse=True)
+    return id_V, Examples(row_T, index[: len(row_T)], bounds, index[len(row_T) :].view(-1, negatives))
+
+
+def _compared(forms: dict[str, list[Spent]], options: Options) -> Table:
+    reference = next(iter(forms))
+    title = f"Towers and loss, forward and backward: {options.positions} positions x {options.negatives} negatives"
+    table = Table("", "CPU s", "peak MB", "its time /", "its memory /", title=title, caption=f"/ {reference}")
+    base = median(forms[reference])
+    for name, runs in forms.items():
+        middle = median(runs)
+        ratios = (f"{middle.cpu_s / base.cpu_s:.3f}", f"{middle.peak_mb / base.peak_mb:.3f}")
+        table.add_row(name, spread([r.cpu_s for r in runs], 2), spread([r.peak_mb for r in runs], 0), *ratios)
+    return table
+
+
+def _scaled(points: dict[str, list[Spent]]) -> Table:
+    table = Table("positions", "negatives", "CPU s", "CPU us per pair", "peak MB", title="The fused loss alone, bf16")
+    for name, runs in points.items():
+        T, N = map(int, name.split())
+        per_pair = [run.cpu_s / (T * (N + 1)) * 1e6 for run in runs]
+        seconds, memory = ([getattr(run, field) for run in runs] for field in ("cpu_s", "peak_mb"))
+        table.add_row(str(T), str(N), spread(seconds, 2), spread(per_pair, 3), spread(memory, 0))
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
