@@ -6,7 +6,7 @@ width, M = U * I mixture components, H hidden width of the cross gate; P pairs o
 A tile is TT positions of one group x NT of its negatives: 16 x 8 on Hopper in BF16. What is [P, M] or [P, H] stays on
 chip, and nothing is written of a pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
 permuted to pair-major [P, M], which is what the cross gate's products read. With 8 x 8 components a warp has whole
-pairs before and after, so the permutation is one pass through shared memory without bank conflicts.
+pairs before and after, so the permutation is one pass through shared memory, a pair's row at a time.
 
 Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes are left
 for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
@@ -15,7 +15,8 @@ are made: the cross gate's in registers for all of its tiles, the query's for a 
 of the program's own for each of its groups (a slot), in memory to which no other program adds. So the order is fixed,
 and these additions are atomic only because nothing waits for those. Last, torch adds up programs and slots, slots by
 `index_add_`, which has one order under `torch.use_deterministic_algorithms(True)`. Another kind of device may group the
-sums in another way, by its number of programs. Targets, a pair for each position, have kernels of their own.
+sums in another way, by its number of programs. Targets, a pair for each position, have kernels of their own. Backward
+allocates 4 N (I C + M) bytes for each slot: there are fewer than groups and multiprocessors together.
 
 Registers are what is short: the gate's gradients take 64 of a thread's 255, and [P, H] in FP32 as many. So backward
 takes hidden units in halves, and computes them again rather than keep their slopes through the softmax; sums over pairs
@@ -382,12 +383,16 @@ def _load_weights(side, row, inside, m, exists, M: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _pair_major(x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pair_major(  # type: ignore[no-untyped-def]
+    x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr
+):
     return tl.permute(x.reshape(TT, UP, NT, IP), (0, 2, 1, 3)).reshape(TT * NT, UP * IP)
 
 
 @triton.jit
-def _side_major(x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _side_major(  # type: ignore[no-untyped-def]
+    x, TT: tl.constexpr, NT: tl.constexpr, UP: tl.constexpr, IP: tl.constexpr
+):
     return tl.permute(x.reshape(TT, NT, UP, IP), (0, 2, 1, 3)).reshape(TT * UP, NT * IP)
 
 

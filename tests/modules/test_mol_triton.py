@@ -62,6 +62,31 @@ def test_the_kernels_fit_gpus_that_are_not_here(
         assert ("wgmma" if compute_capability == 90 else "mma.sync") in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "of_a_block", "fits"),
+    [
+        ((8, 8, 32, 128), "bfloat16", 227, True),
+        ((5, 7, 50, 100), "float32", 163, True),
+        ((16, 4, 128, 128), "bfloat16", 163, True),
+        ((8, 8, 32, 128), "bfloat16", 99, True),
+        ((8, 8, 64, 128), "bfloat16", 99, False),
+        ((8, 8, 32, 128), "float32", 99, False),
+        ((8, 8, 128, 128), "float32", 227, False),
+        ((8, 9, 32, 128), "bfloat16", 227, False),
+        ((32, 1, 32, 128), "bfloat16", 227, False),
+        ((8, 8, 32, 129), "bfloat16", 227, False),
+        ((8, 8, 32, 128), "float16", 227, False),
+    ],
+)
+def test_what_is_covered(
+    shape: tuple[int, int, int, int], dtype: str, of_a_block: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from logitmix.modules.kernels import mol_triton
+
+    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: of_a_block * 1024)
+    assert mol_triton.covers(*shape, getattr(torch, dtype), torch.device("cuda")) == fits
+
+
 def test_only_cuda_loads_triton() -> None:
     words = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]); from test_mol_loss import fused, make; "
@@ -83,7 +108,6 @@ def test_cuda_tensors_are_served_by_triton_and_reproducibly(monkeypatch: pytest.
     from test_mol_loss import fused, make
 
     case = on("cuda", make([100, 0, 40], 30, shape=(8, 8, 32, 128), rate=0.2))
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
         results = []
