@@ -76,6 +76,8 @@ class Tower(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, SASRec):
                 module.reset_parameters(generator)
+        if isinstance(self.similarity, MoL):
+            self.similarity.reset_parameters()
 
     def forward(self, item_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Losses of a batch whose unique items have the rows item_VD, each the mean over the positions of all ranks.

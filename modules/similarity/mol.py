@@ -5,6 +5,7 @@ M = U * I mixture components.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from torch.nn import functional as F
 from ..config import SimilarityConfig
 from ..noise import Noise
 from .dot import l2_normalize
+
+PREFERENCE = 2.0
+"""Initial bias of the cross gate for a component paired with its like: with 8 x 8, SiLU and softmax give these 8 pairs
+about 0.45 of the weight."""
 
 GateDropout = Callable[[Tensor], Tensor]
 CrossGate = Callable[[Tensor], Tensor]
@@ -36,6 +41,25 @@ class MoL(nn.Module):
         self.query_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.item_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """To follow the random initialisation of the layers: makes the mixture begin as a similarity.
+
+        Component c of the query and component c of the item begin as the same map of the width D, in which queries and
+        items are compared; nearly a linear one, the gated units being open. And the cross gate begins with a preference
+        for the logits of such pairs and blind to the logits themselves, whose size of up to 1/tau would make its
+        choice a random one.
+        """
+        U, I, C = self.config.query_components, self.config.item_components, self.config.component_dim
+        for projection in (self.query_projection, self.item_projection):
+            projection.gated.bias[self.config.projection_hidden :] = 1.0
+        self.query_projection.gated.weight.copy_(self.item_projection.gated.weight)
+        paired = min(U, I) * C
+        self.query_projection.output.weight[:paired] = self.item_projection.output.weight[:paired]
+        last = cast(nn.Linear, self.cross_gate[2])
+        last.weight.zero_()
+        last.bias.view(U, I).fill_diagonal_(PREFERENCE)
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
