@@ -15,11 +15,9 @@ import ctypes
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import fbgemm_gpu
 import torch
@@ -228,20 +226,12 @@ def _print(options: Options, results: object, show: Callable[[], None]) -> None:
         show()
 
 
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _setting(options: Options) -> str:
     cuda = options.device.startswith("cuda")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return (
         f"{options.megabytes} MiB of FP32, {options.repetitions} repetitions, "
-        f"{torch.cuda.get_device_name(options.device) if cuda else f'1 thread of {_processor()}'}, codec in "
-        f"{fp8.backend(options.device.partition(':')[0])}; torch {torch.__version__}, fbgemm {fbgemm_gpu.__version__}, "
-        f"commit {commit}"
+        f"{torch.cuda.get_device_name(options.device) if cuda else '1 thread'}, codec in "
+        f"{fp8.backend(options.device.partition(':')[0])}; fbgemm {fbgemm_gpu.__version__}, {machine()}"
     )
 
 

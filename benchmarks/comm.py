@@ -39,7 +39,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.similarity import _processor
+from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import from_mapping
 from logitmix.modules.model import Tower
@@ -318,11 +318,9 @@ def _dense_parameters() -> int:
 
 
 def _setting(steps: int, repeats: int) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return (
         f"median of {repeats} runs of {steps - WARM_UP} steps after {WARM_UP} of warm-up, 2 ranks x 1 thread, D = 64, "
-        f"{MODEL['loss']['negatives']} negatives a sequence, {BATCH} sequences a batch; torch {torch.__version__}, "
-        f"{_processor()}, commit {commit}"
+        f"{MODEL['loss']['negatives']} negatives a batch, {BATCH} sequences a batch; {machine()}"
     )
 
 

@@ -38,6 +38,8 @@ def in_turn(tasks: dict[str, partial[Spent]], repetitions: int) -> dict[str, lis
     """Each task that many times, every time in a fresh process; interleaved, so that all see the same weather."""
     results: dict[str, list[Spent]] = {name: [] for name in tasks}
     names = list(tasks) * repetitions
+    if not names:
+        return results
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for name in track(names, "measuring", console=Console(stderr=True)):

@@ -12,7 +12,7 @@ over positions and negatives. CPU seconds and peak memory are those of fresh pro
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -48,8 +48,8 @@ class Options:
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
-    scaling: bool = True
-    """Show the second table."""
+    only: Literal["", "forms", "scaling"] = ""
+    """Measure this table alone."""
     recipe: str = ""
     """Show where the time of this recipe's training step goes, instead."""
     data: str = ""
@@ -66,21 +66,22 @@ def main(options: Options) -> None:
     if options.recipe:
         recipe_step.main(options.recipe, options.data, options.steps, options.plot, options.json)
         return
-    tasks = {name: partial(step, *form, options) for name, form in FORMS.items()}
-    if options.peer:
-        sizes = (options.positions, options.negatives, ITEMS, DIM)
-        tasks = {PEER: partial(peer.measure, options.peer, *sizes)} | tasks
+    tasks: dict[str, partial[Spent]] = {}
+    if options.only != "scaling":
+        if options.peer:
+            tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
+        tasks |= {name: partial(step, *form, options) for name, form in FORMS.items()}
     forms = in_turn(tasks, options.repetitions)
     points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
-    scaled = {}
-    if options.scaling:
-        scaled = in_turn({f"{T} {N}": partial(loss_alone, T, N) for T, N in points}, options.repetitions)
+    tasks = {f"{T} {N}": partial(loss_alone, T, N) for T, N in points if options.only != "forms"}
+    scaled = in_turn(tasks, options.repetitions)
     if options.json:
         runs = {name: [asdict(run) for run in of_form] for name, of_form in (forms | scaled).items()}
         print(json.dumps({"machine": machine(), "options": asdict(options), "runs": runs}))
         return
     console = Console(width=120)
-    console.print(_compared(forms, options))
+    if forms:
+        console.print(_compared(forms, options))
     if scaled:
         console.print(_scaled(scaled))
     console.print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.", highlight=False)
@@ -134,10 +135,12 @@ def loss_alone(positions: int, negatives: int) -> Spent:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
-    id_V, examples = _batch(torch.arange(positions), negatives, "sequence")
+    id_V, named = _batch(torch.arange(positions), negatives, "sequence")
+    # All items, so that their own share of memory is the same everywhere.
+    examples = replace(named, target_T=id_V[named.target_T], negatives_GN=id_V[named.negatives_GN])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         query = mol.query(torch.randn(positions, DIM), torch.arange(positions))
-        item = mol.item(torch.randn(len(id_V), DIM), id_V)
+        item = mol.item(torch.randn(ITEMS, DIM), torch.arange(ITEMS))
     query, item = (tuple(part.requires_grad_() for part in side) for side in (query, item))
 
     def work() -> None:
@@ -169,12 +172,14 @@ def _compared(forms: dict[str, list[Spent]], options: Options) -> Table:
 
 
 def _scaled(points: dict[str, list[Spent]]) -> Table:
-    table = Table("positions", "negatives", "CPU s", "CPU us per pair", "peak MB", title="The fused loss alone, bf16")
+    columns = ("positions", "negatives", "CPU s", "CPU us per pair", "peak MB", "MB of one array (T, N, 64)")
+    table = Table(*columns, title="The fused loss alone, by sequence, bf16")
     for name, runs in points.items():
         T, N = map(int, name.split())
         per_pair = [run.cpu_s / (T * (N + 1)) * 1e6 for run in runs]
         seconds, memory = ([getattr(run, field) for run in runs] for field in ("cpu_s", "peak_mb"))
-        table.add_row(str(T), str(N), spread(seconds, 2), spread(per_pair, 3), spread(memory, 0))
+        array = f"{T * (N + 1) * 64 * 2 / 2**20:.0f}"
+        table.add_row(str(T), str(N), spread(seconds, 2), spread(per_pair, 3), spread(memory, 0), array)
     return table
 
 

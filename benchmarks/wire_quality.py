@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.similarity import _processor
+from benchmarks.measure import machine
 
 ARMS = {
     "fp32": ["--comm.forward", "fp32", "--comm.backward", "fp32"],
@@ -150,11 +149,7 @@ def _show(rows: dict[str, dict[str, dict[str, dict[str, float]]]], options: Opti
 
 
 def _setting(options: Options) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return (
-        f"{options.seeds} seeds, 2 processes x 1 thread, {options.jobs} runs at once; torch {torch.__version__}, "
-        f"{_processor()}, commit {commit}"
-    )
+    return f"{options.seeds} seeds, 2 processes x 1 thread, {options.jobs} runs at once; {machine()}"
 
 
 if __name__ == "__main__":
