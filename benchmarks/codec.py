@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import machine
 from logitmix.comm import fp8
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
