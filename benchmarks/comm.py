@@ -4,7 +4,7 @@
 
 Each rank has one thread and a network namespace of its own; a veth pair with a token bucket (tc tbf) at both ends
 joins them. That takes root and iproute2; without them the ranks meet on the loopback, unthrottled. The model is small
-and its negatives many (dot product, D = 64, 200,000 items), so that a step is mostly embeddings on the wire. Tables
+and its negatives many (dot product, D = 64, a million items), so that a step is mostly embeddings on the wire. Tables
 train by Adam: FBGEMM's fused optimizers take longer on CPU.
 
 Bytes a step are those of both ranks, as the codec hook counts them (embeddings and their gradients) and as the
@@ -51,7 +51,7 @@ from logitmix.trainer.telemetry import Telemetry
 ARMS = ("fp32", "fp16", "fp8")
 RANKS = 2
 DEVICE = "wire"
-ITEMS, USERS, ACTIONS, BATCH = 200_000, 40, 6, 4
+ITEMS, USERS, ACTIONS, BATCH = 1_000_000, 40, 6, 4
 EPOCH = USERS // BATCH
 WARM_UP, LOG_EVERY = 10, 5
 HEADERS = 66
@@ -61,7 +61,7 @@ MODEL: dict[str, Any] = {
     "dim": 64,
     "encoder": {"blocks": 1, "heads": 1, "dropout": 0.0, "max_length": 4},
     "similarity": {"kind": "dot", "normalize": False, "temperature": 1.0},
-    "loss": {"negatives": 24_000, "share": "batch"},
+    "loss": {"negatives": 96_000, "share": "batch"},
 }
 
 
@@ -70,7 +70,7 @@ class Options:
     links: str = "200mbit,1gbit,10gbit"
     """Rates as tc writes them."""
     arms: str = ",".join(ARMS)
-    steps: int = 30
+    steps: int = 20
     """Of a run; the first 10 are warm-up."""
     repeats: int = 3
     """Runs of an arm on a link, the arms in turn; the speed is their median."""
