@@ -4,7 +4,7 @@ import fcntl
 import json
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,12 +117,20 @@ def _ahead(
             batch = batch.to(model.ranks.device)
             return batch, model.request(batch.id_V)
 
-        upcoming, coming = request(make(first).result()), make(first + 1)
-        for step in range(first, total):
-            current = upcoming
-            if step + 1 < total:
-                upcoming, coming = request(coming.result()), make(step + 2)
-            yield current
+        upcoming: tuple[Batch, Request] | None = request(make(first).result())
+        coming = make(first + 1)
+        try:
+            for step in range(first, total):
+                assert upcoming is not None
+                current, upcoming = upcoming, None
+                if step + 1 < total:
+                    upcoming, coming = request(coming.result()), make(step + 2)
+                yield current
+        finally:
+            # What all ranks have begun they end together, before any of them leaves the group: gloo may hang otherwise.
+            if upcoming is not None:
+                with suppress(RuntimeError):
+                    upcoming[1].ids.wait()
 
 
 def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:

@@ -123,8 +123,8 @@ class Telemetry:
         """How rank 0's first sequences use MoL's components; entropy 1 is even use."""
         with autocast(self.model.config, self.ranks.device):
             gates_TM = self.model.tower.gate_sample(rows_VD, batch)
-        if gates_TM is None:
-            return {}
+        if gates_TM is None or not gates_TM.isfinite().all():
+            return {}  # the next step's check says what is wrong
         use_M = gates_TM.mean(0)
         self.board.add_histogram("gates/use_of_components", use_M.cpu().numpy(), step)
         entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
