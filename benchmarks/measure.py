@@ -2,9 +2,11 @@
 
 import ctypes
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -61,6 +63,20 @@ def machine() -> str:
     """What every figure depends on."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return f"torch {torch.__version__}, {_processor()}, commit {commit}"
+
+
+def logitmix(*words: str, processes: int = 1) -> str:
+    """What the command line printed, started alone or by torchrun, each process with one thread unless the words say
+    otherwise; ends the benchmark with all that it said where it failed."""
+    command = ["-m", "logitmix.trainer.cli", *words]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, "-m", "logitmix.trainer.cli", "--", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _status(field: str) -> int:

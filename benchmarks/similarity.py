@@ -11,8 +11,6 @@ seeds. `dot` is shown at the widths 48, 128 and 256; the best of them on validat
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import machine, spread
+from benchmarks.measure import logitmix, machine, spread
 
 DATASETS = ("demo", "demo-low-rank")
 METRICS = ("hr@10", "hr@50", "mrr")
@@ -56,7 +54,7 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for dataset in DATASETS:
-            _logitmix("prepare", dataset, "--out", str(folder / dataset))
+            logitmix("prepare", dataset, "--out", str(folder / dataset))
         models = [model for model in MODELS if model.startswith(options.only)]
         tasks = [(dataset, model, seed) for seed in range(options.seeds) for dataset in DATASETS for model in models]
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -76,20 +74,12 @@ def main(options: Options) -> None:
 def _train(folder: Path, minutes: float, dataset: str, model: str, seed: int) -> dict[str, float]:
     run = folder / f"{dataset}-{model}-{seed}".replace(" ", "-")
     words = ["--data.path", str(folder / dataset), "--train.seed", str(seed), "--train.minutes", str(minutes)]
-    out = _logitmix("train", "demo-mol", *words, *COMMON, *MODELS[model], "--run", str(run), "--json")
+    out = logitmix("train", "demo-mol", *words, *COMMON, *MODELS[model], "--run", str(run), "--json")
     results: dict[str, float] = json.loads(out)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     results["validation"] = max(row["hr@10"] for row in rows if row["kind"] == "validation")
     results["last_step"] = rows[-1]["step"]
     return results
-
-
-def _logitmix(*words: str) -> str:
-    command = [sys.executable, "-m", "logitmix.trainer.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def _show(table: dict[str, dict[str, list[dict[str, float]]]], options: Options) -> None:

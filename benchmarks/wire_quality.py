@@ -15,8 +15,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import logitmix, machine
 
 ARMS = {
     "fp32": ["--comm.forward", "fp32", "--comm.backward", "fp32"],
@@ -98,25 +96,16 @@ def _prepare(path: Path, dataset: str, source: str) -> None:
     if (path / "dataset.json").exists():
         return
     given = ["--source", str(Path(source) / f"{dataset}.zip")] if source and dataset != "demo" else []
-    _checked([sys.executable, "-m", "logitmix.trainer.cli", "prepare", dataset, *given, "--out", str(path)])
+    logitmix("prepare", dataset, *given, "--out", str(path))
 
 
 def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
     run = out / f"{dataset}-{arm}-{seed}"
     if not (run / "results.json").exists():
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
-        command = [sys.executable, *launcher, "-m", "logitmix.trainer.cli", "--", "train", *words, "--run", str(run)]
-        _checked([*command, "--train.device", "cpu"])
+        logitmix("train", *words, "--run", str(run), "--train.device", "cpu", processes=2)
     results: Results = json.loads((run / "results.json").read_text())
     return results
-
-
-def _checked(command: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
 
 
 def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str, dict[str, float]]:

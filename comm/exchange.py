@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 
 from logitmix.comm.config import BackwardPrecision, WireConfig
 from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
@@ -83,32 +83,13 @@ def _width(columns: Columns) -> int:
 
 
 class Codec:
-    """FP32 rows as bytes and back; this one keeps FP32."""
-
-    def row_bytes(self, columns: Columns) -> int:
-        return 4 * _width(columns)
-
-    def encode(self, values_RW: Tensor, columns: Columns, wire: Tensor, seed: int | None) -> None:
-        wire.view(torch.float32).copy_(values_RW)
-
-    def decode(self, wire: Tensor, columns: Columns, values_RW: Tensor) -> None:
-        values_RW.copy_(wire.view(torch.float32))
-
-    def clipped(self, values_RW: Tensor, wire: Tensor, columns: Columns) -> Tensor:
-        """Which finite values [R, W] the format cannot hold."""
-        received_RW = torch.empty_like(values_RW, dtype=torch.float32)
-        self.decode(wire, columns, received_RW)
-        return values_RW.isfinite() & ~received_RW.isfinite()
-
-
-class HalfCodec(Codec):
-    """BF16 or FP16. FP16 turns what it cannot hold into infinity."""
+    """Rows as bytes and back, by a cast to FP32, BF16 or FP16. FP16 turns what it cannot hold into infinity."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def row_bytes(self, columns: Columns) -> int:
-        return 2 * _width(columns)
+        return self.dtype.itemsize * _width(columns)
 
     def encode(self, values_RW: Tensor, columns: Columns, wire: Tensor, seed: int | None) -> None:
         wire.view(self.dtype).copy_(values_RW)
@@ -116,12 +97,13 @@ class HalfCodec(Codec):
     def decode(self, wire: Tensor, columns: Columns, values_RW: Tensor) -> None:
         values_RW.copy_(wire.view(self.dtype))
 
+    def clipped(self, values_RW: Tensor, wire: Tensor, columns: Columns) -> Tensor:
+        """Which finite values [R, W] the format cannot hold."""
+        return values_RW.isfinite() & ~wire.view(self.dtype).isfinite()
+
 
 class Fp8Codec(Codec):
     """One byte an element, and a scale for each feature of a row."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
     def row_bytes(self, columns: Columns) -> int:
         return _width(columns) + SCALE_BYTES * len(columns)
@@ -150,7 +132,7 @@ def _widths(columns: Columns) -> list[int]:
 def codec_for(precision: BackwardPrecision, direction: Direction) -> Codec:
     if precision in ("fp8", "fp8_stochastic"):
         return Fp8Codec(FORWARD_FP8 if direction == "forward" else BACKWARD_FP8)
-    return {"fp32": Codec(), "bf16": HalfCodec(torch.bfloat16), "fp16": HalfCodec(torch.float16)}[precision]
+    return Codec({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
 QUALITY = ("values", "saturated", "flushed", "squared_error", "squares")
@@ -192,13 +174,12 @@ class Wire:
         for direction, columns, rows_T in self._late:
             for column, rows in zip(columns, rows_T.tolist(), strict=True):
                 self.count(direction, (column,), rows)
-        counts = torch.tensor(self._bytes, dtype=torch.float64).view(-1, 2, 2)
-        quality = [
-            [sums.cpu() if isinstance(sums, Tensor) else torch.zeros(5) for sums in pair] for pair in self._quality
-        ]
-        sampled = torch.stack([torch.stack(pair) for pair in quality]).double() if quality else torch.zeros(0, 2, 5)
+        taken = torch.zeros(len(self._place), len(DIRECTIONS), 2 + len(QUALITY), dtype=torch.float64)
+        taken[..., :2] = torch.tensor(self._bytes).view(-1, 2, 2)
+        for (table, direction), sums in self._quality.items():
+            taken[self._place[table], DIRECTIONS.index(direction), 2:] = sums.cpu()
         self._clear()
-        return torch.cat([counts, sampled.double()], dim=2)
+        return taken
 
     def register(self, table: str) -> None:
         self._place.setdefault(table, len(self._place))
@@ -227,8 +208,8 @@ class Wire:
         flushed = (exact != 0) & (received_RW == 0)
         each = torch.stack([finite.double(), clipped.double(), flushed.double(), error**2, exact**2]).sum(1)
         for column, sums in zip(columns, each.split(_widths(columns), dim=1), strict=True):
-            pair = self._quality[self._place[column.table]]
-            pair[DIRECTIONS.index(direction)] = pair[DIRECTIONS.index(direction)] + sums.sum(1)
+            place = column.table, direction
+            self._quality[place] = self._quality.get(place, 0.0) + sums.sum(1)
 
     def next_seed(self, direction: Direction, rank: int) -> int | None:
         """The seed of one exchange, a function of the step and of what came before in it; None rounds to nearest."""
@@ -240,7 +221,7 @@ class Wire:
 
     def _clear(self) -> None:
         self._bytes = [[[0, 0], [0, 0]] for _ in self._place]
-        self._quality: list[list[Any]] = [[0.0, 0.0] for _ in self._place]
+        self._quality: dict[tuple[str, Direction], Tensor] = {}
         self._late: list[tuple[Direction, Columns, Tensor]] = []
 
 
@@ -262,16 +243,16 @@ class Exchange:
     order: Tensor | None = None
     crossing: Sequence[tuple[Columns, int | Tensor]] = ()
     _flying: tuple[Tensor, Tensor, dist.Work | None] | None = field(default=None, repr=False)
-    _owner_like: tuple[torch.Size, torch.dtype, torch.device] | None = field(default=None, repr=False)
+    _owner_like: tuple[torch.Size, torch.dtype] | None = field(default=None, repr=False)
 
     def start(self, values: Tensor) -> Awaitable[Tensor]:
         """Sends the owner's values on their way; differentiable, collective."""
         if self.group.size() == 1 and not self.wire.config.emulate:
-            return _Arrived(values.view(tuple(self.asker_shape)))
+            return NoWait(values.view(tuple(self.asker_shape)))
         return _Arriving(self, _Depart.apply(self, values))
 
     def depart(self, values: Tensor) -> None:
-        self._owner_like = (values.shape, values.dtype, values.device)
+        self._owner_like = values.shape, values.dtype
         values = values if self.order is None else values.index_select(0, self.order)
         self._fly("forward", self._encode("forward", values, self.owner), self.owner.shares, self.asker.shares)
 
@@ -290,7 +271,7 @@ class Exchange:
 
     def arrive_back(self) -> Tensor:
         assert self._owner_like is not None
-        shape, dtype, _ = self._owner_like
+        shape, dtype = self._owner_like
         gradient = self._decode("backward", self.owner, shape)
         if get_gradient_division():
             gradient.div_(self.group.size())
@@ -352,7 +333,7 @@ class Exchange:
 
 def _as_it_is(codec: Codec, side: Side) -> bool:
     """Whether the wire's bytes are the tensor's own."""
-    return type(codec) is Codec and len(side.parts) == 1
+    return codec.dtype == torch.float32 and len(side.parts) == 1
 
 
 def _wire_rows(codec: Codec, encoded: Tensor, side: Side) -> list[tuple[Part, Tensor]]:
@@ -400,12 +381,3 @@ class _Arriving(Awaitable[Tensor]):
     def _wait_impl(self) -> Tensor:
         arrived: Tensor = _Arrive.apply(self.exchange, self.tie)
         return arrived
-
-
-class _Arrived(Awaitable[Tensor]):
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.values = values
-
-    def _wait_impl(self) -> Tensor:
-        return self.values

@@ -190,7 +190,7 @@ def _rounded_at_random(y_RD: torch.Tensor, dtype: torch.dtype, noise_RD: torch.T
     cutting the fraction off rounds up exactly as often as the fraction says.
     """
     fp8 = torch.finfo(dtype)
-    shift = 20 if dtype == torch.float8_e4m3fn else 21
+    shift = 23 - fp8_c.MANTISSA_BITS[dtype]
     smallest_normal = torch.tensor(fp8.smallest_normal).view(torch.int32).item()
     normal_RD = y_RD.view(torch.int32) - (smallest_normal - 2**23)
     subnormal_RD = (y_RD * (2.0**23 / fp8.smallest_normal)).clamp(max=2.0**23).int()

@@ -13,17 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+from logitmix.comm import fp8
+from logitmix.comm.fp8_c import MANTISSA_BITS
+
 ELEMENTS = 2048  # to a program, where a row of a group has no more
 
-INFINITY_BITS = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-LARGEST_BF16_BITS = tl.constexpr(0x7F7F)
-NAN_BYTE = tl.constexpr(0x7F)
-TINY = tl.constexpr(2.0**-60)
-LIFT = tl.constexpr(2.0**100)
-UNLIFT = tl.constexpr(2.0**-100)
-SCALE_BYTES = tl.constexpr(2)
+LARGEST_BF16_BITS = tl.constexpr(fp8.LARGEST_BF16_BITS)
+NAN_BYTE = tl.constexpr(fp8.NAN_BYTE)
+TINY = tl.constexpr(fp8.TINY)
+LIFT = tl.constexpr(fp8.LIFT)
+UNLIFT = tl.constexpr(1 / fp8.LIFT)
+SCALE_BYTES = tl.constexpr(fp8.SCALE_BYTES)
 
 
 def quantize(

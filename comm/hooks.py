@@ -73,28 +73,27 @@ def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
 
 def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
     """Puts ours in the place of the modules that do the sending, made or not yet made."""
+    if isinstance(output, DpPooledEmbeddingDist | DpSequenceEmbeddingDist):
+        return
+    columns = _columns(sharding._grouped_embedding_configs_per_rank)
     match output:
         case TwSequenceEmbeddingDist() | RwSequenceEmbeddingDist():
-            output._dist = SequenceAllToAll(sharding._pg, _columns(sharding._grouped_embedding_configs_per_rank), wire)
+            output._dist = SequenceAllToAll(sharding._pg, columns, wire)
         case TwPooledEmbeddingDist():
-            columns = _columns(sharding._grouped_embedding_configs_per_rank)
             output._dist = PooledAllToAll(sharding._pg, columns, wire, output._callbacks)
             output._variable_dist = VariablePooledAllToAll(sharding._pg, columns, wire)
         case RwPooledEmbeddingDist():
-            columns = _columns(sharding._grouped_embedding_configs_per_rank)
             output._dist = ReduceScatter(sharding._pg, columns[0], wire)
         case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
-            columns = _columns(sharding._grouped_embedding_configs_per_node)
-            local = columns[sharding._rank // sharding._intra_pg.size()]
+            per_node = _columns(sharding._grouped_embedding_configs_per_node)
+            local = per_node[sharding._rank // sharding._intra_pg.size()]
             output._intra_dist = output._variable_intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
             callbacks = getattr(output, "_callbacks", None)
-            output._cross_dist = PooledAllToAll(sharding._cross_pg, columns, wire, callbacks)
-            output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, columns, wire)
-        case DpPooledEmbeddingDist() | DpSequenceEmbeddingDist():
-            return
+            output._cross_dist = PooledAllToAll(sharding._cross_pg, per_node, wire, callbacks)
+            output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, per_node, wire)
         case _:
             raise ValueError(f"the exchange {type(output).__name__} is not known here and cannot be encoded")
-    for columns_of_rank in _columns(sharding._grouped_embedding_configs_per_rank):
+    for columns_of_rank in columns:
         for column in columns_of_rank:
             wire.register(column.table)
 

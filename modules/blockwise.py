@@ -143,11 +143,20 @@ class _Blockwise(torch.autograd.Function):
                     sum_.index_add_(0, indices, grad.float())
                 for at, grad in zip(learned, grads[queries + items :], strict=True):
                     gradients[at] += grad
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        keep_gradients(ctx, gradients, tensors)
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (None, None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))
+        return None, None, None, None, *kept_gradients(ctx, scale)
+
+
+def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """For a loss whose forward has made the gradients with respect to its tensors, in FP32; none without backward."""
+    ctx.save_for_backward(*gradients)
+    ctx.dtypes = [tensor.dtype for tensor in tensors]
+
+
+def kept_gradients(ctx: Any, scale: Tensor) -> list[Tensor]:
+    """Those gradients, for the loss's own gradient."""
+    return [(gradient * scale).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

@@ -5,7 +5,7 @@ import fcntl
 import json
 import platform
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +56,8 @@ def train(config: Config, run: Path) -> dict[str, float]:
 
 
 def _keep_freed_memory() -> None:
-    """A step's large tensors take the places of the last one's. glibc would give their memory back each time and have
-    it zeroed page by page anew: a quarter of a step's CPU time where rows are many."""
+    """A step's large tensors take the places of the last one's. glibc would give their memory back each time, and have
+    it zeroed page by page anew."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**25)
@@ -125,26 +125,20 @@ def _ahead(
     """Batches from number `first` on, with the requests for their rows. While one is trained on, the ids of the next
     are on their way, and a thread makes the one after it."""
     with ThreadPoolExecutor(1, "batches") as thread:
-
-        def make(step: int) -> Future[Batch]:
-            return thread.submit(batches.at, min(step, total - 1))
-
-        def request(batch: Batch) -> tuple[Batch, Request]:
-            batch = batch.to(model.ranks.device)
-            return batch, model.request(batch.id_V)
-
-        upcoming: tuple[Batch, Request] | None = request(make(first).result())
-        coming = make(first + 1)
+        made = (thread.submit(batches.at, step) for step in range(first, total))
+        coming = next(made, None)
+        upcoming: tuple[Batch, Request] | None = None
         try:
-            for step in range(first, total):
-                assert upcoming is not None
+            while coming or upcoming:
                 current, upcoming = upcoming, None
-                if step + 1 < total:
-                    upcoming, coming = request(coming.result()), make(step + 2)
-                yield current
+                if coming:
+                    batch, coming = coming.result().to(model.ranks.device), next(made, None)
+                    upcoming = batch, model.request(batch.id_V)
+                if current:
+                    yield current
         finally:
             # What all ranks have begun they end together, before any of them leaves the group: gloo may hang otherwise.
-            if upcoming is not None:
+            if upcoming:
                 with suppress(RuntimeError):
                     upcoming[1].ids.wait()
 

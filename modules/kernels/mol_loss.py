@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..blockwise import GATES, Examples, Side, blockwise_loss, softmax
+from ..blockwise import GATES, Examples, Side, blockwise_loss, keep_gradients, kept_gradients, softmax
 from ..noise import Noise, derive_key, threshold
 from ..similarity import mol
 
@@ -142,11 +142,14 @@ def _has_triton() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where it was not built."""
+    """The compiled kernel; None where it was not built (setup.py) or does not load."""
     spec = importlib.util.find_spec("logitmix.modules.kernels._mol")
     if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(spec.origin)
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None
     library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     return library
 
@@ -178,15 +181,13 @@ class _Fused(torch.autograd.Function):
         dtypes = [sides] * 4 + [torch.float32] * 4
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
         loss, gradients = _run(level, inputs, groups, dropout, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        keep_gradients(ctx, gradients, tensors)
         return torch.tensor(loss, dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (None, None, None, *((gradient * scale).to(dtype) for gradient, dtype in pairs))
+        return None, None, None, *kept_gradients(ctx, scale)
 
 
 _Groups = tuple[Tensor, Tensor, Sequence[int]]
