@@ -12,7 +12,8 @@ interfaces do. The second should be the first plus 8 bytes an id, 4 a dense para
 frame (Ethernet, IP, TCP with time stamps): «unexplained» is what is left. Runs stop after their last step: checkpoint
 and evaluation are no part of this. The ceiling is the ratio of the interfaces' bytes: what the speed ratio would be if
 nothing but bytes took time. «CPU» is what a rank's process used of a step, kernel included, and bounds it from below.
-gloo's all-to-all mostly sends one direction after the other, and so gets half of what the link gives both at once.
+Rows cross in 4 parts (comm.parts). gloo's own all-to-all mostly sends one direction after the other, and so gets half
+of what the link gives both at once; the exchange of rows does not use it.
 """
 
 import json
@@ -219,7 +220,7 @@ def _config(data: Path, arm: str, steps: int) -> Config:
     tree = {
         "data": {"path": str(data)},
         "model": MODEL,
-        "comm": {"forward": arm, "backward": arm},
+        "comm": {"forward": arm, "backward": arm, "parts": 4},
         "train": {"batch_size": BATCH, "epochs": epochs, "device": "cpu", "log_every": LOG_EVERY},
         "evaluate": {"every_epochs": epochs},
     }

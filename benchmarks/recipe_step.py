@@ -129,18 +129,19 @@ def _step(
 ) -> None:
     """As in trainer/loop.py."""
     with parts.time("rows of the table", "forward"):
-        rows_VD = model.lookup(batch.id_V)
-        leaf_VD = rows_VD.detach().requires_grad_()
-    loss = model.loss(leaf_VD, batch)["loss"]
+        rows = model.rows(batch.id_V)
+        rows.send()
+        row_VD = rows.wait()
+    loss = model.loss(row_VD, batch)["loss"]
     model.backward(loss)
     parts.backward()
     with parts.time("check of the gradients", "backward"):
-        loop._finite_norm(loss, leaf_VD, step, model)
+        finite = loop._Finite(model)
+        finite.norm(loss, row_VD, step)
+        finite.check()
     loop._set_rates(config, step, model, optimizer)
     with parts.time("rows of the table", "backward"):
-        model.return_gradients(rows_VD, leaf_VD.grad)
-    with parts.time("table's optimizer", "backward"):
-        model.table_optimizer.step()
+        rows.return_gradients()
     with parts.time("dense optimizer", "backward"):
         optimizer.step()
         optimizer.zero_grad()

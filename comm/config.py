@@ -19,11 +19,15 @@ class WireConfig:
     function of seed and step, so that the mean is exact; each error may be twice as large."""
     dense: DensePrecision = "fp32"
     """The tower's gradients on their way through DDP's all-reduce; bf16 halves them and adds them up in BF16."""
+    parts: int = 1
+    """Parts in which rows and their gradients cross: while one is under way, another is looked up, encoded, decoded or
+    updated. A few pay where many rows cross a slow link."""
     emulate: bool = False
     """At world size 1, where nothing is sent, apply the rounding all the same."""
     timeout_seconds: int = 600
     """How long a collective waits for the other ranks."""
 
     def __post_init__(self) -> None:
-        if self.timeout_seconds < 1:
-            raise ValueError(f"comm.timeout_seconds is {self.timeout_seconds}; it must be at least 1")
+        for name in ("parts", "timeout_seconds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"comm.{name} is {getattr(self, name)}; it must be at least 1")

@@ -158,5 +158,5 @@ def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tens
 
 
 def kept_gradients(ctx: Any, scale: Tensor) -> list[Tensor]:
-    """Those gradients, for the loss's own gradient."""
-    return [(gradient * scale).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    """Those gradients, for the loss's own gradient: once, for they are scaled where they stand."""
+    return [gradient.mul_(scale).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .blockwise import Examples, Side, blockwise_loss, softmax
+from .kernels.dot_loss import dot_sampled_softmax
 from .kernels.mol_loss import GateDropout, mol_sampled_softmax
 from .noise import Noise
 from .similarity.mol import MoL
@@ -47,6 +48,9 @@ def sampled_loss(
         cross_gate = similarity.pair_parameters()
         target_T, negatives_GN = examples.target_T, examples.negatives_GN
         return mol_sampled_softmax(query, item, cross_gate, target_T, negatives_GN, examples.bounds, dropout)
+    if kind == "softmax":
+        (query_TH,), (item_VH,) = query, item
+        return dot_sampled_softmax(query_TH, item_VH, examples)
     reduce = {"softmax": softmax, "bce": _bce}[kind]
     return blockwise_loss(reduce, similarity, query, item, examples, noise, gate_dropout)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .config import ModelConfig
 from .embeddings import item_table
@@ -84,7 +85,9 @@ class Tower(nn.Module):
 
         "loss" is what to minimise: "similarity" plus the weighted "hindexer", where there is one.
         """
-        query_TD = self.encoder(item_VD.index_select(0, batch.input_T), batch.packing, batch.noise)
+        # Sparse, for the inputs are few beside the negatives: their gradient need not be as large as item_VD.
+        input_TD = F.embedding(batch.input_T, item_VD, sparse=True)
+        query_TD = self.encoder(input_TD, batch.packing, batch.noise)
         examples = Examples(batch.packing.row_T, batch.target_T, _bounds(batch), batch.negatives_GN)
         losses = {"similarity": self._loss(self.similarity, query_TD, item_VD, batch, examples)}
         losses["loss"] = losses["similarity"]

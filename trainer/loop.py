@@ -24,7 +24,8 @@ from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import evaluate
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, Request, parallelize
+from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.rows import Rows
 from logitmix.trainer.telemetry import Telemetry, counting
 
 MAY_CHANGE = {
@@ -78,35 +79,40 @@ def _steps(
     save_every = config.train.checkpoint_every or evaluate_every
     with Telemetry(run, model, done, total) as telemetry, closing(_ahead(batches, model, done.step, total)) as ahead:
         clock, finished = telemetry.clock, done.step >= total or _out_of_time(config, done.seconds, ranks)
-        while not finished:
+        with clock("data"):
+            upcoming = None if finished else next(ahead)
+        while upcoming and not finished:
             step = done.step + 1
             log = clock.exact = step % config.train.log_every == 0 or step == total
             model.wire.begin(step, sampling=log)
-            with clock("data"):
-                batch, request = next(ahead)
+            batch, rows = upcoming
             with clock("all_to_all"):
-                rows_VD = model.lookup(request)
-                # The graph is cut where model parallelism ends; what returns to the tables is sent explicitly.
-                leaf_VD = rows_VD.detach().requires_grad_()
+                rows.send()
+            with clock("data"):
+                upcoming = next(ahead, None)
+            with clock("all_to_all"):
+                row_VD = rows.wait()
+                if upcoming:
+                    # Its ids cross while this batch is trained on.
+                    upcoming[1].ask()
             with clock("forward"):
-                losses = model.loss(leaf_VD, batch)
+                losses = model.loss(row_VD, batch)
             with clock("backward"):
                 model.backward(losses["loss"])
-                norm = finite.norm(losses["loss"], leaf_VD, step)
+                norm = finite.norm(losses["loss"], row_VD, step)
                 if log or ranks.device.type == "cpu":
                     finite.check()
             _set_rates(config, step, model, optimizer)
             with clock("all_to_all"):
-                model.return_gradients(rows_VD, leaf_VD.grad)
+                rows.return_gradients()
             with clock("optimizer"):
-                model.table_optimizer.step()
                 optimizer.step()
                 optimizer.zero_grad()
 
             telemetry.advance(step, batch)
             epoch = step / batches.steps_per_epoch
             if log:
-                telemetry.log_training(step, epoch, losses, norm, batch, leaf_VD.detach())
+                telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach())
             done = Progress(step, clock.total, telemetry.examples)
             finished = step == total or _out_of_time(config, clock.total, ranks)
             if finished or step % evaluate_every == 0 or step % save_every == 0:
@@ -121,26 +127,20 @@ def _steps(
 
 def _ahead(
     batches: TrainingBatches, model: ParallelModel, first: int, total: int
-) -> Generator[tuple[Batch, Request], None, None]:
-    """Batches from number `first` on, with the requests for their rows. While one is trained on, the ids of the next
-    are on their way, and a thread makes the one after it."""
+) -> Generator[tuple[Batch, Rows], None, None]:
+    """Batches from number `first` on, with their rows. While one is trained on, a thread makes the next."""
     with ThreadPoolExecutor(1, "batches") as thread:
-        made = (thread.submit(batches.at, step) for step in range(first, total))
-        coming = next(made, None)
-        upcoming: tuple[Batch, Request] | None = None
-        try:
-            while coming or upcoming:
-                current, upcoming = upcoming, None
-                if coming:
-                    batch, coming = coming.result().to(model.ranks.device), next(made, None)
-                    upcoming = batch, model.request(batch.id_V)
-                if current:
-                    yield current
-        finally:
-            # What all ranks have begun they end together, before any of them leaves the group: gloo may hang otherwise.
-            if upcoming:
+        coming = thread.submit(batches.at, first)
+        for step in range(first, total):
+            batch = coming.result()
+            if step + 1 < total:
+                coming = thread.submit(batches.at, step + 1)
+            rows = model.rows(batch.id_V)
+            try:
+                yield batch.to(model.ranks.device), rows
+            finally:
                 with suppress(RuntimeError):
-                    upcoming[1].ids.wait()
+                    rows.abandon()
 
 
 def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:

@@ -1,17 +1,17 @@
 """Optimizers of the sharded tables and of the dense part.
 
 Tables: TorchRec fuses most optimizers into the backward of the lookup, but FBGEMM has no fused Adam on CPU. There,
-tables take another route with the same meaning: gradients are sparse, and Adam moves only the rows that the batch
-touched.
+tables take another route with the same meaning.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 from torch.optim.adam import adam
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -25,10 +25,7 @@ from logitmix.trainer.config import DenseConfig, TablesConfig
 
 class TableOptimizer(Protocol):
     def prepare(self, lr: float) -> None:
-        """Before the backward of a step: set its learning rate, forget the last gradients."""
-
-    def step(self) -> None:
-        """After the backward of a step."""
+        """Before the backward of a step, in which the rows move: set its learning rate."""
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded state, by reference: what is loaded into its tensors in place takes effect."""
@@ -41,7 +38,7 @@ def table_optimizer(table: ShardedEmbeddingCollection, weight: str, config: Tabl
     """The optimizer of a table that was sharded with `table_kernel` and `fused_params`."""
     kernels = [module for module in _kernels(table) if isinstance(module, BatchedDenseEmbedding)]
     if config.optimizer == "adam" and table_kernel(config, _device(table)) is EmbeddingComputeKernel.DENSE:
-        return TouchedRowsAdam(table, weight, [p for kernel in kernels for p in _take_rows(kernel)], config)
+        return TouchedRowsAdam(table, weight, kernels, config)
     return FusedOptimizer(table)
 
 
@@ -92,9 +89,6 @@ class FusedOptimizer:
         # FBGEMM takes the rate over here; the rows move in the backward that follows.
         self.optimizer.step()
 
-    def step(self) -> None:
-        pass
-
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()["state"]
 
@@ -106,54 +100,47 @@ class FusedOptimizer:
 
 
 class TouchedRowsAdam:
-    """Adam over this rank's shards: rows that no rank looked up, and their moments, stay as they are.
+    """Adam over this rank's shards, inside the backward of a lookup: rows that no rank looked up, and their moments,
+    stay as they are.
 
-    As FBGEMM's on CUDA, with eps added after the bias correction (torch.optim.SparseAdam adds it before). The rows are
-    gathered and go through torch's fused Adam: one pass over them where SparseAdam takes a dozen.
+    As FBGEMM's on CUDA, with eps added after the bias correction (torch.optim.SparseAdam adds it before). Rows are
+    gathered, as many at once as a core's cache holds, and go through torch's fused Adam: one pass over them where
+    SparseAdam takes a dozen.
     """
 
     def __init__(
-        self, table: ShardedEmbeddingCollection, weight: str, rows: list[nn.Parameter], config: TablesConfig
+        self, table: ShardedEmbeddingCollection, weight: str, kernels: list[BatchedDenseEmbedding], config: TablesConfig
     ) -> None:
         self.sharded = cast(ShardedTensor, table.state_dict()[weight])
-        self.rows, self.config, self.lr, self.steps = rows, config, config.lr, 0
-        self.moments = [{name: torch.zeros_like(row, requires_grad=False) for name in _MOMENTS} for row in rows]
+        self.config, self.lr, self.steps = config, config.lr, 0
+        self.shards = [shard for kernel in kernels for shard in _take_over(kernel, self)]
 
     def prepare(self, lr: float) -> None:
-        self.lr = lr
-        for parameter in self.rows:
-            parameter.grad = None
+        self.lr, self.steps = lr, self.steps + 1
 
-    @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        for parameter, moments in zip(self.rows, self.moments, strict=True):
-            if parameter.grad is not None:
-                self._update([parameter, *(moments[name] for name in _MOMENTS)], parameter.grad.coalesce())
-
-    def _update(self, tables: list[Tensor], gradient: Tensor) -> None:
-        (touched_R,) = gradient.indices()
-        if len(touched_R) == 0:
-            return
-        row_RC, first_RC, second_RC = (table.index_select(0, touched_R) for table in tables)
-        adam(
-            [row_RC],
-            [gradient.values()],
-            [first_RC],
-            [second_RC],
-            max_exp_avg_sqs=[],
-            state_steps=[torch.tensor(float(self.steps - 1))],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=self.lr,
-            weight_decay=0.0,
-            eps=self.config.eps,
-            maximize=False,
-        )
-        for table, values_RC in zip(tables, (row_RC, first_RC, second_RC), strict=True):
-            table.index_copy_(0, touched_R, values_RC)
+    def update(self, shard: "_Shard", ids: Tensor, gradient: Tensor) -> None:
+        """Of a shard's rows that were looked up, maybe several times."""
+        summed = torch.sparse_coo_tensor(ids[None], gradient, shard.row.shape, check_invariants=False).coalesce()
+        for ids_R, gradient_RC in zip(summed.indices()[0].split(_ROWS), summed.values().split(_ROWS), strict=True):
+            row_RC, first_RC, second_RC = (table.index_select(0, ids_R) for table in shard)
+            adam(
+                [row_RC],
+                [gradient_RC],
+                [first_RC],
+                [second_RC],
+                max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(float(self.steps - 1))],
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                lr=self.lr,
+                weight_decay=0.0,
+                eps=self.config.eps,
+                maximize=False,
+            )
+            for table, values_RC in zip(shard, (row_RC, first_RC, second_RC), strict=True):
+                table.index_copy_(0, ids_R, values_RC)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: self._sharded(name) for name in _MOMENTS}
@@ -162,7 +149,7 @@ class TouchedRowsAdam:
         self.steps = steps
 
     def _sharded(self, name: str) -> ShardedTensor:
-        moments = {row.data_ptr(): moments[name] for row, moments in zip(self.rows, self.moments, strict=True)}
+        moments = {shard.row.data_ptr(): getattr(shard, name) for shard in self.shards}
         shards = self.sharded.local_shards()
         local = [Shard(moments[shard.tensor.data_ptr()], shard.metadata) for shard in shards]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -171,27 +158,56 @@ class TouchedRowsAdam:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_ROWS = 512
+"""Rows that Adam takes at once."""
 
 
-class _SparseRows(BatchedDenseEmbedding):
-    """TorchRec's dense kernel with gradients that name their rows."""
+class _Shard(NamedTuple):
+    """Rows [R, width] and their moments."""
 
-    _rows: list[nn.Parameter]
+    row: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class _UpdatedRows(BatchedDenseEmbedding):
+    """TorchRec's dense kernel, whose rows are updated in its backward."""
+
+    _shards: list[_Shard]
+    _optimizer: TouchedRowsAdam
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
-        tables = [self._rows[table] for table in self._feature_table_map]
-        return torch.cat([F.embedding(ids, rows, sparse=True) for ids, rows in zip(values, tables, strict=True)])
+        shards = [self._shards[table] for table in self._feature_table_map]
+        # Something has to ask for a gradient, that there be a backward.
+        asks = torch.empty(0, requires_grad=True)
+        rows = [_Lookup.apply(self._optimizer, shard, ids, asks) for shard, ids in zip(shards, values, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _take_rows(kernel: BatchedDenseEmbedding) -> list[nn.Parameter]:
-    """Turn the kernel into _SparseRows; its tables [rows, width] as parameters over the storage it had."""
-    rows = [nn.Parameter(weight.detach()) for weight in kernel.split_embedding_weights()]
-    # TorchRec builds its kernels itself and offers no place to name another class. The parameters stay out of its
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, optimizer: TouchedRowsAdam, shard: _Shard, ids: Tensor, asks: Tensor) -> Tensor:
+        ctx.update = partial(optimizer.update, shard, ids)
+        return shard.row.index_select(0, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.update(gradient)
+        return None, None, None, None
+
+
+def _take_over(kernel: BatchedDenseEmbedding, optimizer: TouchedRowsAdam) -> list[_Shard]:
+    """Turn the kernel into _UpdatedRows, over the storage it had."""
+    rows = [weight.detach() for weight in kernel.split_embedding_weights()]
+    shards = [_Shard(row, torch.zeros_like(row), torch.zeros_like(row)) for row in rows]
+    # TorchRec builds its kernels itself and offers no place to name another class. The optimizer stays out of its
     # module tree, so that its state dict keeps the sharded names.
-    kernel.__class__ = _SparseRows
-    object.__setattr__(kernel, "_rows", rows)
-    return rows
+    kernel.__class__ = _UpdatedRows
+    object.__setattr__(kernel, "_shards", shards)
+    object.__setattr__(kernel, "_optimizer", optimizer)
+    return shards
 
 
 def _kernels(table: ShardedEmbeddingCollection) -> Iterator[nn.Module]:

@@ -1,12 +1,11 @@
 """The only file that shards or wraps a model.
 
 The item table is model-parallel: TorchRec shards it. The tower is data-parallel. Between them the rows of a batch
-change sides: `lookup` sends them from the ranks that own them to the rank that needs them, `return_gradients` sends
-their gradients back, and both pass the wire codec.
+change sides (rows.py) through the wire's codec, and so do their gradients on the way back.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,17 +17,18 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import Awaitable, EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
-from logitmix.modules.embeddings import ITEM, item_lookup
+from logitmix.modules.embeddings import ITEM
 from logitmix.modules.model import Batch, RetrievalModel, Tower
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizer, fused_params, table_kernel, table_optimizer
+from logitmix.trainer.rows import Rows, slices_of
 
 WEIGHT = f"embeddings.{ITEM}.weight"
 """Name of the item table in state dicts, sharded or not."""
@@ -38,6 +38,7 @@ WEIGHT = f"embeddings.{ITEM}.weight"
 class ParallelModel:
     """A sharded table and a replicated tower, ready to train."""
 
+    num_items: int
     table: ShardedEmbeddingCollection
     table_optimizer: TableOptimizer
     replicated: DistributedDataParallel
@@ -49,15 +50,11 @@ class ParallelModel:
     def tower(self) -> Tower:
         return cast(Tower, self.replicated.module)
 
-    def request(self, id_V: Tensor) -> "Request":
-        """Sends ids to the ranks that own their rows, while the caller goes on; collective."""
-        context = self.table.create_context()
-        return Request(context, self.table.input_dist(context, item_lookup(id_V)).wait())
-
-    def lookup(self, request: "Request") -> Tensor:
-        """Rows [V, D] of the item table that were asked for, wherever they live; collective."""
-        answer = self.table.compute_and_output_dist(request.context, request.ids.wait())
-        return cast(Tensor, answer.wait()[ITEM].values())
+    def rows(self, id_V: Tensor) -> Rows:
+        """Begins to ask for the rows of sorted ids [V], given on the CPU; collective."""
+        owners = self.ranks.world_size if self.config.tables.sharding == "row_wise" else 1
+        slices = slices_of(id_V, self.num_items, owners, self.config.comm.parts)
+        return Rows(self.table, id_V, slices, torch.empty(self.tower.config.dim, device=self.ranks.device))
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The tower's losses; autocast as configured."""
@@ -67,10 +64,6 @@ class ParallelModel:
     def backward(self, loss: Tensor) -> None:
         """Gradients of the tower, summed over the ranks: DDP averages, hence the factor."""
         (loss * self.ranks.world_size).backward()
-
-    def return_gradients(self, rows_VD: Tensor, gradient_VD: Tensor | None) -> None:
-        """Row gradients [V, D] to their owners, which sum them over the ranks; collective."""
-        rows_VD.backward(gradient_VD)
 
     def shard(self) -> ShardedTensor:
         """The item table, of which each rank holds its shards."""
@@ -86,14 +79,6 @@ class ParallelModel:
         return all_reduce_sum(item_XD, self.ranks)
 
 
-@dataclass(frozen=True)
-class Request:
-    """Ids on their way to the owners of their rows."""
-
-    context: Any
-    ids: Awaitable[Any]
-
-
 def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     """Plan, shard, attach the codecs, initialise, replicate. The weights depend on the seed alone."""
     with torch.device("meta"):
@@ -101,6 +86,10 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     plan = _plan(model, config.tables, ranks)
     sharder = EmbeddingCollectionSharder(fused_params=fused_params(config.tables))
     table = sharder.shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
+    if config.comm.parts > 1 and config.tables.optimizer == "adam" and ranks.device.type == "cuda":
+        raise ValueError(
+            "comm.parts is more than 1: FBGEMM's Adam would count each part as a step; give another tables.optimizer"
+        )
     wire = attach(table, config.comm, seed=derive_key("wire", config.train.seed))
     optimizer = table_optimizer(table, WEIGHT, config.tables)
     _initialise_table(table, config)
@@ -112,7 +101,7 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     )
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
-    return ParallelModel(table, optimizer, replicated, wire, ranks, config)
+    return ParallelModel(num_items, table, optimizer, replicated, wire, ranks, config)
 
 
 def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

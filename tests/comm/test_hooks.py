@@ -594,6 +594,21 @@ def test_samples_are_told_apart_by_table_and_direction(results: list[dict[str, A
     assert first["backward"]["squared_error"] == second["backward"]["squares"] == 0
 
 
+def test_of_many_rows_some_thousand_are_sampled() -> None:
+    wire, columns = Wire(WireConfig(), seed=0), (Column("table", 4),)
+    wire.register("table")
+    codec = wire.codecs["forward"]
+    for rows in (5000, 100_000):
+        values = torch.arange(1, rows + 1).float()[:, None].expand(-1, 4).contiguous()
+        encoded = torch.empty(rows, codec.row_bytes(columns), dtype=torch.uint8)
+        codec.encode(values, columns, encoded, None)
+        wire.sample("forward", values, encoded, columns)
+        sampled = dict(zip(QUALITY, wire.take()[0, 0, 2:].tolist(), strict=True))
+        assert 4 * 4096 <= sampled["values"] <= 4 * 2 * 4096
+        # From beginning to end: their mean square is that of all.
+        assert sampled["squares"] / sampled["values"] == pytest.approx(float(values.double().square().mean()), rel=1e-3)
+
+
 def test_stochastic_rounding_is_a_function_of_the_step(results: list[dict[str, Any]]) -> None:
     for result in results:
         once, again, later, nearest = result["seeded"]

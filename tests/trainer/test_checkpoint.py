@@ -27,8 +27,10 @@ def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> N
     gradient = torch.randn(len(ids), 8, generator=generator)
     model.table_optimizer.prepare(0.01)
     # Every rank looks up the same rows: the owners average what the ranks send.
-    model.return_gradients(model.lookup(model.request(ids)), gradient)
-    model.table_optimizer.step()
+    rows = model.rows(ids)
+    rows.send()
+    rows.wait().grad = gradient
+    rows.return_gradients()
     for parameter in model.tower.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     optimizer.step()

@@ -51,13 +51,12 @@ def train_steps(config: Config, steps: int) -> Seen:
 
 def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
     optimizer.zero_grad()
-    rows_VD = model.lookup(model.request(batch.id_V))
-    leaf_VD = rows_VD.detach().requires_grad_()
-    losses = model.loss(leaf_VD, batch)
+    rows = model.rows(batch.id_V)
+    rows.send()
+    losses = model.loss(rows.wait(), batch)
     model.backward(losses["loss"])
     model.table_optimizer.prepare(config.tables.lr)
-    model.return_gradients(rows_VD, leaf_VD.grad)
-    model.table_optimizer.step()
+    rows.return_gradients()
     optimizer.step()
     return losses["loss"].detach()
 
@@ -83,6 +82,9 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
         sharding: small_config(data, SGD | FP32 | {"tables.sharding": sharding})
         for sharding in ("row_wise", "table_wise", "column_wise")
     }
+    for sharding in list(configs):
+        settings = SGD | FP32 | {"tables.sharding": sharding, "comm.parts": 3}
+        configs[f"{sharding} in parts"] = small_config(data, settings)
     configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
     configs["batch"] = small_config(data, SGD | FP32 | {"model.loss.share": "batch"})
     configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
@@ -93,7 +95,10 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
 
 
-@pytest.mark.parametrize("name", ["row_wise", "table_wise", "column_wise", "dot", "batch", "uneven"])
+SHARDINGS = ["row_wise", "table_wise", "column_wise"]
+
+
+@pytest.mark.parametrize("name", [*SHARDINGS, *(f"{name} in parts" for name in SHARDINGS), "dot", "batch", "uneven"])
 def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     first, second, alone = sharded[name]
     assert torch.equal(first.before, alone.before)

@@ -1,0 +1,115 @@
+"""Sampled softmax over dot products, its gradients made by hand: a few large matrix products and no graph.
+
+Axes: T positions, G groups of consecutive positions, N negatives of a group, V unique items, H width; P pieces of
+groups at once, padded to L positions.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..blockwise import Examples, keep_gradients, kept_gradients
+
+
+def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
+    """Sum over T positions of -log softmax of the dot product with the target among those with it and with N negatives
+    (section 3.2), FP32 scalar. A negative equal to a position's target (an accidental hit) does not count.
+
+    Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06.
+    """
+    loss: Tensor = _DotSoftmax.apply(query_TH, item_VH, examples)
+    return loss
+
+
+_PAIRS = 2**18
+"""Most scores of pieces at once, but that one position may have more: what a core's cache holds."""
+_POSITIONS = 256
+"""Most positions of a piece."""
+_ALL_PAIRS = 2**22
+"""Most scores with all items at once, likewise: products with more positions read the items less often."""
+
+
+class _DotSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
+        groups, N = examples.negatives_GN.shape
+        # Where all positions share negatives that are most of the items, no row of an item needs to be copied.
+        whole = groups == 1 and len(item_VH) <= 2 * N and len(query_TH) > 0
+        query, item = query_TH.detach().float(), item_VH.detach().float()
+        loss = torch.zeros((), device=query.device)
+        made = torch.empty_like if whole else torch.zeros_like
+        gradients = [made(query), made(item)] if any(ctx.needs_input_grad) else []
+        with torch.autocast(query.device.type, enabled=False):
+            (_write_all if whole else _add_pieces)(query, item, examples, loss, gradients)
+        keep_gradients(ctx, gradients, (query_TH, item_VH))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        return *kept_gradients(ctx, scale), None
+
+
+def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tensor, gradients: list[Tensor]) -> None:
+    """One group, scored with every item: an item counts as often as the negatives name it, and the target once. Writes
+    the gradients."""
+    (negative_N,) = examples.negatives_GN
+    count_V = item_VH.new_zeros(len(item_VH)).index_add_(0, negative_N, item_VH.new_ones(len(negative_N)))
+    rows = max(1, _ALL_PAIRS // len(item_VH))
+    for start in range(0, len(query_TH), rows):
+        query_RH, target_R = query_TH[start : start + rows], examples.target_T[start : start + rows, None]
+        score_RV = torch.addmm(count_V.log(), query_RH, item_VH.t())
+        positive_R1 = (query_RH * item_VH[target_R[:, 0]]).sum(1, keepdim=True)
+        score_RV.scatter_(1, target_R, positive_R1)
+        total_R1 = score_RV.logsumexp(1, keepdim=True)
+        loss += (total_R1 - positive_R1).sum()
+        if gradients:
+            d_score_RV = score_RV.sub_(total_R1).exp_()
+            d_score_RV.scatter_add_(1, target_R, torch.full_like(positive_R1, -1.0))
+            torch.mm(d_score_RV, item_VH, out=gradients[0][start : start + rows])
+            gradients[1].addmm_(d_score_RV.t(), query_RH, beta=1 if start else 0)
+
+
+def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tensor, gradients: list[Tensor]) -> None:
+    """Groups side by side, each position scored with its group's negatives. Adds to the gradients."""
+    for at_PL, real_PL, group_P in _pieces(examples):
+        target_PL, negative_PN = examples.target_T[at_PL], examples.negatives_GN[group_P]
+        query_PLH, target_PLH, negative_PNH = query_TH[at_PL], item_VH[target_PL], item_VH[negative_PN]
+        score_PLN = torch.bmm(query_PLH, negative_PNH.mT)
+        score_PLN.masked_fill_(target_PL[:, :, None] == negative_PN[:, None], -torch.inf)
+        positive_PL = (query_PLH * target_PLH).sum(2)
+        total_PL = torch.logaddexp(positive_PL, score_PLN.logsumexp(2))
+        loss += ((total_PL - positive_PL) * real_PL).sum()
+        if gradients:
+            d_score_PLN = score_PLN.sub_(total_PL[:, :, None]).exp_().mul_(real_PL[:, :, None])
+            d_positive_PL1 = (((positive_PL - total_PL).exp() - 1) * real_PL)[:, :, None]
+            d_query_PLH = torch.bmm(d_score_PLN, negative_PNH) + d_positive_PL1 * target_PLH
+            gradients[0].index_add_(0, at_PL.flatten(), d_query_PLH.flatten(0, 1))
+            gradients[1].index_add_(0, negative_PN.flatten(), torch.bmm(d_score_PLN.mT, query_PLH).flatten(0, 1))
+            gradients[1].index_add_(0, target_PL.flatten(), (d_positive_PL1 * query_PLH).flatten(0, 1))
+
+
+def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Pieces of groups, as many at once as fit: positions [P, L], 1 or 0 where one is real or padding [P, L], and each
+    piece's group [P]."""
+    N = examples.negatives_GN.shape[1]
+    most = max(1, min(_POSITIONS, _PAIRS // max(1, N)))
+    pieces = [
+        (start, min(start + most, last), group)
+        for group, (first, last) in enumerate(pairwise(examples.bounds))
+        for start in range(first, last, most)
+    ]
+    # Pieces of like lengths go together.
+    pieces.sort(key=lambda piece: piece[1] - piece[0])
+    while pieces:
+        longest = pieces[-1][1] - pieces[-1][0]
+        count = max(1, _PAIRS // (longest * max(1, N)))
+        starts_P, ends_P, group_P = torch.tensor(pieces[-count:]).to(examples.target_T.device).t()
+        at_PL = starts_P[:, None] + torch.arange(longest, device=starts_P.device)
+        real_PL = at_PL < ends_P[:, None]
+        yield at_PL.where(real_PL, starts_P[:, None]), real_PL.float(), group_P
+        del pieces[-count:]

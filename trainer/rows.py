@@ -1,0 +1,104 @@
+"""The rows of a batch on their way from the ranks that own them to the rank that needs them, and their gradients back.
+
+Axes: V unique items of a batch, P those of a part, D encoder width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+from logitmix.modules.embeddings import ITEM, item_lookup
+
+
+class Rows:
+    """Rows of the item table that this rank needs, in parts: while one part is under way, another is looked up,
+    encoded, decoded or updated.
+
+    Making one tells the owners how many rows they will be asked for. Then come `ask`, `send`, `wait` and
+    `return_gradients`, in this order. All ranks call them, and what a rank does in between goes on beside the wire.
+    """
+
+    def __init__(
+        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[list[slice]], like: Tensor
+    ) -> None:
+        """id_V is sorted and on the CPU; each part takes some slices of it. `like` [D] has the device of the rows."""
+        self.leaf_VD = like.new_empty(len(id_V), len(like))
+        self.parts = [_Part(table, id_V, of_part, like.device) for of_part in slices]
+        self.sent = False
+
+    def ask(self) -> None:
+        """Sends the ids, once the owners know how many."""
+        for part in self.parts:
+            part.ids = part.ids or part.sizes.wait()
+
+    def send(self) -> None:
+        """Sends the rows that all ranks asked this one for."""
+        self.ask()
+        self.sent = True
+        for part in self.parts:
+            part.send()
+
+    def wait(self) -> Tensor:
+        """The rows [V, D], a leaf: the graph is cut where model parallelism ends."""
+        for part in self.parts:
+            part.wait(self.leaf_VD)
+        return self.leaf_VD.requires_grad_()
+
+    def return_gradients(self) -> None:
+        """Sends the leaf's gradient to the owners, which sum it over the ranks and move their rows."""
+        gradient_VD = self.leaf_VD.grad
+        assert gradient_VD is not None
+        for part in self.parts:
+            # Called in the part's turn, so that its gradient is copied while another is under way. It must not hold
+            # the part, which holds it: a ring is freed late.
+            part.row_PD.register_hook(lambda _, slices=part.slices: _taken(gradient_VD, slices))
+        torch.autograd.backward([part.row_PD for part in self.parts], [part.row_PD.detach() for part in self.parts])
+
+    def abandon(self) -> None:
+        """Ends what all ranks have begun, if nothing was sent: gloo may hang where a rank leaves the group before."""
+        if not self.sent:
+            self.ask()
+            for part in self.parts:
+                part.ids.wait()
+
+
+class _Part:
+    """Rows that cross together."""
+
+    def __init__(
+        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[slice], device: torch.device
+    ) -> None:
+        self.table, self.slices, self.context = table, slices, table.create_context()
+        self.sizes = table.input_dist(self.context, item_lookup(_taken(id_V, slices).to(device)))
+        self.ids: Any = None
+
+    def send(self) -> None:
+        ids = self.ids.wait()
+        for sharding in self.context.sharding_contexts:
+            # Row-wise, ranks own consecutive ids, so the rows of sorted ids come back in order.
+            sharding.unbucketize_permute_tensor = None
+        self.answer = self.table.compute_and_output_dist(self.context, ids)
+
+    def wait(self, rows_VD: Tensor) -> None:
+        """Puts the part in its place."""
+        self.row_PD: Tensor = self.answer.wait()[ITEM].values()
+        sizes = [each.stop - each.start for each in self.slices]
+        for each, rows in zip(self.slices, self.row_PD.detach().split(sizes), strict=True):
+            rows_VD[each] = rows
+
+
+def slices_of(id_V: Tensor, num_items: int, owners: int, parts: int) -> list[list[slice]]:
+    """For each part, where its ids lie among the sorted ones: an equal share of each owner's range of ids."""
+    if parts == 1:
+        return [[slice(0, len(id_V))]]
+    owned = -(-num_items // owners)
+    cuts = torch.arange(owners)[:, None] * owned + torch.arange(parts + 1) * owned // parts
+    bounds = torch.searchsorted(id_V, cuts).tolist()
+    return [[slice(of[part], of[part + 1]) for of in bounds] for part in range(parts)]
+
+
+def _taken(of_V: Tensor, slices: list[slice]) -> Tensor:
+    pieces = [of_V[each] for each in slices]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
