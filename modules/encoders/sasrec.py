@@ -55,6 +55,7 @@ class Packing:
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
         self.lengths_B = lengths_B
         self.bounds = [0, *lengths_B.cumsum(0).tolist()]
+        self.offset_B = torch.tensor(self.bounds)
         self.position_T = torch.arange(total) - start_B[sequence_T]
         self.row_T = torch.arange(first_row, first_row + total)
         self.padded_T = sequence_T * longest + self.position_T
@@ -63,7 +64,7 @@ class Packing:
 
     def to(self, device: torch.device) -> "Packing":
         moved = copy(self)
-        for name in ("position_T", "row_T", "padded_T", "last_B"):
+        for name in ("position_T", "row_T", "padded_T", "offset_B", "last_B"):
             setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
         return moved
 
@@ -88,13 +89,31 @@ class _Block(nn.Module):
         return x_TD + self._drop(self.down(hidden_TD), noise, "down", packing)
 
     def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
-        (B, L), D = packing.shape, x_TD.shape[1]
-        packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1)
-        padded = packed.new_zeros(B * L, packed.shape[1]).index_copy(0, packing.padded_T, packed)
-        q, k, v = padded.view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
-        out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(out_BGLd.transpose(1, 2).reshape(B * L, D).index_select(0, packing.padded_T))
+        T, D = x_TD.shape
+        packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1).view(T, 3, self.heads, D // self.heads)
+        jagged = x_TD.is_cuda and T > 0 and D // self.heads % 8 == 0
+        return self.output((attend_jagged if jagged else attend_padded)(packed, packing).reshape(T, D))
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
         return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x
+
+
+def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
+    """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]."""
+    B, L = packing.shape
+    padded = packed_T3Gd.new_zeros(B * L, *packed_T3Gd.shape[1:]).index_copy(0, packing.padded_T, packed_T3Gd)
+    q, k, v = padded.unflatten(0, (B, L)).permute(2, 0, 3, 1, 4)
+    # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
+    out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out_BGLd.transpose(1, 2).flatten(0, 1).index_select(0, packing.padded_T)
+
+
+def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
+    """The same without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8."""
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            each, packing.offset_B, min_seqlen=0, max_seqlen=packing.shape[1]
+        ).transpose(1, 2)
+        for each in packed_T3Gd.unbind(1)
+    )
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).values()

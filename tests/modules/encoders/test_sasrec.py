@@ -2,15 +2,17 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from logitmix.modules.config import EncoderConfig
-from logitmix.modules.encoders.sasrec import Packing, SASRec
+from logitmix.modules.encoders.sasrec import Packing, SASRec, attend_jagged, attend_padded
 from logitmix.modules.noise import Noise
 
 DIM = 8
@@ -198,3 +200,51 @@ def test_bf16_stays_close_to_full_precision() -> None:
     # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen.
     error = (half - full).norm(dim=1) / full.norm(dim=1)
     assert 0 < float(error.max()) < 2**-6
+
+
+def attended(attend: Callable[[Tensor, Packing], Tensor], packed: Tensor, packing: Packing) -> list[Tensor]:
+    """Output and gradient."""
+    leaf = packed.detach().requires_grad_()
+    out = attend(leaf, packing)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    (gradient,) = torch.autograd.grad((out * weights).sum(), leaf)
+    return [out.detach(), gradient]
+
+
+def packed_of(lengths: list[int], heads: int, width: int) -> Tensor:
+    return torch.randn(sum(lengths), 3, heads, width, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 0, 7], [5], [2, 2]])
+def test_jagged_attention_takes_sequences_apart_and_puts_them_together(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has no such kernel on CPU; here every sequence goes through the dense one by itself."""
+    dense = functional.scaled_dot_product_attention
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        if not q.is_nested:
+            return dense(q, k, v, is_causal=is_causal)
+        each = zip(*(x.transpose(1, 2).unbind() for x in (q, k, v)), strict=True)
+        outs = [dense(*(x.transpose(0, 1) for x in of), is_causal=is_causal).transpose(0, 1) for of in each]
+        offsets = q.transpose(1, 2).offsets()
+        return torch.nested.nested_tensor_from_jagged(torch.cat(outs), offsets).transpose(1, 2)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", one_by_one)
+    packed = packed_of(lengths, heads=2, width=8)
+    for got, should in zip(
+        *(attended(a, packed, packing(lengths)) for a in (attend_jagged, attend_padded)), strict=True
+    ):
+        torch.testing.assert_close(got, should, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jagged_attention_is_padded_attention(dtype: torch.dtype) -> None:
+    lengths = [3, 1, 200, 7, 64]
+    packed = packed_of(lengths, heads=2, width=32)
+    exact = attended(attend_padded, packed, packing(lengths))
+    got = attended(attend_jagged, packed.to("cuda", dtype), packing(lengths).to(torch.device("cuda")))
+    for jagged, padded in zip(got, exact, strict=True):
+        bound = 2e-5 if dtype == torch.float32 else 2**-6
+        assert (jagged.float().cpu() - padded).norm() <= bound * padded.norm()

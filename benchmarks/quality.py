@@ -1,14 +1,15 @@
-"""What the FP8 wire costs in quality: trained to the end, on real and on made-up data, paired with an FP32 wire.
+"""What BF16 and the FP8 wire cost in quality and gain in speed: trained to the end, paired over seeds.
 
-    python -m benchmarks.wire_quality [--seeds 5] [--datasets ml-100k,demo] [--arms fp32,fp8] [--out DIR] [--jobs N]
+    python -m benchmarks.quality [--arms "bf16,bf16 + fp8 wire"] [--datasets ml-100k,demo] [--seeds 5] [--out DIR]
 
 Every run is two processes with one thread each, so that embeddings and their gradients cross the wire. Runs of a seed
-start from the same weights and see the same batches whatever the wire; the table gives the means over the seeds and,
-for the other arms, the mean difference to fp32 with its 95 % confidence interval (Student's t over the seeds). ml-100k
-trains a dot product to where validation has levelled off and tests that last state, for choosing among checkpoints
-adds noise of its own; demo is the recipe demo-mol as it is. A run whose results.json lies in --out is not repeated:
-after a change of code or recipe give another --out. `--source` (or LOGITMIX_REAL_DATA) is the folder with
-ml-100k.zip; without it, ml-100k is downloaded.
+start from the same weights and see the same batches; the table gives each arm's means over the seeds and, for the arms
+after the first, the mean difference to the first with its 95 % confidence interval (Student's t over the seeds).
+«Examples/s» is the median over runs of their medians, and means something where nothing else ran (--jobs 1).
+The sets: ml-100k trains a dot product, ml-100k-mol the mixture of logits at the paper's size, both to where validation
+has levelled off, and test that last state, for choosing among checkpoints adds noise of its own; demo is the recipe
+demo-mol as it is. A run whose results.json lies in --out is not repeated: after a change of code or recipe give another
+--out. `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, ml-100k is downloaded.
 """
 
 import json
@@ -27,20 +28,21 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
 
+FP32_WIRE = ["--comm.forward", "fp32", "--comm.backward", "fp32"]
+FP8_WIRE = ["--comm.forward", "fp8", "--comm.backward", "fp8"]
 ARMS = {
-    "fp32": ["--comm.forward", "fp32", "--comm.backward", "fp32"],
-    "fp8": ["--comm.forward", "fp8", "--comm.backward", "fp8"],
-    "fp8 + bf16 dense": ["--comm.forward", "fp8", "--comm.backward", "fp8", "--comm.dense", "bf16"],
+    "fp32": ["--train.precision", "fp32", *FP32_WIRE],
+    "bf16": ["--train.precision", "bf16", *FP32_WIRE],
+    "bf16 + fp8 wire": ["--train.precision", "bf16", *FP8_WIRE],
+    "bf16 + fp8 wire + bf16 dense": ["--train.precision", "bf16", *FP8_WIRE, "--comm.dense", "bf16"],
 }
-REFERENCE = "fp32"
 METRICS = ("hr@10", "mrr")
+ML_100K = ["--model.encoder.max-length", "100", "--train.batch-size", "32"]
 RECIPES = {
-    "ml-100k": [
-        "ml-1m-dot", "--model.encoder.max-length", "100", "--train.batch-size", "32", "--train.epochs", "24",
-        "--evaluate.every-epochs", "24",
-    ],
+    "ml-100k": ["ml-1m-dot", *ML_100K, "--train.epochs", "24", "--evaluate.every-epochs", "24"],
+    "ml-100k-mol": ["ml-1m-mol", *ML_100K, "--train.epochs", "16", "--evaluate.every-epochs", "16"],
     "demo": ["demo-mol"],
-}  # fmt: skip
+}
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 0.975 for 1, 2, … degrees of freedom."""
 
@@ -53,8 +55,8 @@ class Options:
     """Runs of an arm, train.seed 0, 1, …"""
     datasets: str = ",".join(RECIPES)
     arms: str = ",".join(ARMS)
-    """fp32, which the others are compared with, always runs too."""
-    out: str = "runs/wire-quality"
+    """The others are compared with the first."""
+    out: str = "runs/quality"
     """Where datasets and runs are kept."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
     """Folder with ml-100k.zip."""
@@ -73,7 +75,7 @@ class Options:
 
 def main(options: Options) -> None:
     out, datasets = Path(options.out), options.datasets.split(",")
-    arms = list(dict.fromkeys([REFERENCE, *options.arms.split(",")]))
+    arms = options.arms.split(",")
     for dataset in datasets:
         _prepare(out / "data" / dataset, dataset, options.source)
     tasks = [(dataset, arm, seed) for seed in range(options.seeds) for dataset in datasets for arm in arms]
@@ -83,7 +85,7 @@ def main(options: Options) -> None:
     seeds = range(options.seeds)
     rows = {
         dataset: {arm: _compared([results[dataset, arm, seed] for seed in seeds],
-                                 [results[dataset, REFERENCE, seed] for seed in seeds]) for arm in arms}
+                                 [results[dataset, arms[0], seed] for seed in seeds]) for arm in arms}
         for dataset in datasets
     }  # fmt: skip
     if options.json:
@@ -95,8 +97,9 @@ def main(options: Options) -> None:
 def _prepare(path: Path, dataset: str, source: str) -> None:
     if (path / "dataset.json").exists():
         return
-    given = ["--source", str(Path(source) / f"{dataset}.zip")] if source and dataset != "demo" else []
-    logitmix("prepare", dataset, *given, "--out", str(path))
+    raw = dataset.removesuffix("-mol")
+    given = ["--source", str(Path(source) / f"{raw}.zip")] if source and raw != "demo" else []
+    logitmix("prepare", raw, *given, "--out", str(path))
 
 
 def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
@@ -105,12 +108,18 @@ def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
         words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
         logitmix("train", *words, "--run", str(run), "--train.device", "cpu", processes=2)
     results: Results = json.loads((run / "results.json").read_text())
-    return results
+    return results | {"examples_per_second": _speed(run)}
+
+
+def _speed(run: Path) -> float:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["examples_per_second"] for row in rows if row["kind"] == "train"]
+    return statistics.median(rates)
 
 
 def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str, dict[str, float]]:
     """Of each metric: mean over the seeds, mean paired difference to the reference, half width of its interval."""
-    compared = {}
+    compared = {"examples_per_second": {"mean": statistics.median(run["examples_per_second"] for run in runs)}}
     for metric in METRICS:
         differences = [run[metric] - other[metric] for run, other in zip(runs, reference, strict=True)]
         spread = statistics.stdev(differences) / math.sqrt(len(differences))
@@ -123,16 +132,19 @@ def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str
 
 
 def _show(rows: dict[str, dict[str, dict[str, dict[str, float]]]], options: Options) -> None:
-    heads = [head for metric in METRICS for head in (metric, f"{metric} - fp32's, 95 %", "relative")]
-    table = Table("dataset", "wire", *heads, title=_setting(options))
+    heads = [head for metric in METRICS for head in (metric, "difference, 95 %", "relative")]
+    table = Table("dataset", "precision", "examples/s", *heads, title=_setting(options))
     for dataset, arms in rows.items():
+        first = next(iter(arms))
+        base = arms[first]["examples_per_second"]["mean"]
         for arm, compared in arms.items():
-            cells = []
+            speed = compared["examples_per_second"]["mean"]
+            cells = [f"{speed:.0f} ({speed / base - 1:+.0%})"]
             for metric in METRICS:
-                of, reference = compared[metric], arms[REFERENCE][metric]["mean"]
+                of, reference = compared[metric], arms[first][metric]["mean"]
                 difference = f"{of['difference']:+.4f} ± {of['half_width']:.4f}"
                 relative = f"{of['difference'] / reference:+.1%} ± {of['half_width'] / reference:.1%}"
-                cells += [f"{of['mean']:.4f}", *(["", ""] if arm == REFERENCE else [difference, relative])]
+                cells += [f"{of['mean']:.4f}", *(["", ""] if arm == first else [difference, relative])]
             table.add_row(dataset, arm, *cells)
     Console(width=140).print(table)
 

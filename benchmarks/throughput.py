@@ -1,0 +1,64 @@
+"""Examples (positions) a second of a recipe, on all cores: by precision, and by how processes and threads share them.
+
+    python -m benchmarks.throughput --data data/ml-1m [--recipe ml-1m-mol] [--minutes 1] [--repeats 3]
+
+Each line trains for --minutes by the command line, the lines in turn; the figure is the median over a run's rows after
+the first quarter, and over the repeats. Lines with several processes have one thread each.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.measure import logitmix, machine, spread
+from benchmarks.quality import ARMS
+
+CORES = os.cpu_count() or 1
+LINES = {
+    f"{CORES} processes, fp32": ("fp32", CORES),
+    f"{CORES} processes, bf16": ("bf16", CORES),
+    f"{CORES} processes, bf16 + fp8 wire": ("bf16 + fp8 wire", CORES),
+    f"1 process with {CORES} threads, bf16": ("bf16", 1),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    data: str
+    """The recipe's dataset directory."""
+    recipe: str = "ml-1m-mol"
+    minutes: float = 1.0
+    repeats: int = 3
+
+
+def main(options: Options) -> None:
+    rates: dict[str, list[float]] = {name: [] for name in LINES}
+    for name in track(list(LINES) * options.repeats, "training", console=Console(stderr=True)):
+        rates[name].append(_rate(options, *LINES[name]))
+    (base, *_), table = rates.values(), Table("", "examples/s", "of the first", title=f"{options.recipe}, {machine()}")
+    for name, of in rates.items():
+        table.add_row(name, spread(of, 0), f"{statistics.median(of) / statistics.median(base):.2f}")
+    Console(width=120).print(table)
+
+
+def _rate(options: Options, arm: str, processes: int) -> float:
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name, "run")
+        words = ["--data.path", options.data, "--train.minutes", str(options.minutes), "--train.log-every", "10"]
+        threads = ["--train.threads", str(CORES // processes), "--train.device", "cpu"]
+        logitmix("train", options.recipe, *words, *threads, *ARMS[arm], "--run", str(run), processes=processes)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["examples_per_second"] for row in rows if row["kind"] == "train"]
+    return statistics.median(rates[len(rates) // 4 :])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
