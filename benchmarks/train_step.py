@@ -29,6 +29,7 @@ from logitmix.modules.config import SimilarityConfig
 from logitmix.modules.losses import sampled_loss
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.mol import MoL
+from logitmix.trainer.memory import set_up_memory
 
 DIM, ITEMS, LENGTH = 64, 3706, 200
 """Width, items of a batch (all of MovieLens-1M), positions of a sequence."""
@@ -103,6 +104,7 @@ FORMS: dict[str, tuple[bool, Share, Precision, int]] = {
 
 def step(fused: bool, share: Share, precision: Precision, parts: int, options: Options) -> Spent:
     """Loss and gradients from query and item embeddings, towers included."""
+    set_up_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)

@@ -1,9 +1,7 @@
 """The training loop: restore, for batch, step, log, evaluate, save."""
 
-import ctypes
 import fcntl
 import json
-import platform
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -23,6 +21,7 @@ from logitmix.trainer.config import Config, dump_toml, flatten
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import evaluate
+from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.rows import Rows
@@ -41,7 +40,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
     Raises ValueError for what the user can mend: no dataset, another run's directory, a loss that is not finite.
     """
     torch.set_num_threads(config.train.threads)
-    _keep_freed_memory()
+    set_up_memory()
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks, _owned(run, ranks):
         _begin(config, run, dataset, ranks)
@@ -54,19 +53,6 @@ def train(config: Config, run: Path) -> dict[str, float]:
         if ranks.rank == 0:
             write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
     return results
-
-
-def _keep_freed_memory() -> None:
-    """A step's large tensors take the places of the last one's. glibc would give their memory back each time, and have
-    it zeroed page by page anew."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**25)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names for what mallopt sets; 2^25 is the largest threshold that it takes."""
 
 
 def _steps(
