@@ -81,15 +81,12 @@ class ParallelModel:
 
 def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     """Plan, shard, attach the codecs, initialise, replicate. The weights depend on the seed alone."""
+    require_whole_steps(config, ranks.device)
     with torch.device("meta"):
         model = RetrievalModel(num_items, config.model)
     plan = _plan(model, config.tables, ranks)
     sharder = EmbeddingCollectionSharder(fused_params=fused_params(config.tables))
     table = sharder.shard(model.table, plan, ShardingEnv.from_process_group(ranks.group), ranks.device)
-    if config.comm.parts > 1 and config.tables.optimizer == "adam" and ranks.device.type == "cuda":
-        raise ValueError(
-            "comm.parts is more than 1: FBGEMM's Adam would count each part as a step; give another tables.optimizer"
-        )
     wire = attach(table, config.comm, seed=derive_key("wire", config.train.seed))
     optimizer = table_optimizer(table, WEIGHT, config.tables)
     _initialise_table(table, config)
@@ -102,6 +99,15 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     return ParallelModel(num_items, table, optimizer, replicated, wire, ranks, config)
+
+
+def require_whole_steps(config: Config, device: torch.device) -> None:
+    """Raises ValueError where the table's optimizer would take each part of a batch's rows for a step."""
+    if config.comm.parts > 1 and config.tables.optimizer == "adam" and device.type == "cuda":
+        raise ValueError(
+            f"comm.parts is {config.comm.parts}, but FBGEMM's Adam on CUDA counts each part as a step; "
+            "give --comm.parts 1 or another --tables.optimizer"
+        )
 
 
 def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

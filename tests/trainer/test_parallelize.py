@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import ParallelModel, parallelize, require_whole_steps
 
 COMPUTE = {"train.precision": "fp32"}
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", **COMPUTE}
@@ -153,6 +154,18 @@ def test_weights_come_from_the_seed_alone(data: Path) -> None:
     assert torch.equal(once.after, again.after) and once.losses[0] == again.losses[0]
     assert not torch.equal(once.before, other.before)
     assert abs(float(once.before.std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma
+
+
+@pytest.mark.parametrize(
+    ("device", "optimizer", "parts", "refused"),
+    [("cuda", "adam", 2, True), ("cuda", "adam", 1, False), ("cuda", "sgd", 2, False), ("cpu", "adam", 2, False)],
+)
+def test_parts_are_refused_where_each_would_count_as_a_step(
+    data: Path, device: str, optimizer: str, parts: int, refused: bool
+) -> None:
+    config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
+    with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
+        require_whole_steps(config, torch.device(device))
 
 
 def test_adam_moves_the_rows_that_a_batch_touches_and_no_other(data: Path) -> None:
