@@ -40,7 +40,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import logged, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import from_mapping
 from logitmix.modules.model import Tower
@@ -243,8 +243,7 @@ def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int,
 
 def _read(run: Path) -> dict[str, float]:
     """Means a step over the rows after warm-up."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["kind"] == "train"]
+    rows = logged(run, "train")
     warm = [row for row in rows if row["step"] > WARM_UP]
     seconds = sum(row["time/step"] for row in warm)
     found = {

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import logged, logitmix, machine
 
 FP32_WIRE = ["--comm.forward", "fp32", "--comm.backward", "fp32"]
 FP8_WIRE = ["--comm.forward", "fp8", "--comm.backward", "fp8"]
@@ -108,17 +108,13 @@ def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
         words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
         logitmix("train", *words, "--run", str(run), "--train.device", "cpu", processes=2)
     results: Results = json.loads((run / "results.json").read_text())
-    return results | {"examples_per_second": _speed(run)}
-
-
-def _speed(run: Path) -> float:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = [row["examples_per_second"] for row in rows if row["kind"] == "train"]
-    return statistics.median(rates)
+    speed = statistics.median(row["examples_per_second"] for row in logged(run, "train"))
+    return results | {"examples_per_second": speed}
 
 
 def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Of each metric: mean over the seeds, mean paired difference to the reference, half width of its interval."""
+    """Median speed; of each metric its mean over the seeds, mean paired difference to the reference, and the half
+    width of its interval."""
     compared = {"examples_per_second": {"mean": statistics.median(run["examples_per_second"] for run in runs)}}
     for metric in METRICS:
         differences = [run[metric] - other[metric] for run, other in zip(runs, reference, strict=True)]

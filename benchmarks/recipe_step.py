@@ -55,14 +55,14 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
-        batches = loop.training_batches(config, dataset, ranks)
+        batches, finite = loop.training_batches(config, dataset, ranks), loop._Finite(model)
         with parts.cutting(model.tower):
             for step in range(WARM_UP + steps):
                 if step == WARM_UP:
                     parts.seconds.clear()
                 with parts.time("data", "forward"):
                     batch = batches.at(step)
-                _step(config, step + 1, model, optimizer, batch, parts)
+                _step(config, step + 1, model, optimizer, finite, batch, parts)
                 if step >= WARM_UP:
                     counts.update(_named(batch))
     seconds: dict[str, dict[str, float]] = {}
@@ -125,7 +125,13 @@ class Parts:
 
 
 def _step(
-    config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Batch, parts: Parts
+    config: Config,
+    step: int,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    finite: loop._Finite,
+    batch: Batch,
+    parts: Parts,
 ) -> None:
     """As in trainer/loop.py."""
     with parts.time("rows of the table", "forward"):
@@ -136,7 +142,6 @@ def _step(
     model.backward(loss)
     parts.backward()
     with parts.time("check of the gradients", "backward"):
-        finite = loop._Finite(model)
         finite.norm(loss, row_VD, step)
         finite.check()
     loop._set_rates(config, step, model, optimizer)

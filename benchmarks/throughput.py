@@ -6,7 +6,6 @@ Each line trains for --minutes by the command line, the lines in turn; the figur
 the first quarter, and over the repeats. Lines with several processes have one thread each.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logitmix, machine, spread
+from benchmarks.measure import logged, logitmix, machine, spread
 from benchmarks.quality import ARMS
 
 CORES = os.cpu_count() or 1
@@ -55,8 +54,7 @@ def _rate(options: Options, arm: str, processes: int) -> float:
         words = ["--data.path", options.data, "--train.minutes", str(options.minutes), "--train.log-every", "10"]
         threads = ["--train.threads", str(CORES // processes), "--train.device", "cpu"]
         logitmix("train", options.recipe, *words, *threads, *ARMS[arm], "--run", str(run), processes=processes)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = [row["examples_per_second"] for row in rows if row["kind"] == "train"]
+        rates = [row["examples_per_second"] for row in logged(run, "train")]
     return statistics.median(rates[len(rates) // 4 :])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .blockwise import Examples, Side, blockwise_loss, softmax
+from .blockwise import Examples, Side, blockwise_loss
 from .kernels.dot_loss import dot_sampled_softmax
 from .kernels.mol_loss import GateDropout, mol_sampled_softmax
 from .noise import Noise
@@ -43,16 +43,15 @@ def sampled_loss(
     itself and the negatives (section 3.2); «bce» is the binary cross entropy of the target and the mean one of the
     negatives (the paper's baseline).
     """
-    if kind == "softmax" and isinstance(similarity, MoL):
+    if kind == "bce":
+        return blockwise_loss(_bce, similarity, query, item, examples, noise, gate_dropout)
+    if isinstance(similarity, MoL):
         dropout = GateDropout(noise, gate_dropout, examples.row_T) if noise and gate_dropout else None
         cross_gate = similarity.pair_parameters()
         target_T, negatives_GN = examples.target_T, examples.negatives_GN
         return mol_sampled_softmax(query, item, cross_gate, target_T, negatives_GN, examples.bounds, dropout)
-    if kind == "softmax":
-        (query_TH,), (item_VH,) = query, item
-        return dot_sampled_softmax(query_TH, item_VH, examples)
-    reduce = {"softmax": softmax, "bce": _bce}[kind]
-    return blockwise_loss(reduce, similarity, query, item, examples, noise, gate_dropout)
+    (query_TH,), (item_VH,) = query, item
+    return dot_sampled_softmax(query_TH, item_VH, examples)
 
 
 def _bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:

@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from logitmix.trainer.config import Config, from_mapping
 from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logitmix.trainer.parallelize import ParallelModel
 
 ITEMS = 50
 
@@ -57,3 +62,11 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
             node = node.setdefault(section, {})
         node[name] = value
     return from_mapping(Config, tree, "test")
+
+
+def move_rows(model: "ParallelModel", ids: "Tensor", gradient: "Tensor") -> None:
+    """Rows of sorted ids here and their gradient back: one update of the table, once its optimizer is prepared."""
+    rows = model.rows(ids)
+    rows.send()
+    rows.wait().grad = gradient
+    rows.return_gradients()

@@ -54,7 +54,8 @@ class ParallelModel:
         """Begins to ask for the rows of sorted ids [V], given on the CPU; collective."""
         owners = self.ranks.world_size if self.config.tables.sharding == "row_wise" else 1
         slices = slices_of(id_V, self.num_items, owners, self.config.comm.parts)
-        return Rows(self.table, id_V, slices, torch.empty(self.tower.config.dim, device=self.ranks.device))
+        leaf_VD = torch.empty(len(id_V), self.tower.config.dim, device=self.ranks.device)
+        return Rows(self.table, id_V, slices, leaf_VD)
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The tower's losses; autocast as configured."""

@@ -21,11 +21,11 @@ class Rows:
     """
 
     def __init__(
-        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[list[slice]], like: Tensor
+        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[list[slice]], leaf_VD: Tensor
     ) -> None:
-        """id_V is sorted and on the CPU; each part takes some slices of it. `like` [D] has the device of the rows."""
-        self.leaf_VD = like.new_empty(len(id_V), len(like))
-        self.parts = [_Part(table, id_V, of_part, like.device) for of_part in slices]
+        """id_V is sorted and on the CPU; each part takes some slices of it. `leaf_VD` is where the rows will stand."""
+        self.leaf_VD = leaf_VD
+        self.parts = [_Part(table, id_V, of_part, leaf_VD.device) for of_part in slices]
         self.sent = False
 
     def ask(self) -> None:

@@ -51,16 +51,16 @@ class Packing:
 
     def __init__(self, lengths_B: Tensor, first_row: int = 0) -> None:
         total, longest = int(lengths_B.sum()), int(lengths_B.max()) if len(lengths_B) else 0
-        start_B = lengths_B.cumsum(0) - lengths_B
+        self.offset_B = F.pad(lengths_B.cumsum(0), (1, 0))
+        start_B = self.offset_B[:-1]
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
         self.lengths_B = lengths_B
-        self.bounds = [0, *lengths_B.cumsum(0).tolist()]
-        self.offset_B = torch.tensor(self.bounds)
+        self.bounds = self.offset_B.tolist()
         self.position_T = torch.arange(total) - start_B[sequence_T]
         self.row_T = torch.arange(first_row, first_row + total)
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
-        self.last_B = start_B + lengths_B - 1
+        self.last_B = self.offset_B[1:] - 1
 
     def to(self, device: torch.device) -> "Packing":
         moved = copy(self)

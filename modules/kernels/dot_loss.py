@@ -59,10 +59,11 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
     the gradients."""
     (negative_N,) = examples.negatives_GN
     count_V = item_VH.new_zeros(len(item_VH)).index_add_(0, negative_N, item_VH.new_ones(len(negative_N)))
+    log_count_V = count_V.log()
     rows = max(1, _ALL_PAIRS // len(item_VH))
     for start in range(0, len(query_TH), rows):
         query_RH, target_R = query_TH[start : start + rows], examples.target_T[start : start + rows, None]
-        score_RV = torch.addmm(count_V.log(), query_RH, item_VH.t())
+        score_RV = torch.addmm(log_count_V, query_RH, item_VH.t())
         positive_R1 = (query_RH * item_VH[target_R[:, 0]]).sum(1, keepdim=True)
         score_RV.scatter_(1, target_R, positive_R1)
         total_R1 = score_RV.logsumexp(1, keepdim=True)

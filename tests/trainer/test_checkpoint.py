@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, move_rows, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -27,10 +27,7 @@ def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> N
     gradient = torch.randn(len(ids), 8, generator=generator)
     model.table_optimizer.prepare(0.01)
     # Every rank looks up the same rows: the owners average what the ranks send.
-    rows = model.rows(ids)
-    rows.send()
-    rows.wait().grad = gradient
-    rows.return_gradients()
+    move_rows(model, ids, gradient)
     for parameter in model.tower.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     optimizer.step()

@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_data import ITEMS, small_config, write_dataset
-from torch import Tensor
+from small_data import ITEMS, move_rows, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer import optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import parallelize
 
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 
@@ -15,13 +14,6 @@ FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp3
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "small")
-
-
-def move(model: ParallelModel, ids: Tensor, gradient: Tensor) -> None:
-    rows = model.rows(ids)
-    rows.send()
-    rows.wait().grad = gradient
-    rows.return_gradients()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -41,7 +33,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
             ids = torch.randperm(ITEMS)[: int(torch.randint(1, 20, ()))].sort().values
             gradient = torch.randn(len(ids), 8)
             model.table_optimizer.prepare(tables.lr)
-            move(model, ids, gradient)
+            move_rows(model, ids, gradient)
             first[ids] = tables.beta1 * first[ids] + (1 - tables.beta1) * gradient
             second[ids] = tables.beta2 * second[ids] + (1 - tables.beta2) * gradient.square()
             mean, square = first[ids] / (1 - tables.beta1**step), second[ids] / (1 - tables.beta2**step)
@@ -57,7 +49,7 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
             model = parallelize(ITEMS, config, ranks)
             before = model.gather_table()
             model.table_optimizer.prepare(0.01)
-            move(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
+            move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
             changes.append(model.gather_table() - before)
     assert torch.equal(*changes) and changes[0][[3, 5]].all()
 
@@ -72,7 +64,7 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
             ids = torch.randperm(ITEMS)[:10].sort().values
             gradient = torch.randn(len(ids), 8)
             model.table_optimizer.prepare(0.1)
-            move(model, ids, gradient)
+            move_rows(model, ids, gradient)
             sums[ids] += gradient.square().mean(1)
             expected[ids] -= 0.1 * gradient / (sums[ids].sqrt()[:, None] + 1e-8)
         torch.testing.assert_close(model.gather_table(), expected, rtol=1e-5, atol=1e-7)

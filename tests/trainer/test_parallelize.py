@@ -15,6 +15,7 @@ from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize, require_whole_steps
 
+SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", **COMPUTE}
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
@@ -79,11 +80,8 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
 @pytest.fixture(scope="module")
 def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     """By name: both ranks of two, and one process alone, after one SGD step."""
-    configs = {
-        sharding: small_config(data, SGD | FP32 | {"tables.sharding": sharding})
-        for sharding in ("row_wise", "table_wise", "column_wise")
-    }
-    for sharding in list(configs):
+    configs = {sharding: small_config(data, SGD | FP32 | {"tables.sharding": sharding}) for sharding in SHARDINGS}
+    for sharding in SHARDINGS:
         settings = SGD | FP32 | {"tables.sharding": sharding, "comm.parts": 3}
         configs[f"{sharding} in parts"] = small_config(data, settings)
     configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
@@ -94,9 +92,6 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     configs["fp8 dot"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True, "model.similarity.kind": "dot"})
     pairs = zip(*two_ranks.run(train_all, list(configs.values()), 1), strict=True)
     return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
-
-
-SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 
 
 @pytest.mark.parametrize("name", [*SHARDINGS, *(f"{name} in parts" for name in SHARDINGS), "dot", "batch", "uneven"])
