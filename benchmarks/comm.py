@@ -10,10 +10,11 @@ train by Adam: FBGEMM's fused optimizers take longer on CPU.
 Bytes a step are those of both ranks, as the codec hook counts them (embeddings and their gradients) and as the
 interfaces do. The second should be the first plus 8 bytes an id, 4 a dense parameter and rank, and 66 of headers a
 frame (Ethernet, IP, TCP with time stamps): «unexplained» is what is left. Runs stop after their last step: checkpoint
-and evaluation are no part of this. The ceiling is the ratio of the interfaces' bytes: what the speed ratio would be if
-nothing but bytes took time. «CPU» is what a rank's process used of a step, kernel included, and bounds it from below.
-Rows cross in 4 parts (comm.parts). gloo's own all-to-all mostly sends one direction after the other, and so gets half
-of what the link gives both at once; the exchange of rows does not use it.
+and evaluation are no part of this. «ms/step» is the wall clock's, logging included; «CPU» is what a rank's process used
+of it, kernel included, and bounds it from below. The ceiling is the ratio of the interfaces' bytes: what the speed
+ratio would be if nothing but bytes took time. Rows cross in 4 parts (comm.parts). gloo's own all-to-all mostly sends
+one direction after the other, and so gets half of what the link gives both at once; the exchange of rows does not use
+it.
 """
 
 import json
@@ -54,8 +55,9 @@ RANKS = 2
 DEVICE = "wire"
 ITEMS, USERS, ACTIONS, BATCH = 1_000_000, 40, 6, 4
 EPOCH = USERS // BATCH
-WARM_UP, LOG_EVERY = 10, 5
+WARM_UP, LOG_EVERY = 10, 10
 HEADERS = 66
+CLOCKS = ("wall", "cpu")
 COUNTED = ("tx_bytes", "tx_packets")
 PARTS = ("data", "all_to_all", "forward", "backward", "optimizer")
 MODEL: dict[str, Any] = {
@@ -242,26 +244,25 @@ def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int,
 
 
 def _read(run: Path) -> dict[str, float]:
-    """Means a step over the rows after warm-up."""
+    """Means a step: of times over the rows after warm-up, of bytes over all."""
     rows = logged(run, "train")
     warm = [row for row in rows if row["step"] > WARM_UP]
-    seconds = sum(row["time/step"] for row in warm)
-    found = {
-        "examples_per_second": sum(row["examples_per_second"] * row["time/step"] for row in warm) / seconds,
-        "loss": rows[-1]["loss"],
-    }
-    names = [f"time/{part}" for part in ("step", *PARTS)]
-    names += [f"wire/{way}bytes_per_step" for way in ("", "forward/", "backward/")]
-    found |= {name: statistics.mean(row[name] for row in warm) for name in names if name in warm[0]}
+    found = {"loss": rows[-1]["loss"]}
+    found |= {name: statistics.mean(row[name] for row in warm) for part in PARTS if (name := f"time/{part}")}
+    names = [f"wire/{way}bytes_per_step" for way in ("", "forward/", "backward/")]
+    found |= {name: statistics.mean(row[name] for row in rows) for name in names if name in rows[0]}
     sent = [_counted_per_step(run / f"counts-{rank}.jsonl") for rank in range(RANKS)]
-    return found | {name: sum(rank[name] for rank in sent) for name in sent[0]}
+    found |= {name: sum(rank[name] for rank in sent) / (RANKS if name in CLOCKS else 1) for name in sent[0]}
+    return found | {"examples_per_second": found["examples"] / RANKS / found["wall"]}
 
 
 def _counted_per_step(path: Path) -> dict[str, float]:
-    """What a rank counted, a step: its CPU seconds and, but on the loopback, bytes and frames sent."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    first, last = next(row for row in rows if row["step"] == WARM_UP), rows[-1]
-    return {name: (last[name] - first[name]) / (last["step"] - first["step"]) for name in first if name != "step"}
+    """What a rank counted, a step: seconds and examples after warm-up; but on the loopback, bytes and frames sent."""
+    first, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    warm, last = next(row for row in rows if row["step"] == WARM_UP), rows[-1]
+    # Between two steps, rows of the next are under way: only before the first and after the last none are.
+    since = {name: first if name in COUNTED else warm for name in last if name != "step"}
+    return {name: (last[name] - of[name]) / (last["step"] - of["step"]) for name, of in since.items()}
 
 
 def _summary(repeated: list[dict[str, float]]) -> dict[str, float]:
@@ -284,12 +285,12 @@ def _show(link: str, result: dict[str, Any]) -> None:
             expected = payload + 8 * rows_sent + 4 * _dense_parameters() * RANKS + HEADERS * of["tx_packets"]
             unexplained = f"{of['tx_bytes'] / expected - 1:+.2%}" if rows_sent else "-"
         speed = f"{of['examples_per_second']:.1f} ({of['slowest']:.1f} to {of['fastest']:.1f})"
-        milliseconds, loss = f"{of['time/step'] * 1000:.0f}", f"{of['loss']:.4f}"
+        milliseconds, loss = f"{of['wall'] * 1000:.0f}", f"{of['loss']:.4f}"
         table.add_row(arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss)
     console.print(table)
     for arm, of in arms.items():
         parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PARTS)
-        parts += f"; CPU {of['cpu'] * 1000 / RANKS:.1f}"
+        parts += f"; CPU {of['cpu'] * 1000:.1f}"
         console.print(f"ms of a step of {arm}: {parts}", highlight=False)
     for other in arms if "fp8" in arms else ():
         if other != "fp8":
@@ -348,17 +349,22 @@ class CountingTelemetry(Telemetry):
     def __init__(self, path: Path, last_step: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.path, self.stop = path, last_step
+        self.note(0)
 
     def log_training(self, step: int, *arguments: Any) -> None:
         super().log_training(step, *arguments)
-        counters = Path(f"/sys/class/net/{DEVICE}/statistics")
-        sent = {name: int((counters / name).read_text()) for name in COUNTED if counters.exists()}
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step, "cpu": time.process_time(), **sent}) + "\n")
+        self.note(step)
         if step == self.stop:
             # The other rank may still be reading what this one sent.
             time.sleep(0.5)
             raise Enough
+
+    def note(self, step: int) -> None:
+        counters = Path(f"/sys/class/net/{DEVICE}/statistics")
+        sent = {name: int((counters / name).read_text()) for name in COUNTED if counters.exists()}
+        with open(self.path, "a") as file:
+            clocks = dict(zip(CLOCKS, (time.perf_counter(), time.process_time()), strict=True))
+            file.write(json.dumps({"step": step, "examples": self.examples, **clocks, **sent}) + "\n")
 
 
 def _bare(megabytes: int = 4, times: int = 5) -> dict[str, float]:

@@ -147,6 +147,7 @@ def _step(
     loop._set_rates(config, step, model, optimizer)
     with parts.time("rows of the table", "backward"):
         rows.return_gradients()
+        rows.update()
     with parts.time("dense optimizer", "backward"):
         optimizer.step()
         optimizer.zero_grad()

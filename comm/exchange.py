@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import Awaitable, NoWait
 
@@ -400,3 +401,14 @@ class _Arriving(Awaitable[Tensor]):
     def _wait_impl(self) -> Tensor:
         arrived: Tensor = _Arrive.apply(self.exchange, self.tie)
         return arrived
+
+
+def departure(arrived: Tensor) -> GradientEdge:
+    """Where the backward of rows that have arrived comes to a wait: `torch.autograd.grad` with respect to it sends
+    their gradient, `torch.autograd.backward` from it waits for what the other ranks have sent. Rows that crossed
+    nothing depart at themselves."""
+    edge = get_gradient_edge(arrived)
+    node: Node | None = edge.node
+    while node and node.name() != f"{_Depart.__name__}Backward":
+        node = node.next_functions[0][0] if node.next_functions else None
+    return GradientEdge(node, 0) if node else edge

@@ -70,3 +70,4 @@ def move_rows(model: "ParallelModel", ids: "Tensor", gradient: "Tensor") -> None
     rows.send()
     rows.wait().grad = gradient
     rows.return_gradients()
+    rows.update()

@@ -64,16 +64,18 @@ def _steps(
     evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
     with Telemetry(run, model, done, total) as telemetry, closing(_ahead(batches, model, done.step, total)) as ahead:
-        clock, finished = telemetry.clock, done.step >= total or _out_of_time(config, done.seconds, ranks)
+        clock, step = telemetry.clock, done.step
+        finished = step >= total or _out_of_time(config, done.seconds, ranks)
         with clock("data"):
             upcoming = None if finished else next(ahead)
-        while upcoming and not finished:
-            step = done.step + 1
-            log = clock.exact = step % config.train.log_every == 0 or step == total
-            model.wire.begin(step, sampling=log)
-            batch, rows = upcoming
+        model.wire.begin(step + 1, sampling=_logged(config, step + 1, total))
+        if upcoming:
             with clock("all_to_all"):
-                rows.send()
+                upcoming[1].send()
+        while upcoming and not finished:
+            step += 1
+            log = clock.exact = _logged(config, step, total)
+            batch, rows = upcoming
             with clock("data"):
                 upcoming = next(ahead, None)
             with clock("all_to_all"):
@@ -89,18 +91,21 @@ def _steps(
                 if log or ranks.device.type == "cpu":
                     finite.check()
             _set_rates(config, step, model, optimizer)
+            finished = step == total or _out_of_time(config, clock.total, ranks)
             with clock("all_to_all"):
                 rows.return_gradients()
+                crossed = model.wire.take() if log else None
+                model.wire.begin(step + 1, sampling=_logged(config, step + 1, total))
+                rows.update(following=upcoming[1] if upcoming and not finished else None)
             with clock("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad()
 
             telemetry.advance(step, batch)
             epoch = step / batches.steps_per_epoch
-            if log:
-                telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach())
+            if crossed is not None:
+                telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach(), crossed)
             done = Progress(step, clock.total, telemetry.examples)
-            finished = step == total or _out_of_time(config, clock.total, ranks)
             if finished or step % evaluate_every == 0 or step % save_every == 0:
                 finite.check()
             if finished or step % evaluate_every == 0:
@@ -127,6 +132,10 @@ def _ahead(
             finally:
                 with suppress(RuntimeError):
                     rows.abandon()
+
+
+def _logged(config: Config, step: int, total: int) -> bool:
+    return step % config.train.log_every == 0 or step == total
 
 
 def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:

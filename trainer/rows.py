@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
+from logitmix.comm.exchange import departure
 from logitmix.modules.embeddings import ITEM, item_lookup
 
 
@@ -16,8 +17,9 @@ class Rows:
     """Rows of the item table that this rank needs, in parts: while one part is under way, another is looked up,
     encoded, decoded or updated.
 
-    Making one tells the owners how many rows they will be asked for. Then come `ask`, `send`, `wait` and
-    `return_gradients`, in this order. All ranks call them, and what a rank does in between goes on beside the wire.
+    Making one tells the owners how many rows they will be asked for. Then come `ask`, `send`, `wait`,
+    `return_gradients` and `update`, in this order. All ranks call them, and what a rank does in between goes on beside
+    the wire.
     """
 
     def __init__(
@@ -47,14 +49,21 @@ class Rows:
         return self.leaf_VD.requires_grad_()
 
     def return_gradients(self) -> None:
-        """Sends the leaf's gradient to the owners, which sum it over the ranks and move their rows."""
-        gradient_VD = self.leaf_VD.grad
-        assert gradient_VD is not None
+        """Sends the leaf's gradient to the owners."""
+        assert self.leaf_VD.grad is not None
         for part in self.parts:
-            # Called in the part's turn, so that its gradient is copied while another is under way. It must not hold
-            # the part, which holds it: a ring is freed late.
-            part.row_PD.register_hook(lambda _, slices=part.slices: _taken(gradient_VD, slices))
-        torch.autograd.backward([part.row_PD for part in self.parts], [part.row_PD.detach() for part in self.parts])
+            part.return_gradient(self.leaf_VD.grad)
+
+    def update(self, following: "Rows | None" = None) -> None:
+        """Sums the gradients that came over the ranks and moves the rows. Those of the `following` batch are sent, each
+        part as soon as no update of its rows is to come: parts are ranges of ids, the same for every batch."""
+        if following:
+            following.ask()
+            following.sent = True
+        for number, part in enumerate(self.parts):
+            part.update()
+            if following:
+                following.parts[number].send()
 
     def abandon(self) -> None:
         """Ends what all ranks have begun, if nothing was sent: gloo may hang where a rank leaves the group before."""
@@ -87,6 +96,15 @@ class _Part:
         sizes = [each.stop - each.start for each in self.slices]
         for each, rows in zip(self.slices, self.row_PD.detach().split(sizes), strict=True):
             rows_VD[each] = rows
+
+    def return_gradient(self, gradient_VD: Tensor) -> None:
+        """The backward as far as the wire."""
+        self.departed = departure(self.row_PD)
+        self.under_way = torch.autograd.grad(self.row_PD, [self.departed], _taken(gradient_VD, self.slices))
+
+    def update(self) -> None:
+        """The rest of the backward."""
+        torch.autograd.backward([self.departed], self.under_way)
 
 
 def slices_of(id_V: Tensor, num_items: int, owners: int, parts: int) -> list[list[slice]]:

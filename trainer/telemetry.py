@@ -92,10 +92,18 @@ class Telemetry:
             self.bar.update(self.task, completed=step)
 
     def log_training(
-        self, step: int, epoch: float, losses: dict[str, Tensor], gradient_norm: Tensor, batch: Batch, rows_VD: Tensor
+        self,
+        step: int,
+        epoch: float,
+        losses: dict[str, Tensor],
+        gradient_norm: Tensor,
+        batch: Batch,
+        rows_VD: Tensor,
+        wire: Tensor,
     ) -> None:
-        """A row of this step's losses over all ranks, and of rates since the last row. Collective."""
-        names, wire = sorted(losses), self.model.wire.take()
+        """A row of this step's losses over all ranks, and of rates since the last row; `wire` is what `Wire.take` gave.
+        Collective."""
+        names = sorted(losses)
         local = torch.tensor([losses[name].item() for name in names], dtype=torch.float64)
         sums = all_reduce_sum(torch.cat([local, wire.flatten()]), self.ranks)
         loss = dict(zip(names, sums[: len(names)].tolist(), strict=True))

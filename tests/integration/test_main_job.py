@@ -86,6 +86,8 @@ def test_a_run_is_watched(folder: Path) -> None:
         assert row["wire/share_of_fp32"] == pytest.approx(18 / 64)
         directions = [f"wire/item/{direction}" for direction in ("forward", "backward")]
         assert row["wire/bytes_per_step"] == pytest.approx(sum(row[f"{way}/bytes_per_step"] for way in directions))
+        # The next step's rows are on their way before this one's row is written.
+        assert len({row[f"{way}/fp32_bytes_per_step"] for way in directions}) == 1
         for way, (least, most) in zip(directions, ((2**-7, 2**-4), (2**-6, 2**-3)), strict=True):
             assert row[f"{way}/bytes_per_step"] / row[f"{way}/fp32_bytes_per_step"] == pytest.approx(18 / 64)
             assert least < row[f"{way}/relative_rms_error"] < most

@@ -59,6 +59,7 @@ def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
     model.backward(losses["loss"])
     model.table_optimizer.prepare(config.tables.lr)
     rows.return_gradients()
+    rows.update()
     optimizer.step()
     return losses["loss"].detach()
 
@@ -105,6 +106,32 @@ def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     assert (alone.after != alone.before).any()
     assert_close(first.after - first.before, alone.after - alone.before, 1e-5)
     assert torch.equal(first.after, second.after)
+
+
+def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
+    """Rows of a batch that were sent while those of the batch before were moved, and the same rows of the table."""
+    pairs = []
+    for config in configs:
+        with process_group(config.train.device, 60) as ranks:
+            dataset = load_dataset(config.data.path)
+            batches, model = training_batches(config, dataset, ranks), parallelize(dataset.num_items, config, ranks)
+            first, second = (batches.at(step) for step in range(2))
+            rows, following = model.rows(first.id_V), model.rows(second.id_V)
+            rows.send()
+            rows.wait().grad = torch.ones(len(first.id_V), config.model.dim)
+            model.table_optimizer.prepare(config.tables.lr)
+            rows.return_gradients()
+            rows.update(following)
+            pairs.append((following.wait().detach(), model.gather_table()[second.id_V]))
+    return pairs
+
+
+def test_the_next_rows_are_those_of_the_table_once_moved(data: Path) -> None:
+    options = [{"tables.sharding": sharding, "comm.parts": parts} for sharding in SHARDINGS for parts in (1, 3)]
+    configs = [small_config(data, SGD | FP32 | option) for option in options]
+    for results in (*two_ranks.run(rows_that_follow, configs), rows_that_follow(configs)):
+        for option, (sent, moved) in zip(options, results, strict=True):
+            assert torch.equal(sent, moved), option
 
 
 def test_dense_gradients_in_bf16(sharded: dict) -> None:
