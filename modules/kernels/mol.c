@@ -5,6 +5,7 @@
    Candidate 0 of a position is its target, candidates 1..N are its group's negatives.
 
    Positions are taken a chunk at a time, so that all that a chunk's backward needs stays in the second-level cache.
+   More negatives than two tiles are taken tile after tile, once for the softmax's sums and again for the gradients.
    This file includes itself, once for each instruction set and precision: FN(name) is a function of one of them. */
 
 #ifndef VARIANT
@@ -28,10 +29,17 @@ typedef struct {
     const int64_t *row_T;
     uint64_t key;
     int64_t threshold; /* dropout: 16 random bits below it drop a gate; 0 drops none */
+    int64_t tile; /* most negatives at once, at least 1, where they are more than two tiles */
     float *d_query_TUC, *d_query_TM, *d_item_VIC, *d_item_VM;
     float *d_up_HM, *d_up_H, *d_down_MH, *d_down_M;
     double loss;
 } Problem;
+
+/* Of one position, over the candidates so far: the largest phi, and the sum of e^(phi - most) but for the target's. */
+typedef struct {
+    float most, positive;
+    double others;
+} Softmax;
 
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -387,11 +395,17 @@ INLINE ELEMENT *FN(at)(void *words, int64_t row, int64_t k, int64_t column) {
 /* Row lengths are in elements and padded with zeros to whole vectors (suffix p). */
 typedef struct {
     Problem *q;
+    int64_t offset, N; /* the tile: negatives before it, and its own */
     int64_t M, Mp, Hp, Cp, Ip, NIp, side, Up, positions, pairs;
     /* The cross gate, for each direction: words [M/2, H], [H/2, M], [M/2, H], [H/2, M]. */
     uint32_t *up, *down, *down_back, *up_back;
     float *up_bias, *down_bias;
-    /* A group: negatives' words [C/2, NI] and [NI/2, C]; weights of the gate, the chunk's targets last. */
+    /* Sums over all chunks. */
+    float *d_up, *d_down, *d_up_bias, *d_down_bias;
+    /* Columns of the dropout mask, and which of a row's gates are real. */
+    uint32_t *column, *shift;
+    int32_t *valid;
+    /* A tile: negatives' words [C/2, NI] and [NI/2, C]; weights of the gate, the chunk's targets last. */
     uint32_t *item, *item_back;
     ELEMENT *item_gate;
     float *d_item, *d_item_gate;
@@ -402,28 +416,23 @@ typedef struct {
     /* A block. */
     float *hidden_F, *gate_F;
     ELEMENT *d_hidden, *d_gate;
-    /* One row of gates, and the columns of the dropout mask. */
+    /* One row of gates. */
     float *row_s, *row_slope, *row_e, *row_kept;
-    uint32_t *column, *shift;
-    int32_t *valid;
-    /* Sums over all chunks. */
-    float *d_up, *d_down, *d_up_bias, *d_down_bias;
 } FN(Work);
 #define WORK FN(Work)
 
-/* Lays the buffers out from `base`, a multiple of 64, and gives their end. */
+/* Lays the buffers out from `base`, a multiple of 64, and gives their end. Those before `item` stay with any tile. */
 static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     const Problem *q = w->q;
-    int64_t per_vector = WIDTH, N1 = q->N + 1;
+    int64_t per_vector = WIDTH, N1 = w->N + 1;
     w->M = q->U * q->I;
     w->Mp = UP(w->M, per_vector);
     w->Hp = UP(q->H, per_vector);
     w->Cp = UP(q->C, per_vector);
     w->Ip = UP(q->I, per_vector);
-    w->NIp = UP(q->N * q->I, per_vector);
+    w->NIp = UP(w->N * q->I, per_vector);
     w->side = w->NIp + w->Ip;
     w->Up = UP(q->U, PER_WORD);
-    w->positions = MAX(1, CHUNK / N1);
     w->pairs = UP(w->positions * N1, 2) + 2;
     int64_t E = sizeof(ELEMENT), F = sizeof(float), sides = w->positions * w->Up;
     int64_t block = BLOCK;
@@ -435,11 +444,18 @@ static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     TAKE(up_back, (q->H + 1) * w->Mp, F);
     TAKE(up_bias, w->Hp, F);
     TAKE(down_bias, w->Mp, F);
+    TAKE(d_up, w->M * w->Hp, F);
+    TAKE(d_down, w->M * w->Hp, F);
+    TAKE(d_up_bias, w->Hp, F);
+    TAKE(d_down_bias, w->Mp, F);
+    TAKE(column, w->Mp, F);
+    TAKE(shift, w->Mp, F);
+    TAKE(valid, w->Mp, F);
     TAKE(item, UP(q->C, PER_WORD) / PER_WORD * w->NIp, F);
-    TAKE(item_back, UP(q->N * q->I, PER_WORD) / PER_WORD * w->Cp, F);
-    TAKE(item_gate, (q->N + w->positions) * w->Mp, E);
+    TAKE(item_back, UP(w->N * q->I, PER_WORD) / PER_WORD * w->Cp, F);
+    TAKE(item_gate, (w->N + w->positions) * w->Mp, E);
     TAKE(d_item, q->C * w->NIp, F);
-    TAKE(d_item_gate, (q->N + w->positions) * w->Mp, F);
+    TAKE(d_item_gate, (w->N + w->positions) * w->Mp, F);
     TAKE(query, sides * w->Cp, E);
     TAKE(query_gate, w->positions * w->Mp, E);
     TAKE(logit, w->pairs * w->Mp, E);
@@ -465,13 +481,6 @@ static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     TAKE(row_slope, w->Mp, F);
     TAKE(row_e, w->Mp, F);
     TAKE(row_kept, w->Mp, F);
-    TAKE(column, w->Mp, F);
-    TAKE(shift, w->Mp, F);
-    TAKE(valid, w->Mp, F);
-    TAKE(d_up, w->M * w->Hp, F);
-    TAKE(d_down, w->M * w->Hp, F);
-    TAKE(d_up_bias, w->Hp, F);
-    TAKE(d_down_bias, w->Mp, F);
 #undef TAKE
     return next;
 }
@@ -508,33 +517,33 @@ static void FN(load_item)(
         }
 }
 
-static void FN(load_group)(WORK *w, const int64_t *negative_N) {
+static void FN(load_tile)(WORK *w, const int64_t *negative_N) {
     const Problem *q = w->q;
-    for (int64_t n = 0; n < q->N; n++) {
+    for (int64_t n = 0; n < w->N; n++) {
         FN(load_item)(w, negative_N[n], n * q->I, w->item, w->NIp, w->item_back);
         const ELEMENT *gate = (const ELEMENT *)q->item_VM + negative_N[n] * w->M;
         memcpy(w->item_gate + n * w->Mp, gate, w->M * sizeof(ELEMENT));
     }
 }
 
-static void FN(unload_group)(WORK *w, const int64_t *negative_N) {
+static void FN(unload_tile)(WORK *w, const int64_t *negative_N) {
     const Problem *q = w->q;
-    for (int64_t n = 0; n < q->N; n++) {
+    for (int64_t n = 0; n < w->N; n++) {
         float *item = q->d_item_VIC + negative_N[n] * q->I * q->C, *gate = q->d_item_VM + negative_N[n] * w->M;
         for (int64_t c = 0; c < q->C; c++)
             for (int64_t i = 0; i < q->I; i++) item[i * q->C + c] += w->d_item[c * w->NIp + n * q->I + i];
         for (int64_t m = 0; m < w->M; m++) gate[m] += w->d_item_gate[n * w->Mp + m];
     }
     memset(w->d_item, 0, q->C * w->NIp * sizeof(float));
-    memset(w->d_item_gate, 0, q->N * w->Mp * sizeof(float));
+    memset(w->d_item_gate, 0, w->N * w->Mp * sizeof(float));
 }
 
 /* --- forward -------------------------------------------------------------------------------------------------- */
 
-/* Logits of a position with all candidates, a row for each pair. */
+/* Logits of a position with the tile's candidates, a row for each pair. */
 static void FN(logits)(WORK *w, int64_t t, int64_t local) {
     const Problem *q = w->q;
-    int64_t words = UP(q->C, PER_WORD) / PER_WORD, U = q->U, I = q->I, N1 = q->N + 1;
+    int64_t words = UP(q->C, PER_WORD) / PER_WORD, U = q->U, I = q->I, N1 = w->N + 1;
     ELEMENT *query = w->query + local * w->Up * w->Cp;
     for (int64_t u = 0; u < U; u++) {
         const ELEMENT *from = (const ELEMENT *)q->query_TUC + (t * U + u) * q->C;
@@ -546,7 +555,7 @@ static void FN(logits)(WORK *w, int64_t t, int64_t local) {
     uint32_t *back = w->target_back + local * UP(I, PER_WORD) / PER_WORD * w->Cp;
     FN(load_item)(w, target, 0, w->target, w->Ip, back);
     const ELEMENT *gate = (const ELEMENT *)q->item_VM + target * w->M;
-    memcpy(w->item_gate + (q->N + local) * w->Mp, gate, w->M * sizeof(ELEMENT));
+    memcpy(w->item_gate + (w->N + local) * w->Mp, gate, w->M * sizeof(ELEMENT));
 
     int64_t row = w->Cp / PER_WORD;
     FN(product)(U, w->NIp / WIDTH, words, query, row, 1, w->item, w->NIp, NULL, 0, w->side_F, w->side);
@@ -611,7 +620,7 @@ INLINE float FN(mixture)(
 /* The gate's MLP and phi, for pairs first..last of the chunk that starts at position `start`. */
 static void FN(gates)(WORK *w, int64_t start, int64_t first, int64_t last) {
     const Problem *q = w->q;
-    int64_t rows = last - first, N1 = q->N + 1, Mp = w->Mp, Hp = w->Hp;
+    int64_t rows = last - first, N1 = w->N + 1, Mp = w->Mp, Hp = w->Hp;
     int64_t M_words = UP(w->M, PER_WORD) / PER_WORD, H_words = UP(q->H, PER_WORD) / PER_WORD;
     FN(product)(rows, Hp / WIDTH, M_words, w->logit + first * Mp, Mp / PER_WORD, 1, w->up, Hp, w->up_bias, 0,
                 w->hidden_F, Hp);
@@ -624,9 +633,10 @@ static void FN(gates)(WORK *w, int64_t start, int64_t first, int64_t last) {
     FN(product)(rows, Mp / WIDTH, H_words, hidden, Hp / PER_WORD, 1, w->down, Mp, w->down_bias, 0, w->gate_F, Mp);
     int64_t local = first / N1, n = first % N1;
     for (int64_t r = 0; r < rows; r++) {
-        uint32_t hash = q->threshold ? row_hash(q->key, q->row_T[start + local] * N1 + n) : 0;
+        int64_t candidate = n ? w->offset + n : 0;
+        uint32_t hash = q->threshold ? row_hash(q->key, q->row_T[start + local] * (q->N + 1) + candidate) : 0;
         const ELEMENT *query = w->query_gate + local * Mp;
-        const ELEMENT *item = w->item_gate + (n ? n - 1 : q->N + local) * Mp, *logit = w->logit + (first + r) * Mp;
+        const ELEMENT *item = w->item_gate + (n ? n - 1 : w->N + local) * Mp, *logit = w->logit + (first + r) * Mp;
         const float *z = w->gate_F + r * Mp;
         ELEMENT *gate = w->gate + (first + r) * Mp, *jacobian = w->jacobian + (first + r) * Mp;
         float *phi = w->phi + local * UP(N1, WIDTH) + n;
@@ -639,43 +649,57 @@ static void FN(gates)(WORK *w, int64_t start, int64_t first, int64_t last) {
     }
 }
 
-/* -log softmax of the target among itself and the negatives that are not it; phi becomes d loss / d phi. */
-static double FN(softmax)(const WORK *w, int64_t target, const int64_t *negative_N, float *phi) {
-    int64_t N1 = w->q->N + 1;
-    float most = phi[0], positive = phi[0];
-    for (int64_t n = 1; n < N1; n++) {
+/* Takes out of a position's phi the negatives that are its target. */
+static void FN(mask)(const WORK *w, int64_t target, const int64_t *negative_N, float *phi) {
+    for (int64_t n = 1; n <= w->N; n++)
         if (negative_N[n - 1] == target) phi[n] = -INFINITY;
-        most = MAX(most, phi[n]);
+    for (int64_t n = w->N + 1; n < UP(w->N + 1, WIDTH); n++) phi[n] = -INFINITY;
+}
+
+INLINE VF FN(exp_or_zero)(VF x, float most) { return (VF)((VI)FN(exp)(x - most) & (x != -INFINITY)); }
+
+/* Adds the tile's candidates. */
+static void FN(add)(const WORK *w, const float *phi, Softmax *sum) {
+    if (!w->offset) *sum = (Softmax){.most = phi[0], .positive = phi[0]};
+    float most = sum->most;
+    for (int64_t n = 1; n <= w->N; n++) most = MAX(most, phi[n]);
+    sum->others *= exp((double)sum->most - most);
+    sum->most = most;
+    for (int64_t n = 0; n <= w->N; n += WIDTH) {
+        VF e = FN(exp_or_zero)(FN(get)(phi + n), most);
+        for (int64_t lane = n ? 0 : 1; lane < WIDTH; lane++) sum->others += e[lane];
     }
-    for (int64_t n = N1; n < UP(N1, WIDTH); n++) phi[n] = -INFINITY;
-    double total = 0;
-    for (int64_t n = 0; n < N1; n += WIDTH) {
-        VF x = FN(get)(phi + n), e = FN(exp)(x - most);
-        FN(put)(phi + n, (VF)((VI)e & (x != -INFINITY)));
-        for (int64_t lane = n; lane < n + WIDTH; lane++) total += phi[lane];
-    }
+}
+
+INLINE double FN(total)(const Softmax *sum) { return sum->others + exp((double)sum->positive - sum->most); }
+
+/* phi becomes the gradient of -log softmax of the target. */
+static void FN(differentiate)(const WORK *w, const Softmax *sum, float *phi) {
+    double total = FN(total)(sum);
     float inverse = (float)(1 / total);
-    for (int64_t n = 0; n < N1; n++) phi[n] *= inverse;
-    /* Minus one, as the sum of the others: no cancellation. */
-    double others = 0;
-    for (int64_t n = 1; n < N1; n++) others += phi[n];
-    phi[0] = (float)-others;
-    return most - positive + log(total);
+    for (int64_t n = 0; n <= w->N; n += WIDTH)
+        FN(put)(phi + n, FN(exp_or_zero)(FN(get)(phi + n), sum->most) * inverse);
+    /* Minus one, as the sum of the others: no cancellation. The target counts with the first tile. */
+    phi[0] = w->offset ? 0 : (float)-(sum->others / total);
 }
 
 /* --- backward ------------------------------------------------------------------------------------------------- */
 
+/* Gradients of a position: its first tile writes them, the others add to them. */
+INLINE void FN(deliver)(const WORK *w, float *to, const float *d, int64_t count) {
+    for (int64_t j = 0; j < count; j++) to[j] = w->offset ? to[j] + d[j] : d[j];
+}
+
 /* Gradients through the gates' weights, rows of one position: pairs row.. of the block at `first`, candidates n... */
 static void FN(weights_back)(WORK *w, int64_t first, int64_t row, int64_t rows, int64_t local, int64_t n) {
-    const Problem *q = w->q;
     int64_t Mp = w->Mp;
-    const float *d_phi = w->phi + local * UP(q->N + 1, WIDTH) + n;
+    const float *d_phi = w->phi + local * UP(w->N + 1, WIDTH) + n;
     const ELEMENT *query = w->query_gate + local * Mp, *jacobian = w->jacobian + (first + row) * Mp;
     ELEMENT *d_gate = w->d_gate + row * Mp;
     for (int64_t j = 0; j < Mp; j += WIDTH) {
         VF weight = FN(load)(query + j), d_query = FN(get)(w->d_query_gate + j), bias = FN(get)(w->d_down_bias + j);
         for (int64_t r = 0; r < rows; r++) {
-            int64_t item = (n + r ? n + r - 1 : q->N + local) * Mp + j;
+            int64_t item = (n + r ? n + r - 1 : w->N + local) * Mp + j;
             VF d = FN(load)(jacobian + r * Mp + j) * d_phi[r];
             FN(store)(d_gate + r * Mp + j, d);
             bias += d;
@@ -690,14 +714,14 @@ static void FN(weights_back)(WORK *w, int64_t first, int64_t row, int64_t rows, 
 /* Gradients of the gate's MLP and of the logits, which go to d_side, for pairs first..last. */
 static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) {
     const Problem *q = w->q;
-    int64_t rows = last - first, N1 = q->N + 1, Mp = w->Mp, Hp = w->Hp, I = q->I;
+    int64_t rows = last - first, N1 = w->N + 1, Mp = w->Mp, Hp = w->Hp, I = q->I;
     int64_t M_words = UP(w->M, PER_WORD) / PER_WORD, H_words = UP(q->H, PER_WORD) / PER_WORD;
     for (int64_t row = 0; row < rows;) {
         int64_t local = (first + row) / N1, n = (first + row) % N1, count = MIN(rows - row, N1 - n);
         FN(weights_back)(w, first, row, count, local, n);
         row += count;
         if (n + count == N1) {
-            memcpy(q->d_query_TM + (start + local) * w->M, w->d_query_gate, w->M * sizeof(float));
+            FN(deliver)(w, q->d_query_TM + (start + local) * w->M, w->d_query_gate, w->M);
             memset(w->d_query_gate, 0, Mp * sizeof(float));
         }
     }
@@ -746,7 +770,7 @@ static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) 
 static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
     const Problem *q = w->q;
     int64_t U = q->U, I = q->I, C = q->C, Cp = w->Cp, Ip = w->Ip, row = w->side / PER_WORD;
-    int64_t I_words = UP(I, PER_WORD) / PER_WORD, NI_words = UP(q->N * I, PER_WORD) / PER_WORD;
+    int64_t I_words = UP(I, PER_WORD) / PER_WORD, NI_words = UP(w->N * I, PER_WORD) / PER_WORD;
     int64_t U_words = w->Up / PER_WORD;
     for (int64_t local = 0; local < count; local++) {
         const ELEMENT *d_side = w->d_side + local * w->Up * w->side;
@@ -755,7 +779,7 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
                     0, d, Cp);
         if (NI_words) FN(product)(U, Cp / WIDTH, NI_words, d_side, row, 1, w->item_back, Cp, d, Cp, d, Cp);
         for (int64_t u = 0; u < U; u++)
-            memcpy(q->d_query_TUC + ((start + local) * U + u) * C, d + u * Cp, C * sizeof(float));
+            FN(deliver)(w, q->d_query_TUC + ((start + local) * U + u) * C, d + u * Cp, C);
         const void *words = FN(pair_rows)(d_side + w->NIp, w->side, w->Up, Ip, w->words);
         FN(product)(C, Ip / WIDTH, U_words, w->query_words + local * U_words * Cp, 1, Cp, words, w->side, NULL, 0, d,
                     Ip);
@@ -763,7 +787,7 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
         float *item = q->d_item_VIC + target * I * C, *gate = q->d_item_VM + target * w->M;
         for (int64_t i = 0; i < I; i++)
             for (int64_t c = 0; c < C; c++) item[i * C + c] += d[c * Ip + i];
-        float *d_gate = w->d_item_gate + (q->N + local) * w->Mp;
+        float *d_gate = w->d_item_gate + (w->N + local) * w->Mp;
         for (int64_t m = 0; m < w->M; m++) gate[m] += d_gate[m], d_gate[m] = 0;
     }
     const void *words = FN(pair_rows)(w->d_side, w->side, count * w->Up, w->NIp, w->words);
@@ -784,41 +808,74 @@ static void FN(unload_cross_gate)(const WORK *w) {
 
 /* --- chunks --------------------------------------------------------------------------------------------------- */
 
-static double FN(chunk)(WORK *w, int64_t start, int64_t count, const int64_t *negative_N) {
+/* Positions start..start + count with the tile's candidates: adds to the sums, or makes gradients by them, or both. */
+static void FN(chunk)(
+    WORK *w, int64_t start, int64_t count, const int64_t *negative_N, Softmax *sums, int forward, int backward
+) {
     const Problem *q = w->q;
-    int64_t N1 = q->N + 1, pairs = count * N1, blocks = (pairs + BLOCK - 1) / BLOCK;
+    int64_t N1 = w->N + 1, pairs = count * N1, blocks = (pairs + BLOCK - 1) / BLOCK;
     int64_t size = UP((pairs + blocks - 1) / blocks, 2);
     for (int64_t local = 0; local < count; local++) FN(logits)(w, start + local, local);
     for (int64_t first = 0; first < pairs; first += size) FN(gates)(w, start, first, MIN(first + size, pairs));
-    double loss = 0;
-    for (int64_t local = 0; local < count; local++)
-        loss += FN(softmax)(w, q->target_T[start + local], negative_N, w->phi + local * UP(N1, WIDTH));
-    if (q->d_query_TUC) {
+    for (int64_t local = 0; local < count; local++) {
+        float *phi = w->phi + local * UP(N1, WIDTH);
+        FN(mask)(w, q->target_T[start + local], negative_N, phi);
+        if (forward) FN(add)(w, phi, sums + local);
+        if (backward) FN(differentiate)(w, sums + local, phi);
+    }
+    if (backward) {
         for (int64_t first = 0; first < pairs; first += size) FN(gates_back)(w, start, first, MIN(first + size, pairs));
         FN(components_back)(w, start, count);
     }
-    return loss;
+}
+
+/* Positions start..end, which share negatives, tile by tile. */
+static void FN(group)(
+    WORK *w, uintptr_t base, int64_t start, int64_t end, const int64_t *negative_N, int64_t size, Softmax *sums,
+    int forward, int backward
+) {
+    for (int64_t offset = 0; !offset || offset < w->q->N; offset += size) {
+        int64_t N = MIN(size, w->q->N - offset);
+        w->offset = offset;
+        if (N != w->N) {
+            /* Padding has another place now, and must be zero there. */
+            w->N = N;
+            uintptr_t last = FN(layout)(w, base);
+            memset(w->item, 0, last - (uintptr_t)w->item);
+        }
+        FN(load_tile)(w, negative_N + offset);
+        for (int64_t t = start; t < end; t += w->positions)
+            FN(chunk)(w, t, MIN(w->positions, end - t), negative_N + offset, sums + t - start, forward, backward);
+        if (backward) FN(unload_tile)(w, negative_N + offset);
+    }
 }
 
 static int FN(run)(Problem *q, int64_t first, int64_t last) {
-    WORK w = {.q = q};
+    int64_t tiles = q->N > 2 * q->tile ? (q->N + q->tile - 1) / q->tile : 1;
+    int64_t size = MAX(1, (q->N + tiles - 1) / tiles);
+    WORK w = {.q = q, .N = MIN(size, q->N), .positions = MAX(1, CHUNK / (size + 1))};
     void *memory = calloc(1, FN(layout)(&w, 0) + 64);
-    if (!memory) return -1;
-    FN(layout)(&w, UP((uintptr_t)memory, 64));
+    Softmax *sums = calloc(MAX(1, last - first), sizeof(Softmax));
+    if (!memory || !sums) {
+        free(memory), free(sums);
+        return -1;
+    }
+    uintptr_t base = UP((uintptr_t)memory, 64);
+    FN(layout)(&w, base);
     FN(load_cross_gate)(&w);
     double loss = 0;
     for (int64_t g = 0; g < q->G; g++) {
         int64_t start = MAX(first, q->bound_G[g]), end = MIN(last, q->bound_G[g + 1]);
         if (start >= end) continue;
         const int64_t *negative_N = q->negative_GN + g * q->N;
-        FN(load_group)(&w, negative_N);
-        for (; start < end; start += w.positions)
-            loss += FN(chunk)(&w, start, MIN(w.positions, end - start), negative_N);
-        if (q->d_query_TUC) FN(unload_group)(&w, negative_N);
+        int backward = q->d_query_TUC != NULL;
+        FN(group)(&w, base, start, end, negative_N, size, sums, 1, backward && tiles == 1);
+        if (backward && tiles > 1) FN(group)(&w, base, start, end, negative_N, size, sums, 0, 1);
+        for (int64_t t = 0; t < end - start; t++) loss += sums[t].most - sums[t].positive + log(FN(total)(sums + t));
     }
     if (q->d_query_TUC) FN(unload_cross_gate)(&w);
     q->loss = loss;
-    free(memory);
+    free(memory), free(sums);
     return 0;
 }
 

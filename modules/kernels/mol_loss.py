@@ -129,7 +129,7 @@ class _Problem(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_int64) for name in "TNGUICH"]
         + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES)]
-        + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64)]
+        + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64), ("tile", ctypes.c_int64)]
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
     )
@@ -223,7 +223,7 @@ def _run(
     def work(worker: int) -> float:
         pointers = [tensor.data_ptr() for tensor in inputs + indices]
         gradients = [tensor.data_ptr() for tensor in queries + sums[worker]] or [0] * len(inputs)
-        problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, *gradients)
+        problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, _TILE, *gradients)
         first, last = T * worker // workers, T * (worker + 1) // workers
         library = _library()
         assert library is not None
@@ -241,3 +241,5 @@ def _run(
 
 _PAIRS = 4096
 """Fewer pairs than this are not worth another thread."""
+_TILE = 1024
+"""Most negatives at once, where they are more than two tiles: scores are then made twice, and memory stays."""

@@ -143,18 +143,23 @@ def cases(draw: st.DrawFn) -> Case:
     return make(lengths, draw(st.integers(0, 20)), draw(st.integers(1, 12)), shape, rate, seed, scale)
 
 
-@settings(max_examples=100, deadline=None)
-@given(case=cases(), at=st.sampled_from(LEVELS or [0]))
-def test_equals_the_dense_sum(case: Case, at: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), at=st.sampled_from(LEVELS or [0]), tile=st.sampled_from([1, 2, 3, 8, 1024]))
+def test_equals_the_dense_sum(case: Case, at: int, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mol_loss, "_LEVEL", at)
+        patch.setattr(mol_loss, "_TILE", tile)
         check(case, roundings=1000)
 
 
 @compiled
 @pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("tile", [13, 1024])
 @pytest.mark.parametrize(("lengths", "N"), [([300], 9), ([1] * 200, 8), ([3, 40, 0, 170], 30), ([5, 4], 700)])
-def test_many_chunks_of_few_or_many_positions(level: int, lengths: list[int], N: int, rate: float) -> None:
+def test_many_chunks_of_few_or_many_positions(
+    level: int, lengths: list[int], N: int, tile: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mol_loss, "_TILE", tile)
     check(make(lengths, N, V=90, shape=(4, 4, 8, 16), rate=rate), roundings=1000)
 
 
@@ -310,7 +315,7 @@ def test_the_example_of_the_docstring_runs() -> None:
 
 @compiled
 def test_memory_does_not_grow_with_pairs() -> None:
-    """64 times the negatives, and the peak stays: all pairs at once would be 67 MB for one FP32 array of them.
+    """256 times the negatives, and the peak stays: all pairs at once would be 268 MB for one FP32 array of them.
 
     Nor does it grow with calls.
     """
@@ -326,9 +331,9 @@ def peak(lengths, N):
 
 torch.set_num_threads(1)
 few = peak([512], 32)
-most = peak([512], 2048)
+most = peak([512], 8192)
 print(most - few, max(peak([2], 2048) for _ in range(100)) - most)
 """
     folder = str(Path(__file__).parent)
     result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
-    assert all(int(growth) < 16 * 1024 for growth in result.stdout.split()), f"{result.stdout} KiB"
+    assert all(int(growth) < 4 * 1024 for growth in result.stdout.split()), f"{result.stdout} KiB"
