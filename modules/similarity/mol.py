@@ -98,10 +98,7 @@ class MoL(nn.Module):
         return gates(logits_TM, query[1], item[1], self.cross_gate).float()
 
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
-        dtype = components.dtype
-        if self.config.normalize:
-            components = l2_normalize(components)
-        return (components * scale).to(dtype)
+        return l2_normalize(components, scale, components.dtype) if self.config.normalize else components * scale
 
     def _gate_input(self, x_RD: Tensor, row_R: Tensor, noise: Noise | None, site: str) -> Tensor:
         return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from logitmix.modules.config import SimilarityConfig
 from logitmix.modules.noise import Noise
@@ -75,6 +76,20 @@ def test_normalising_is_full_precision_and_gives_zero_for_zero() -> None:
     zero = torch.zeros(1, 3, requires_grad=True)
     l2_normalize(zero).sum().backward()
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalising_is_torchs_own_and_so_are_its_gradients(dtype: torch.dtype) -> None:
+    # The last rows are shorter than eps, or zero, and are only scaled.
+    x = torch.cat([vectors(6, 3), vectors(2, 4) * 1e-8, torch.zeros(1, 6)]).to(dtype).requires_grad_()
+    weight, twin = vectors(9, 5), x.detach().double().requires_grad_()
+    ours, theirs = l2_normalize(x, 3.0, dtype), 3 * F.normalize(twin, dim=-1, eps=1e-6)
+    assert ours.dtype == dtype
+    rounding = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), theirs, rtol=rounding, atol=rounding)
+    (got,) = torch.autograd.grad(ours, x, weight.to(dtype))
+    (should,) = torch.autograd.grad(theirs, twin, weight.to(dtype).double())
+    torch.testing.assert_close(got.double(), should, rtol=rounding, atol=rounding * 3)
 
 
 def test_there_is_no_dropout_in_a_dot_product() -> None:

@@ -301,6 +301,8 @@ def test_bf16_is_off_by_a_hundredth_of_the_scale_at_most(seed: int) -> None:
     for module in mol.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     query_TD, item_ND = vectors(40, seed, dim=64), vectors(50, seed + 10, dim=64)
     full = mol.all_pairs(*sides(mol, query_TD, item_ND))
     with torch.autocast("cpu", dtype=torch.bfloat16):
