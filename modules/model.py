@@ -42,6 +42,11 @@ class Batch:
         moved = {name: getattr(self, name).to(device) for name in _MOVED}
         return replace(self, **moved)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Says that `stream` uses the memory too: once freed, it is kept until what the stream was given is done."""
+        for name in _MOVED:
+            getattr(self, name).record_stream(stream)
+
 
 _MOVED = ("id_V", "packing", "input_T", "target_T", "negatives_GN")
 

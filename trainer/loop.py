@@ -80,11 +80,14 @@ def _steps(
                 upcoming = next(ahead, None)
             with clock("all_to_all"):
                 row_VD = rows.wait()
-                if upcoming:
+                if upcoming and not model.stream:
                     # Its ids cross while this batch is trained on.
                     upcoming[1].ask()
             with clock("forward"):
                 losses = model.loss(row_VD, batch)
+                if upcoming:
+                    # A CUDA device is busy by now, and asking waits for it until these rows are there.
+                    upcoming[1].ask()
             with clock("backward"):
                 model.backward(losses["loss"])
                 norm = finite.norm(losses["loss"], row_VD, step)
@@ -128,7 +131,7 @@ def _ahead(
                 coming = thread.submit(batches.at, step + 1)
             rows = model.rows(batch.id_V)
             try:
-                yield batch.to(model.ranks.device), rows
+                yield model.to_device(batch), rows
             finally:
                 with suppress(RuntimeError):
                     rows.abandon()

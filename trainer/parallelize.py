@@ -45,6 +45,8 @@ class ParallelModel:
     wire: Wire
     ranks: Ranks
     config: Config
+    stream: torch.cuda.Stream | None
+    """CUDA: where the next batch is brought to the device while one is trained on."""
 
     @property
     def tower(self) -> Tower:
@@ -55,7 +57,15 @@ class ParallelModel:
         owners = self.ranks.world_size if self.config.tables.sharding == "row_wise" else 1
         slices = slices_of(id_V, self.num_items, owners, self.config.comm.parts)
         leaf_VD = torch.empty(len(id_V), self.tower.config.dim, device=self.ranks.device)
-        return Rows(self.table, id_V, slices, leaf_VD)
+        return Rows(self.table, id_V, slices, leaf_VD, self.stream)
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch, for use once its rows are sent."""
+        with torch.cuda.stream(self.stream):
+            moved = batch.to(self.ranks.device)
+        if self.stream:
+            moved.record_stream(torch.cuda.current_stream())
+        return moved
 
     def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The tower's losses; autocast as configured."""
@@ -99,7 +109,8 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     )
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
-    return ParallelModel(num_items, table, optimizer, replicated, wire, ranks, config)
+    stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+    return ParallelModel(num_items, table, optimizer, replicated, wire, ranks, config, stream)
 
 
 def require_whole_steps(config: Config, device: torch.device) -> None:

@@ -23,24 +23,32 @@ class Rows:
     """
 
     def __init__(
-        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[list[slice]], leaf_VD: Tensor
+        self,
+        table: ShardedEmbeddingCollection,
+        id_V: Tensor,
+        slices: list[list[slice]],
+        leaf_VD: Tensor,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """id_V is sorted and on the CPU; each part takes some slices of it. `leaf_VD` is where the rows will stand."""
-        self.leaf_VD = leaf_VD
-        self.parts = [_Part(table, id_V, of_part, leaf_VD.device) for of_part in slices]
+        """id_V is sorted and on the CPU; each part takes some slices of it. `leaf_VD` is where the rows will stand. On
+        CUDA, sizes and ids are made on a `stream` of their own, so that they need not wait for the batch before."""
+        self.leaf_VD, self.stream = leaf_VD, stream
+        with torch.cuda.stream(stream):
+            self.parts = [_Part(table, id_V, of_part, leaf_VD.device) for of_part in slices]
         self.sent = False
 
     def ask(self) -> None:
         """Sends the ids, once the owners know how many."""
-        for part in self.parts:
-            part.ids = part.ids or part.sizes.wait()
+        with torch.cuda.stream(self.stream):
+            for part in self.parts:
+                part.ids = part.ids or part.sizes.wait()
 
     def send(self) -> None:
         """Sends the rows that all ranks asked this one for."""
         self.ask()
         self.sent = True
         for part in self.parts:
-            part.send()
+            part.send(self.stream)
 
     def wait(self) -> Tensor:
         """The rows [V, D], a leaf: the graph is cut where model parallelism ends."""
@@ -63,7 +71,7 @@ class Rows:
         for number, part in enumerate(self.parts):
             part.update()
             if following:
-                following.parts[number].send()
+                following.parts[number].send(following.stream)
 
     def abandon(self) -> None:
         """Ends what all ranks have begun, if nothing was sent: gloo may hang where a rank leaves the group before."""
@@ -83,8 +91,14 @@ class _Part:
         self.sizes = table.input_dist(self.context, item_lookup(_taken(id_V, slices).to(device)))
         self.ids: Any = None
 
-    def send(self) -> None:
-        ids = self.ids.wait()
+    def send(self, stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            ids = self.ids.wait()
+        if stream:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            for held in (ids, self.context):
+                held.record_stream(current)
         for sharding in self.context.sharding_contexts:
             # Row-wise, ranks own consecutive ids, so the rows of sorted ids come back in order.
             sharding.unbucketize_permute_tensor = None

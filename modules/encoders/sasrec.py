@@ -64,9 +64,16 @@ class Packing:
 
     def to(self, device: torch.device) -> "Packing":
         moved = copy(self)
-        for name in ("position_T", "row_T", "padded_T", "offset_B", "last_B"):
+        for name in _MOVED:
             setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
         return moved
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        for name in _MOVED:
+            getattr(self, name).record_stream(stream)
+
+
+_MOVED = ("position_T", "row_T", "padded_T", "offset_B", "last_B")
 
 
 class _Block(nn.Module):

@@ -118,11 +118,11 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
             first, second = (batches.at(step) for step in range(2))
             rows, following = model.rows(first.id_V), model.rows(second.id_V)
             rows.send()
-            rows.wait().grad = torch.ones(len(first.id_V), config.model.dim)
+            rows.wait().grad = torch.ones(len(first.id_V), config.model.dim, device=ranks.device)
             model.table_optimizer.prepare(config.tables.lr)
             rows.return_gradients()
             rows.update(following)
-            pairs.append((following.wait().detach(), model.gather_table()[second.id_V]))
+            pairs.append((following.wait().detach(), model.gather_table()[second.id_V.to(ranks.device)]))
     return pairs
 
 
@@ -195,6 +195,13 @@ def test_adam_moves_the_rows_that_a_batch_touches_and_no_other(data: Path) -> No
     assert 0 < seen.touched.sum() < ITEMS
     moved = (seen.after != seen.before).any(1)
     assert torch.equal(moved, seen.touched)
+
+
+@pytest.mark.gpu
+def test_the_next_rows_on_a_gpu(data: Path) -> None:
+    settings = SGD | FP32 | {"train.device": "cuda"}
+    for sent, moved in rows_that_follow([small_config(data, settings | {"comm.parts": parts}) for parts in (1, 3)]):
+        assert torch.equal(sent, moved)
 
 
 @pytest.mark.gpu
