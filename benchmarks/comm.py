@@ -114,8 +114,9 @@ class Wire:
 
     def throttle(self, rate: str) -> None:
         for namespace in self.namespaces:
-            # A bucket of half a millisecond, but never less than a few packets.
-            burst = max(32_000, int(_megabits(rate) * 1e6 / 8 * 0.0005))
+            # A bucket of half a millisecond, but never less than a 64 KiB frame of TCP segmentation offload: a smaller
+            # one has the CPU cut each into packets, which is a network card's work.
+            burst = max(70_000, int(_megabits(rate) * 1e6 / 8 * 0.0005))
             bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
 
