@@ -96,4 +96,7 @@ def _status(field: str) -> int:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.machine()
+    if not names:
+        return platform.machine()
+    bf16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
+    return f"{len(names)} cores of {names[0]} ({torch.backends.cpu.get_cpu_capability()}, {bf16} BF16)"

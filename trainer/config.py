@@ -74,7 +74,7 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps over which both learning rates rise linearly from 0."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Autocast of encoder and similarity; weights and tables stay FP32."""
+    """Autocast of encoder and similarity, but on a CPU without BF16 arithmetic; weights and tables stay FP32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     """CPU threads of a rank; bit-equal reruns need the same number."""

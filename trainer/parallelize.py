@@ -128,7 +128,13 @@ def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16")
+    bf16 = config.train.precision == "bf16" and computes_bf16(device)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has arithmetic for BF16; a CPU without takes many times as long as for FP32."""
+    return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
 def _plan(model: RetrievalModel, config: TablesConfig, ranks: Ranks) -> EmbeddingModuleShardingPlan:

@@ -21,7 +21,7 @@ from logitmix.comm.exchange import DIRECTIONS, QUALITY
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
 from logitmix.trainer.checkpoint import write_whole
-from logitmix.trainer.parallelize import ParallelModel, autocast
+from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
 """Parts of a step. all_to_all is the change of sides both ways: ids and rows out, gradients back, codec, waiting for
@@ -71,6 +71,8 @@ class Telemetry:
             self.task = self.bar.add_task("training", total=total_steps, completed=done.step)
             if done.step:
                 self.console.print(f"continuing {run} after step {done.step}", highlight=False)
+            if model.config.train.precision == "bf16" and not computes_bf16(self.ranks.device):
+                self.console.print("this CPU has no BF16 arithmetic: computing in FP32", highlight=False)
 
     def __enter__(self) -> "Telemetry":
         if self.main and self.console.is_terminal:

@@ -13,7 +13,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize, require_whole_steps
+from logitmix.trainer.parallelize import ParallelModel, autocast, parallelize, require_whole_steps
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
@@ -188,6 +188,19 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
     config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
     with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
         require_whole_steps(config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "bf16"),
+    [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)],
+)
+def test_a_cpu_without_bf16_computes_in_fp32(
+    data: Path, monkeypatch: pytest.MonkeyPatch, precision: str, has_bf16: bool, bf16: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
+    x = torch.ones(2, 2)
+    with autocast(small_config(data, {"train.precision": precision}), torch.device("cpu")):
+        assert (x @ x).dtype == (torch.bfloat16 if bf16 else torch.float32)
 
 
 def test_adam_moves_the_rows_that_a_batch_touches_and_no_other(data: Path) -> None:
