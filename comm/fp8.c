@@ -24,7 +24,8 @@
 enum { FP32 = 0, BF16 = 1 };
 enum { SCALE_BYTES = 2, NAN_BYTE = 0x7F };
 /* Elements to a loop of known length: twice as many where the row has them, which fills AVX-512's registers. gcc 12
- * spells a loop of 16 out and then finds no vectors in it. */
+ * spells a loop of 16 out and then finds no vectors in it. Bytes are made of words, and words of bytes, in loops of their
+ * own: in one loop gcc computes partly with bytes, and packs each part for itself. */
 enum { BLOCK = 32 };
 
 static const uint32_t INFINITY_BITS = 0x7F800000u;
@@ -133,7 +134,7 @@ INLINE Plan plan_for(const void *values, ptrdiff_t from, ptrdiff_t D, int source
 
 INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *restrict payload, Plan plan,
                          const Keys *keys, uint32_t place, int ordinary, int source, int mantissa, int block) {
-    uint32_t largest = bits_of(LARGEST(mantissa));
+    uint32_t largest = bits_of(LARGEST(mantissa)), wide[2 * BLOCK];
     for (int c = 0; c < block; c++) {
         uint32_t x = load_bits(values, from + c, source), magnitude = x & 0x7FFFFFFFu;
         uint32_t y = bits_of(float_of(magnitude) * (ordinary ? 1.0f : plan.lift) * plan.inverse);
@@ -142,8 +143,9 @@ INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *r
         uint32_t byte = keys ? at_random(y, mix(mix((place + (uint32_t)c) ^ keys->first) ^ keys->second), mantissa)
                              : nearest(y, mantissa);
         byte |= x >> 24 & 0x80u;
-        payload[c] = (uint8_t)(ordinary || magnitude < INFINITY_BITS ? byte : NAN_BYTE);
+        wide[c] = ordinary || magnitude < INFINITY_BITS ? byte : NAN_BYTE;
     }
+    for (int c = 0; c < block; c++) payload[c] = (uint8_t)wide[c];
 }
 
 INLINE void encode_blocks(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan,
@@ -185,11 +187,17 @@ INLINE void encode_at_random(const void *values, ptrdiff_t from, ptrdiff_t D, ui
 
 INLINE void quantize_rows(const void *values, ptrdiff_t stride, ptrdiff_t rows, const int64_t *widths, int groups,
                           int random, uint64_t seed, uint64_t place, uint8_t *wire, int source, int mantissa) {
+    if (rows == 0 || groups == 0) return;
+    Plan upcoming = plan_for(values, 0, (ptrdiff_t)widths[0], source, mantissa);
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t from = r * stride;
         for (int g = 0; g < groups; g++) {
             ptrdiff_t D = (ptrdiff_t)widths[g];
-            Plan plan = plan_for(values, from, D, source, mantissa);
+            Plan plan = upcoming; /* made one group ahead, or its division would be waited for */
+            int last = g + 1 == groups;
+            if (!last || r + 1 < rows)
+                upcoming = plan_for(values, last ? (r + 1) * stride : from + D, (ptrdiff_t)widths[last ? 0 : g + 1],
+                                    source, mantissa);
             if (random)
                 encode_at_random(values, from, D, wire, plan, seed, place, source, mantissa);
             else
@@ -219,10 +227,12 @@ EXPORT FOR_EACH_CPU void logitmix_fp8_quantize(const void *values, int source, i
 
 /* Decoding */
 
-INLINE void decode_block(const uint8_t *restrict payload, float scale, float unlift, float *restrict values,
-                         int mantissa, int block) {
+INLINE void decode_block(const uint8_t *restrict payload, float scale, float unlift,
+                         float *restrict values, int mantissa, int block) {
+    uint32_t wide[2 * BLOCK];
+    for (int c = 0; c < block; c++) wide[c] = payload[c];
     for (int c = 0; c < block; c++) {
-        uint32_t byte = payload[c], magnitude = byte & 0x7Fu;
+        uint32_t byte = wide[c], magnitude = byte & 0x7Fu;
         float subnormal = (float)(int32_t)magnitude * (SMALLEST_NORMAL(mantissa) / (float)(1 << (mantissa)));
         uint32_t normal = (magnitude << SHIFT(mantissa)) + (SMALLEST_NORMAL_BITS(mantissa) - (1u << 23));
         uint32_t q = magnitude < (1u << (mantissa)) ? bits_of(subnormal) : normal;
@@ -231,7 +241,8 @@ INLINE void decode_block(const uint8_t *restrict payload, float scale, float unl
     }
 }
 
-INLINE void decode(const uint8_t *payload, ptrdiff_t D, float scale, float unlift, float *values, int mantissa) {
+INLINE void decode(const uint8_t *payload, ptrdiff_t D, float scale, float unlift, float *values,
+                   int mantissa) {
     ptrdiff_t c = 0;
     for (; c + 2 * BLOCK <= D; c += 2 * BLOCK)
         decode_block(payload + c, scale, unlift, values + c, mantissa, 2 * BLOCK);
