@@ -49,10 +49,10 @@ class Noise:
 
         `site` names the place in the model; `rows_R` (int64) names each row globally. The rate is exact to 2^-16.
         """
-        if rate == 0:
+        if rate == 0 or len(x) == 0:
             return x
         drop = threshold(rate)
-        width = x[0].numel() if len(x) else x.shape[-1]
+        width = x[0].numel()
         columns = torch.arange((width + 1) // 2, device=x.device)
         lanes = random_bits(derive_key(self.key, site), rows_R, columns).view(torch.int16)
         keep = lanes[:, :width].reshape(x.shape) >= drop - 32768

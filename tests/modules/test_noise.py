@@ -247,7 +247,7 @@ def test_each_half_of_a_sharded_batch_has_the_masks_of_the_whole() -> None:
         assert torch.equal(torch.cat([first, second]), whole)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 3, 4), (0, 0), (5, 0)])
+@pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 1), (0, 3, 4), (0, 0), (5, 0)])
 def test_nothing_can_be_dropped_from_nothing(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape, requires_grad=True)
     dropped = Noise(KEY).dropout(x, 0.5, "here", torch.arange(shape[0]))
