@@ -8,7 +8,8 @@ embeddings: both towers, 8x8 components of 32, gates of hidden width 128, dropou
 shared by a sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout
 of github.com/bailuding/rails: its MoL module runs beside ours at the same sizes, in FP32 and 16 parts, with negatives
 shared by the batch (benchmarks/peer.py says what exactly runs). A second table times the loss alone, without towers,
-over positions and negatives. CPU seconds and peak memory are those of fresh processes, run in turn.
+over positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone. CPU seconds and peak memory are
+those of fresh processes, run in turn.
 """
 
 import json
@@ -30,6 +31,7 @@ from logitmix.modules.losses import sampled_loss
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer.memory import set_up_memory
+from logitmix.trainer.parallelize import computes_bf16
 
 DIM, ITEMS, LENGTH = 64, 3706, 200
 """Width, items of a batch (all of MovieLens-1M), positions of a sequence."""
@@ -71,7 +73,7 @@ def main(options: Options) -> None:
     if options.only != "scaling":
         if options.peer:
             tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
-        tasks |= {name: partial(step, *form, options) for name, form in FORMS.items()}
+        tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
     forms = in_turn(tasks, options.repetitions)
     points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
     tasks = {f"{T} {N}": partial(loss_alone, T, N) for T, N in points if options.only != "forms"}
@@ -88,6 +90,7 @@ def main(options: Options) -> None:
     console.print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.", highlight=False)
 
 
+BF16 = computes_bf16(torch.device("cpu"))
 PEER = "RAILS, 16 parts, fp32"
 FORMS: dict[str, tuple[bool, Share, Precision, int]] = {
     "blocks in plain torch, by sequence, fp32": (False, "sequence", "fp32", 1),
@@ -133,20 +136,20 @@ def step(fused: bool, share: Share, precision: Precision, parts: int, options: O
 
 
 def loss_alone(positions: int, negatives: int) -> Spent:
-    """Fused loss and gradients of towers' outputs, by sequence, BF16."""
+    """Fused loss and gradients of towers' outputs, by sequence, in BF16 if the CPU has it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
     id_V, named = _batch(torch.arange(positions), negatives, "sequence")
     # All items, so that their own share of memory is the same everywhere.
     examples = replace(named, target_T=id_V[named.target_T], negatives_GN=id_V[named.negatives_GN])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=BF16):
         query = mol.query(torch.randn(positions, DIM), torch.arange(positions))
         item = mol.item(torch.randn(ITEMS, DIM), torch.arange(ITEMS))
     query, item = (tuple(part.requires_grad_() for part in side) for side in (query, item))
 
     def work() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
             loss = sampled_loss("softmax", mol, query, item, examples, noise, mol.config.gate_dropout)
         loss.backward()
 
@@ -175,12 +178,12 @@ def _compared(forms: dict[str, list[Spent]], options: Options) -> Table:
 
 def _scaled(points: dict[str, list[Spent]]) -> Table:
     columns = ("positions", "negatives", "CPU s", "CPU us per pair", "peak MB", "MB of one array (T, N, 64)")
-    table = Table(*columns, title="The fused loss alone, by sequence, bf16")
+    table = Table(*columns, title=f"The fused loss alone, by sequence, {'bf16' if BF16 else 'fp32'}")
     for name, runs in points.items():
         T, N = map(int, name.split())
         per_pair = [run.cpu_s / (T * (N + 1)) * 1e6 for run in runs]
         seconds, memory = ([getattr(run, field) for run in runs] for field in ("cpu_s", "peak_mb"))
-        array = f"{T * (N + 1) * 64 * 2 / 2**20:.0f}"
+        array = f"{T * (N + 1) * 64 * (2 if BF16 else 4) / 2**20:.0f}"
         table.add_row(str(T), str(N), spread(seconds, 2), spread(per_pair, 3), spread(memory, 0), array)
     return table
 
