@@ -5,7 +5,8 @@
 Every run is two processes with one thread each, so that embeddings and their gradients cross the wire. Runs of a seed
 start from the same weights and see the same batches; the table gives each arm's means over the seeds and, for the arms
 after the first, the mean difference to the first with its 95 % confidence interval (Student's t over the seeds).
-«Examples/s» is the median over runs of their medians, and means something where nothing else ran (--jobs 1).
+A CPU without BF16 arithmetic computes in FP32 in every arm. «Examples/s» is the median over runs of their medians, and
+means something where nothing else ran (--jobs 1).
 The sets: ml-100k trains a dot product, ml-100k-mol the mixture of logits at the paper's size, both to where validation
 has levelled off, and test that last state, for choosing among checkpoints adds noise of its own; demo is the recipe
 demo-mol as it is. A run whose results.json lies in --out is not repeated: after a change of code or recipe give another
