@@ -3,7 +3,8 @@
     python -m benchmarks.throughput --data data/ml-1m [--recipe ml-1m-mol] [--minutes 1] [--repeats 3]
 
 Each line trains for --minutes by the command line, the lines in turn; the figure is the median over a run's rows after
-the first quarter, and over the repeats. Lines with several processes have one thread each.
+the first quarter, and over the repeats. Lines with several processes have one thread each. A CPU without BF16
+arithmetic computes in FP32 in every line.
 """
 
 import os

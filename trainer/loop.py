@@ -122,7 +122,8 @@ def _steps(
 def _ahead(
     batches: TrainingBatches, model: ParallelModel, first: int, total: int
 ) -> Generator[tuple[Batch, Rows], None, None]:
-    """Batches from number `first` on, with their rows. While one is trained on, a thread makes the next."""
+    """Batches from number `first` on, with their rows. While one is trained on, a thread makes the next. Closed before
+    the last, it ends what the ranks have begun for the batch that it gave."""
     with ThreadPoolExecutor(1, "batches") as thread:
         coming = thread.submit(batches.at, first)
         for step in range(first, total):
@@ -132,9 +133,10 @@ def _ahead(
             rows = model.rows(batch.id_V)
             try:
                 yield model.to_device(batch), rows
-            finally:
+            except GeneratorExit:
                 with suppress(RuntimeError):
                     rows.abandon()
+                raise
 
 
 def _logged(config: Config, step: int, total: int) -> bool:

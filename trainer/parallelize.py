@@ -133,7 +133,8 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether the device has arithmetic for BF16; a CPU without takes many times as long as for FP32."""
+    """Whether a CPU has arithmetic for BF16 (without, it takes several times as long as for FP32); GPUs count as having
+    it."""
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 

@@ -74,8 +74,11 @@ class Rows:
                 following.parts[number].send(following.stream)
 
     def abandon(self) -> None:
-        """Ends what all ranks have begun, if nothing was sent: gloo may hang where a rank leaves the group before."""
-        if not self.sent:
+        """Ends what all ranks have begun before `wait`: gloo may hang where a rank leaves the group earlier."""
+        if self.sent:
+            self.wait()
+            return
+        with torch.cuda.stream(self.stream):
             self.ask()
             for part in self.parts:
                 part.ids.wait()

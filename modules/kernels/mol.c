@@ -4,7 +4,8 @@
    M = U * I mixture components, H hidden width of the cross gate, P pairs (position, candidate) of a chunk.
    Candidate 0 of a position is its target, candidates 1..N are its group's negatives.
 
-   Positions are taken a chunk at a time, so that all that a chunk's backward needs stays in the second-level cache.
+   Positions are taken a chunk at a time, so that all that a chunk's backward needs stays in the second-level cache; one
+   with more candidates than a chunk's pairs is a chunk by itself.
    More negatives than two tiles are taken tile after tile, once for the softmax's sums and again for the gradients.
    This file includes itself, once for each instruction set and precision: FN(name) is a function of one of them. */
 
