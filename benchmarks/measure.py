@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from logitmix.trainer.parallelize import computes_bf16
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -98,5 +100,5 @@ def _processor() -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     if not names:
         return platform.machine()
-    bf16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
+    bf16 = "with" if computes_bf16(torch.device("cpu")) else "without"
     return f"{len(names)} cores of {names[0]} ({torch.backends.cpu.get_cpu_capability()}, {bf16} BF16)"

@@ -24,8 +24,8 @@
 enum { FP32 = 0, BF16 = 1 };
 enum { SCALE_BYTES = 2, NAN_BYTE = 0x7F };
 /* Elements to a loop of known length: twice as many where the row has them, which fills AVX-512's registers. gcc 12
- * spells a loop of 16 out and then finds no vectors in it. Bytes are made of words, and words of bytes, in loops of their
- * own: in one loop gcc computes partly with bytes, and packs each part for itself. */
+ * spells a loop of 16 out and then finds no vectors in it. Bytes are made of words, and words of bytes, in loops of
+ * their own: in one loop gcc computes partly with bytes, and packs each part for itself. */
 enum { BLOCK = 32 };
 
 static const uint32_t INFINITY_BITS = 0x7F800000u;
@@ -227,8 +227,8 @@ EXPORT FOR_EACH_CPU void logitmix_fp8_quantize(const void *values, int source, i
 
 /* Decoding */
 
-INLINE void decode_block(const uint8_t *restrict payload, float scale, float unlift,
-                         float *restrict values, int mantissa, int block) {
+INLINE void decode_block(const uint8_t *restrict payload, float scale, float unlift, float *restrict values,
+                         int mantissa, int block) {
     uint32_t wide[2 * BLOCK];
     for (int c = 0; c < block; c++) wide[c] = payload[c];
     for (int c = 0; c < block; c++) {
@@ -241,8 +241,7 @@ INLINE void decode_block(const uint8_t *restrict payload, float scale, float unl
     }
 }
 
-INLINE void decode(const uint8_t *payload, ptrdiff_t D, float scale, float unlift, float *values,
-                   int mantissa) {
+INLINE void decode(const uint8_t *payload, ptrdiff_t D, float scale, float unlift, float *values, int mantissa) {
     ptrdiff_t c = 0;
     for (; c + 2 * BLOCK <= D; c += 2 * BLOCK)
         decode_block(payload + c, scale, unlift, values + c, mantissa, 2 * BLOCK);
