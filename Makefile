@@ -10,7 +10,7 @@ PROCESSES ?= $(if $(filter cuda,$(ACCELERATOR)),$(shell nvidia-smi --list-gpus |
 
 LOCKED := .venv/locked-$(ACCELERATOR)
 INSTALLED := .venv/installed-$(ACCELERATOR)
-PACKAGES := comm launch modules serving trainer
+PACKAGES := comm common launch modules serving trainer
 RUN := runs/demo-mol
 EXPORT := exports/demo-mol
 HISTORY := item-0000,item-0001,item-0002

@@ -43,7 +43,7 @@ from rich.table import Table
 
 from benchmarks.measure import logged, machine
 from logitmix.comm.process_group import process_group
-from logitmix.modules.config import from_mapping
+from logitmix.common.mappings import from_mapping
 from logitmix.modules.model import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from logitmix.common.mappings import require
+
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 BackwardPrecision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_stochastic"]
 DensePrecision = Literal["fp32", "bf16"]
@@ -29,5 +31,4 @@ class WireConfig:
 
     def __post_init__(self) -> None:
         for name in ("parts", "timeout_seconds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"comm.{name} is {getattr(self, name)}; it must be at least 1")
+            require(getattr(self, name) >= 1, f"comm.{name}", getattr(self, name), "at least 1")

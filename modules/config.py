@@ -1,14 +1,10 @@
 """What the model can be told. Imports no torch, so that the command line starts fast."""
 
-import dataclasses
-import difflib
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-T = TypeVar("T")
+from logitmix.common.mappings import require
 
 
 @dataclass(frozen=True)
@@ -114,49 +110,3 @@ class ModelConfig:
                 f"model.dim ({self.dim}) must be divisible by model.encoder.heads ({self.encoder.heads}); "
                 f"set model.encoder.heads to {near[0]} or {near[1]}"
             )
-
-
-def require(holds: bool, flag: str, value: object, needs: str) -> None:
-    """ValueError that names the flag to change, its value, and what works."""
-    if not holds:
-        raise ValueError(f"{flag} is {value}; it must be {needs}")
-
-
-def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """A dataclass, and those within, from nested mappings; a missing key takes its default.
-
-    ValueError that names `source` and the key for an unknown key, a value of the wrong type, or what a class refuses.
-    """
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key not in hints:
-            raise ValueError(f"{source}: unknown key {prefix}{key}{nearest(key, list(hints))}")
-        values[key] = _convert(hints[key], value, source, prefix + key)
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
-def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{source}: {key} is a section, not a value")
-        return from_mapping(hint, value, source, f"{key}.")  # type: ignore[arg-type]
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ValueError(f"{source}: {key} is {value!r}; it must be one of {', '.join(choices)}")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
-    return value
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """« (did you mean …?)», where one of the known names is near."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]}?)" if near else ""

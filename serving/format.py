@@ -23,11 +23,7 @@ width.
 """
 
 import dataclasses
-import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,7 +35,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.modules.config import ModelConfig, from_mapping
+from logitmix.common.files import file_digest, json_digest, whole_directory
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.config import ModelConfig
 from logitmix.serving.model import item_shapes, weight_shapes
 from logitmix.serving.topk import MAX_ITEMS
 
@@ -88,15 +86,9 @@ def write(contents: Contents, out: Path, overwrite: bool = False) -> dict[str, A
     out = out.resolve()
     check_target(out, overwrite)
     _check_contents(contents)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
-    try:
-        part.mkdir()
-        manifest = _fill(part, contents)
-        _publish(part, out, overwrite)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    with whole_directory(out) as staging:
+        manifest = _fill(staging, contents)
+        check_target(out, overwrite)
     return manifest
 
 
@@ -178,10 +170,8 @@ def _fill(part: Path, contents: Contents) -> dict[str, Any]:
             raise OSError(f"{part / name} cannot be written: {error}") from None
         # safetensors makes files that only their owner can read; the umask decides, as it does for the JSON files.
         (part / name).chmod((part / IDS).stat().st_mode)
-        _sync(part / name)
     manifest = _manifest(part, contents)
     _write_json(part / MANIFEST, manifest, indent=2)
-    _sync(part)
     return manifest
 
 
@@ -197,7 +187,7 @@ def _manifest(part: Path, contents: Contents) -> dict[str, Any]:
         "num_items": len(contents.raw_ids),
         "signature": signature(contents.model),
         "files": {
-            name: {"bytes": (part / name).stat().st_size, "sha256": _file_digest(part / name)} | extra
+            name: {"bytes": (part / name).stat().st_size, "sha256": file_digest(part / name)} | extra
             for name, extra in tensors.items()
         },
     }
@@ -211,23 +201,6 @@ def _tensors(model: ModelConfig, num_items: int) -> dict[str, dict[str, Any]]:
         file: {"tensors": {name: {"dtype": "F32", "shape": shape} for name, shape in of_file.items()}}
         for file, of_file in shapes.items()
     } | {IDS: {}}
-
-
-def _publish(part: Path, out: Path, overwrite: bool) -> None:
-    check_target(out, overwrite)
-    if overwrite and out.exists():
-        # For a moment there is none: a directory cannot be renamed over another that has files.
-        old = part.with_name(part.name.replace(".part-", ".old-"))
-        out.rename(old)
-        try:
-            part.rename(out)
-        except BaseException:
-            old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        part.rename(out)
-    _sync(out.parent)
 
 
 def _is_ours(path: Path) -> bool:
@@ -275,7 +248,7 @@ def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
     size = file.stat().st_size
     if size != entry["bytes"]:
         _broken(file, f"it is damaged ({size} bytes, {entry['bytes']} in the manifest)")
-    if _file_digest(file) != entry["sha256"]:
+    if file_digest(file) != entry["sha256"]:
         _broken(file, "it is damaged (its sha256 is not the manifest's)")
 
 
@@ -347,25 +320,10 @@ def _read_json(file: Path) -> Any:
 def _write_json(file: Path, content: object, indent: int | None = None) -> None:
     # ASCII with escapes: every text comes back as it was, unpaired surrogates too.
     file.write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n", encoding="ascii")
-    _sync(file)
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    fields = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return json_digest({name: value for name, value in manifest.items() if name != "sha256"})
 
 
 def _broken(file: Path, problem: str) -> NoReturn:

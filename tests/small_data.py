@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from logitmix.trainer.config import Config, from_mapping
+from logitmix.common.mappings import from_mapping
+from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("comm", "launch", "modules", "serving", "trainer")
+FOLDERS = ("comm", "common", "launch", "modules", "serving", "trainer")
 
 
 @pytest.fixture
@@ -48,6 +48,9 @@ def test_the_tree_keeps_the_contracts(tree: Path) -> None:
         ("modules/planted.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
         ("modules/planted.py", "from logitmix.comm import config", "logitmix.comm.config"),
         ("comm/planted.py", "from ..modules import config", "logitmix.modules.config"),
+        ("common/planted.py", "from logitmix.modules import config", "logitmix.modules.config"),
+        ("common/planted.py", "import logitmix.comm.config", "logitmix.comm.config"),
+        ("common/files.py", "import torch", "torch"),
         ("serving/planted.py", "import torchrec", "torchrec"),
         ("serving/planted.py", "from fbgemm_gpu import quantize_comm", "fbgemm_gpu"),
         ("serving/planted.py", "from logitmix.modules import embeddings", "logitmix.modules.embeddings"),

@@ -5,11 +5,8 @@ A checkpoint is a directory `checkpoints/step-N` that PyTorch's distributed chec
 directory is written twice.
 """
 
-import hashlib
 import json
-import os
 import shutil
-import uuid
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
+from logitmix.common.files import file_digest, json_digest, publish, staging_path
 from logitmix.modules.model import Tower
 from logitmix.trainer.config import Config, load_toml
 from logitmix.trainer.data.dataset import Dataset
@@ -57,14 +55,19 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
     """A new checkpoint; then drops all but the best and the `keep` newest. Collective."""
     folder = run / "checkpoints"
     ranks, config = model.ranks, model.config
-    part = folder / broadcast_object(f".part-{progress.step}-{uuid.uuid4().hex[:8]}", ranks)
+    out = folder / f"step-{progress.step}"
+    staging = broadcast_object(staging_path(out), ranks)
     try:
-        dcp.save(_state(model, optimizer), checkpoint_id=part, process_group=ranks.group)
+        dcp.save(_state(model, optimizer), checkpoint_id=staging, process_group=ranks.group)
     except CheckpointException as error:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
         rank, (failure, _) = next(iter(error.failures.items()))
         raise OSError(f"no checkpoint could be written to {folder} (rank {rank}: {failure})") from None
     if ranks.rank == 0:
-        _publish(part, folder / f"step-{progress.step}", progress)
+        _write_manifest(staging, progress)
+        # Only a damaged one can be in its place: an intact one would have been continued from.
+        publish(staging, out)
         _prune(folder, keep, config.evaluate.metric)
     barrier(ranks)
 
@@ -132,13 +135,6 @@ def require_same_dataset(run: Path, dataset: Dataset) -> None:
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file has its old content or the new one, never a part."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
-
-
 def has_checkpoints(run: Path) -> bool:
     return bool(_published(run / "checkpoints"))
 
@@ -166,8 +162,8 @@ def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {part: content for part, content in entries.items() if content}
 
 
-def _publish(part: Path, final: Path, progress: Progress) -> None:
-    files = {path.name: _digest(path) for path in sorted(part.iterdir())}
+def _write_manifest(staging: Path, progress: Progress) -> None:
+    files = {path.name: file_digest(path) for path in sorted(staging.iterdir())}
     content = {
         "format_version": FORMAT_VERSION,
         "step": progress.step,
@@ -176,16 +172,7 @@ def _publish(part: Path, final: Path, progress: Progress) -> None:
         "validation": progress.validation,
         "sha256": files,
     }
-    with open(part / MANIFEST, "w") as file:
-        json.dump(content | {"manifest_sha256": _digest_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(part)
-    if final.exists():
-        # Only a damaged one can be in the way: an intact one would have been continued from.
-        shutil.rmtree(final)
-    part.rename(final)
-    _sync_directory(final.parent)
+    (staging / MANIFEST).write_text(json.dumps(content | {"manifest_sha256": json_digest(content)}, indent=1))
 
 
 def _prune(folder: Path, keep: int, metric: str) -> None:
@@ -194,7 +181,7 @@ def _prune(folder: Path, keep: int, metric: str) -> None:
     for path in complete:
         if path not in kept:
             shutil.rmtree(path)
-    for path in folder.glob(".part-*"):
+    for path in folder.glob(".step-*"):
         shutil.rmtree(path)
 
 
@@ -215,7 +202,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         digest = content.pop("manifest_sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if digest == _digest_of(content) else None
+    return content if digest == json_digest(content) else None
 
 
 def _last(run: Path) -> Path:
@@ -243,7 +230,7 @@ def _damage(path: Path) -> str | None:
     if (version := manifest["format_version"]) != FORMAT_VERSION:
         return f"{path / MANIFEST} has format {version}, this logitmix reads {FORMAT_VERSION}; train into another --run"
     for name, digest in manifest["sha256"].items():
-        if not (path / name).is_file() or _digest(path / name) != digest:
+        if not (path / name).is_file() or file_digest(path / name) != digest:
             return f"{path / name} is damaged or missing; remove {path} to go on from an older checkpoint"
     return None
 
@@ -252,20 +239,3 @@ def _progress(path: Path) -> Progress:
     manifest = _manifest(path)
     assert manifest is not None
     return Progress(manifest["step"], manifest["seconds"], manifest["examples"], manifest["validation"])
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

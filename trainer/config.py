@@ -11,7 +11,8 @@ from typing import Any, Literal
 import tomli_w
 
 from logitmix.comm.config import WireConfig
-from logitmix.modules.config import ModelConfig, from_mapping, nearest, require
+from logitmix.common.mappings import from_mapping, nearest, require
+from logitmix.modules.config import ModelConfig
 
 
 @dataclass(frozen=True)

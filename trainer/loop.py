@@ -14,9 +14,10 @@ from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import agreed, broadcast_object, largest
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.files import write_whole
 from logitmix.modules.model import Batch
 from logitmix.trainer import checkpoint
-from logitmix.trainer.checkpoint import Progress, require_same_dataset, write_whole
+from logitmix.trainer.checkpoint import Progress, require_same_dataset
 from logitmix.trainer.config import Config, dump_toml, flatten
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset

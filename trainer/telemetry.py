@@ -18,9 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import DIRECTIONS, QUALITY
+from logitmix.common.files import write_whole
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
-from logitmix.trainer.checkpoint import write_whole
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")

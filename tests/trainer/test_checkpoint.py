@@ -2,14 +2,17 @@ import json
 import random
 import shutil
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
 import two_ranks
 from small_data import ITEMS, move_rows, small_config, write_dataset
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from logitmix.comm.process_group import process_group
+from logitmix.common.files import json_digest
 from logitmix.trainer import checkpoint
 from logitmix.trainer.checkpoint import Progress
 from logitmix.trainer.config import Config, dump_toml
@@ -170,11 +173,23 @@ def test_a_run_whose_manifests_are_all_damaged_does_not_start_over(run: Path, da
 def test_a_job_killed_while_saving_leaves_nothing_that_counts(run: Path, data: Path) -> None:
     config = small_config(data, ADAM)
     before = resume(run, config)
-    part = run / "checkpoints" / ".part-5-0123abcd"
+    part = run / "checkpoints" / ".step-5.0123abcd.part"
     shutil.copytree(run / "checkpoints" / "step-3", part)
     assert_equal(resume(run, config), before)
     train_and_save(run, config, 4)
     assert not part.exists()
+
+
+def test_a_save_that_fails_leaves_nothing(run: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk(state: dict, checkpoint_id: Path, process_group: object) -> None:
+        checkpoint_id.mkdir()
+        (checkpoint_id / "__0_0.distcp").write_text("a part")
+        raise CheckpointException("", {0: (OSError("no space left"), StackSummary())})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fill_the_disk)
+    with pytest.raises(OSError, match=r"no checkpoint could be written to .*checkpoints \(rank 0: no space left\)"):
+        train_and_save(run, small_config(data, ADAM), 4)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-3"]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
@@ -203,6 +218,6 @@ def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step-3" / checkpoint.MANIFEST
     manifest = json.loads(path.read_text())
     manifest = {key: value for key, value in manifest.items() if key != "manifest_sha256"} | {"format_version": 2}
-    path.write_text(json.dumps(manifest | {"manifest_sha256": checkpoint._digest_of(manifest)}))
+    path.write_text(json.dumps(manifest | {"manifest_sha256": json_digest(manifest)}))
     with pytest.raises(ValueError, match="has format 2, this logitmix reads 1"):
         checkpoint.load_offline(run)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from logitmix.comm.config import WireConfig
+from logitmix.common.mappings import from_mapping
 from logitmix.trainer.config import (
     Config,
     DenseConfig,
@@ -18,7 +19,6 @@ from logitmix.trainer.config import (
     TrainConfig,
     dump_toml,
     flatten,
-    from_mapping,
     load_recipe,
     load_toml,
     recipe_names,

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from logitmix.modules.config import nearest, require
+from logitmix.common.mappings import nearest, require
 
 MOVIELENS = ("ml-100k", "ml-1m", "ml-20m", "ml-latest")
 DEMOS = ("demo", "demo-low-rank")

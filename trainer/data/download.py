@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from logitmix.trainer.data.files import file_digest
+from logitmix.common.files import file_digest
 
 BLOCK = 1 << 18
 

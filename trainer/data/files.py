@@ -4,7 +4,6 @@ A compressed file is told by its first bytes, not by its name. Reading moves a b
 """
 
 import gzip
-import hashlib
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from rich.progress import Progress
+
+from logitmix.common.files import file_digest
 
 _DAMAGE = (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 """What gzip and zipfile raise for a truncated, corrupt or encrypted archive."""
@@ -82,10 +83,5 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
 def digests(source: Path, files: list[InputFile]) -> dict[str, str]:
     """sha256 of the source file, or of those files of a source folder that were read, by name relative to it."""
     if not source.is_dir():
-        return {source.name: file_digest(source, "sha256")}
-    return {file.path.relative_to(source).as_posix(): file_digest(file.path, "sha256") for file in files}
-
-
-def file_digest(path: Path, algorithm: str) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, algorithm).hexdigest()
+        return {source.name: file_digest(source)}
+    return {file.path.relative_to(source).as_posix(): file_digest(file.path) for file in files}

@@ -9,9 +9,8 @@ The dataset appears at once and complete: it is written to a hidden directory be
 """
 
 import dataclasses
-import secrets
-import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from logitmix.common.files import whole_directory
 from logitmix.trainer.data import demo, formats
 from logitmix.trainer.data.config import DEMOS, MOVIELENS, PrepareOptions
 from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, is_dataset, write_contents, write_description
@@ -100,24 +100,19 @@ def prepare(
     _check_out(out, options.overwrite)
     if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"
-    staging.mkdir()
-    rejects = Rejects(staging / "rejects.tsv", options.max_rejects, console)
-    try:
-        with _progress(console) as progress:
-            raw = _read(options, rejects, progress, PINNED if pinned is None else pinned)
-            description = _write(staging, options, raw, rejects)
-        _put_in_place(staging, out)
-    except TooManyRejects as error:
-        rejects.close()
-        kept = out.with_name(out.name + ".rejects.tsv")
-        rejects.path.replace(kept)
-        raise ValueError(f"{error}; they are listed in {kept}") from None
-    finally:
-        rejects.close()
-        shutil.rmtree(staging, ignore_errors=True)
-    return description
+    with (
+        whole_directory(out) as staging,
+        closing(Rejects(staging / "rejects.tsv", options.max_rejects, console)) as rejects,
+    ):
+        try:
+            with _progress(console) as progress:
+                raw = _read(options, rejects, progress, PINNED if pinned is None else pinned)
+                return _write(staging, options, raw, rejects)
+        except TooManyRejects as error:
+            rejects.close()
+            kept = out.with_name(out.name + ".rejects.tsv")
+            rejects.path.replace(kept)
+            raise ValueError(f"{error}; they are listed in {kept}") from None
 
 
 def _progress(console: Console) -> Progress:
@@ -140,20 +135,6 @@ def _check_out(out: Path, overwrite: bool) -> None:
             )
     elif out.exists():
         raise ValueError(f"{out} is there and holds more than a dataset, or none; choose another --out")
-
-
-def _put_in_place(staging: Path, out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        old = staging.with_suffix(".old")
-        out.rename(old)
-        try:
-            staging.rename(out)
-        except OSError:
-            old.rename(out)
-            raise
-        shutil.rmtree(old)
-    else:
-        staging.rename(out)
 
 
 def _read(options: PrepareOptions, rejects: Rejects, progress: Progress, pinned: dict[str, Source]) -> Raw:

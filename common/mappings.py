@@ -1,0 +1,62 @@
+"""Strict nested mappings (TOML, JSON) to frozen dataclasses, with errors that name the key."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+def require(holds: bool, flag: str, value: object, needs: str) -> None:
+    """ValueError that names the flag to change, its value, and what works."""
+    if not holds:
+        raise ValueError(f"{flag} is {value}; it must be {needs}")
+
+
+def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
+    """A dataclass, and those within, from nested mappings; a missing key takes its default.
+
+    Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list) or dict[str, X].
+    ValueError that names `source` and the key for an unknown key, a value of the wrong type, or what a class refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in hints:
+            raise ValueError(f"{source}: unknown key {prefix}{key}{nearest(key, list(hints))}")
+        values[key] = _convert(hints[key], value, source, prefix + key)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) or origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{source}: {key} is a section, not a value")
+        if origin is dict:
+            return {name: _convert(arguments[1], entry, source, f"{key}.{name}") for name, entry in value.items()}
+        return from_mapping(hint, value, source, f"{key}.")
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{source}: {key} is {value!r}; it must be a list")
+        return tuple(_convert(arguments[0], entry, source, f"{key}[{at}]") for at, entry in enumerate(value))
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{source}: {key} is {value!r}; it must be one of {', '.join(arguments)}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
+    return value
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """« (did you mean …?)», where one of the known names is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""

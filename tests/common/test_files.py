@@ -1,0 +1,81 @@
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from logitmix.common import files
+from logitmix.common.files import file_digest, json_digest, whole_directory, write_whole
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    assert file_digest(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
+    assert file_digest(tmp_path / "file", "md5") == hashlib.md5(b"abc").hexdigest()
+    assert json_digest({"b": "ü", "a": [1]}) == hashlib.sha256(b'{"a":[1],"b":"\\u00fc"}').hexdigest()
+
+
+def test_a_file_keeps_its_content_until_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    write_whole(file, "old")
+
+    def full(path: Path) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", full)
+        with pytest.raises(OSError, match="disk full"):
+            write_whole(file, "new")
+    assert file.read_text() == "old"
+    write_whole(file, "näw")
+    assert file.read_text(encoding="utf-8") == "näw"
+    assert entries(tmp_path) == {"file"}
+
+
+def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with whole_directory(out) as staging:
+        (staging / "inner").mkdir()
+        (staging / "inner/file").write_text("text")
+        assert not out.exists() and staging.parent == out.parent and staging.name.startswith(".out.")
+    assert entries(tmp_path / "new") == {"out", "out/inner", "out/inner/file"}
+
+
+def test_a_directory_is_replaced_with_all_that_it_held(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("first", "second"):
+        with whole_directory(out) as staging:
+            (staging / name).touch()
+    assert entries(tmp_path) == {"out", "out/second"}
+
+
+@pytest.mark.parametrize("at", ["filling", "sync", "rename"])
+def test_what_fails_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    out = tmp_path / "out"
+    with whole_directory(out) as staging:
+        (staging / "before").touch()
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise OSError("no")
+        return rename(path, target)
+
+    def full(descriptor: int) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"), whole_directory(out) as staging:
+        (staging / "after").touch()
+        if at == "filling":
+            raise OSError("no")
+        if at == "sync":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr(Path, "rename", refuse)
+    assert entries(tmp_path) == {"out", "out/before"}
