@@ -16,10 +16,11 @@ def require(holds: bool, flag: str, value: object, needs: str) -> None:
 
 
 def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """A dataclass, and those within, from nested mappings; a missing key takes its default.
+    """A dataclass, and those within, from nested mappings; a missing key takes its default, where it has one.
 
     Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list) or dict[str, X].
-    ValueError that names `source` and the key for an unknown key, a value of the wrong type, or what a class refuses.
+    ValueError that names `source` and the key for an unknown or missing key, a value of the wrong type, or what a class
+    refuses.
     """
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -27,6 +28,9 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
         if key not in hints:
             raise ValueError(f"{source}: unknown key {prefix}{key}{nearest(key, list(hints))}")
         values[key] = _convert(hints[key], value, source, prefix + key)
+    for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if entry.name not in tree and entry.default is entry.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{source}: {prefix}{entry.name} is missing")
     try:
         return cls(**values)
     except ValueError as error:

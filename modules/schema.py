@@ -1,0 +1,128 @@
+"""What a dataset has and a model uses: features, and the embedding tables of the sparse ones. Imports no torch."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any, Literal
+
+from logitmix.common.mappings import nearest
+
+Owner = Literal["item", "user", "event"]
+"""What has one value of a feature: an item, a user, or one action of a user."""
+Kind = Literal["id", "ids", "number", "vector"]
+"""One row of a table, any number of rows of a table, a number, or `width` numbers. The first two are sparse."""
+
+ITEM = "item"
+"""Name of the item id, the one feature that must be there, and of its table."""
+SPARSE = ("id", "ids")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of embeddings."""
+
+    name: str
+    rows: int
+    """Known values and the unknown one."""
+
+    def __post_init__(self) -> None:
+        _require_name("table", self.name)
+        if self.rows < 1:
+            raise ValueError(f"table {self.name} has {self.rows} rows; one for what is unknown must be there")
+
+    @property
+    def unknown(self) -> int:
+        """The row of values that are missing or not in the vocabulary: 0, but the last of the item ids, because items
+        are numbered from 0."""
+        return self.rows - 1 if self.name == ITEM else 0
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    owner: Owner
+    kind: Kind
+    table: str = ""
+    """The table of a sparse feature; several features may share one."""
+    width: int = 1
+    """Numbers in a vector."""
+    mean: float = 0.0
+    """Of a number or of all numbers in a vector, over the dataset; what is missing is stored as the mean."""
+    deviation: float = 1.0
+    """Standard deviation, likewise: (value - mean) / deviation normalizes."""
+
+    def __post_init__(self) -> None:
+        _require_name("feature", self.name)
+        if self.sparse and not self.table:
+            raise ValueError(f"feature {self.name} of kind {self.kind} names no table; a sparse feature needs one")
+        if not self.sparse and self.table:
+            raise ValueError(f"feature {self.name} of kind {self.kind} names a table; only id and ids have one")
+        if self.width < 1 or (self.width > 1 and self.kind != "vector"):
+            raise ValueError(f"feature {self.name} of kind {self.kind} has width {self.width}; only vectors are wide")
+        if self.sparse and (self.mean, self.deviation) != (0.0, 1.0):
+            raise ValueError(f"feature {self.name} of kind {self.kind} has a mean or deviation; only numbers do")
+        if not (isfinite(self.mean) and 0 < self.deviation < inf):
+            raise ValueError(
+                f"feature {self.name} has mean {self.mean} and deviation {self.deviation}; "
+                "they must be finite, and the deviation above 0"
+            )
+
+    @property
+    def sparse(self) -> bool:
+        return self.kind in SPARSE
+
+
+@dataclass(frozen=True)
+class Schema:
+    features: tuple[Feature, ...]
+    """The item id among them."""
+    tables: tuple[Table, ...]
+
+    def __post_init__(self) -> None:
+        _require_unique("feature", [feature.name for feature in self.features])
+        _require_unique("table", [table.name for table in self.tables])
+        if Feature(ITEM, "item", "id", ITEM) not in self.features:
+            raise ValueError(f"the schema has no feature {ITEM} of owner item, kind id and table {ITEM}: the item id")
+        known, used = [table.name for table in self.tables], {f.table for f in self.features if f.sparse}
+        for feature in self.features:
+            if feature.sparse and feature.table not in known:
+                near = nearest(feature.table, known)
+                raise ValueError(f"feature {feature.name} names table {feature.table}, which is not there{near}")
+        for name in known:
+            if name not in used:
+                raise ValueError(f"no feature uses table {name}; leave it out")
+
+    @classmethod
+    def of_ids(cls, items: int) -> "Schema":
+        """The item ids alone."""
+        return cls((Feature(ITEM, "item", "id", ITEM),), (Table(ITEM, items + 1),))
+
+    def to_mapping(self) -> dict[str, list[dict[str, Any]]]:
+        """For JSON and TOML, without fields at their defaults; `common.mappings.from_mapping(Schema, …)` reads it."""
+        return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
+
+    def of(self, owner: Owner) -> tuple[Feature, ...]:
+        """Features of an owner, in order."""
+        return tuple(feature for feature in self.features if feature.owner == owner)
+
+    def table(self, name: str) -> Table:
+        """The table of this name, which must be there."""
+        return next(table for table in self.tables if table.name == name)
+
+
+def _require_name(what: str, name: str) -> None:
+    # Names become those of files, columns, modules and settings.
+    if not name.isidentifier():
+        raise ValueError(f"{what} {name!r}: a name has letters, digits and underscores, and starts with no digit")
+
+
+def _require_unique(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two {what}s are named {name}; rename one of them")
+
+
+def _fields(entry: Feature | Table) -> dict[str, Any]:
+    values = {field: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    return {field.name: value for field, value in values.items() if value != field.default}

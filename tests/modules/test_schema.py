@@ -1,0 +1,119 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import Feature, Schema, Table
+
+ITEM = Feature("item", "item", "id", "item")
+SCHEMA = Schema(
+    (
+        ITEM,
+        Feature("genres", "item", "ids", "genre"),
+        Feature("price", "item", "number", mean=2.5, deviation=0.5),
+        Feature("image", "item", "vector", width=4, mean=0.25),
+        Feature("favorite", "user", "id", "genre"),
+        Feature("rating", "event", "number", mean=3.0, deviation=1.0),
+    ),
+    (Table("item", 11), Table("genre", 5)),
+)
+
+
+def test_features_by_owner_and_tables_by_name() -> None:
+    assert [feature.name for feature in SCHEMA.of("item")] == ["item", "genres", "price", "image"]
+    assert [feature.name for feature in SCHEMA.of("user")] == ["favorite"]
+    assert [feature.name for feature in SCHEMA.of("event")] == ["rating"]
+    assert SCHEMA.table("genre") == Table("genre", 5)
+    assert [feature.sparse for feature in SCHEMA.features] == [True, True, False, False, True, False]
+
+
+def test_unknown_is_row_0_but_the_last_of_the_items() -> None:
+    assert (SCHEMA.table("item").unknown, SCHEMA.table("genre").unknown) == (10, 0)
+
+
+def test_item_ids_alone() -> None:
+    assert Schema.of_ids(10) == Schema((ITEM,), (Table("item", 11),))
+
+
+def test_json_and_back() -> None:
+    text = json.dumps(SCHEMA.to_mapping())
+    assert from_mapping(Schema, json.loads(text), "dataset.json") == SCHEMA
+    assert SCHEMA.to_mapping()["features"][0] == {"name": "item", "owner": "item", "kind": "id", "table": "item"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "a b"}, "feature 'a b': a name has letters"),
+        ({"name": "../x"}, "a name has letters"),
+        ({"kind": "id"}, "feature price of kind id names no table"),
+        ({"table": "item"}, "feature price of kind number names a table"),
+        ({"width": 2}, "feature price of kind number has width 2"),
+        ({"kind": "vector", "width": 0}, "feature price of kind vector has width 0"),
+        ({"deviation": 0.0}, "feature price has mean 0.0 and deviation 0.0"),
+        ({"mean": float("nan")}, "feature price has mean nan"),
+        ({"kind": "ids", "table": "item", "mean": 1.0}, "feature price of kind ids has a mean"),
+    ],
+)
+def test_features_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Feature("price", "item", "number"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("features", "tables", "message"),
+    [
+        ((), ("item",), "no feature item of owner item, kind id"),
+        ((Feature("item", "user", "id", "item"),), ("item",), "no feature item of owner item"),
+        ((ITEM,), (), "feature item names table item, which is not there"),
+        ((ITEM, Feature("brand", "item", "id", "brands")), ("item", "brand"), r"not there \(did you mean brand\?\)"),
+        ((ITEM, Feature("age", "user", "number"), Feature("age", "item", "number")), ("item",), "two features are"),
+        ((ITEM,), ("item", "item"), "two tables are named item"),
+        ((ITEM,), ("item", "brand"), "no feature uses table brand"),
+    ],
+)
+def test_schemas_that_cannot_be(features: tuple[Feature, ...], tables: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schema(features, tuple(Table(name, 3) for name in tables))
+
+
+def test_a_table_has_a_row_for_what_is_unknown() -> None:
+    with pytest.raises(ValueError, match="table brand has 0 rows"):
+        Table("brand", 0)
+
+
+TREE: dict[str, Any] = Schema.of_ids(3).to_mapping()
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, "features is missing"),
+        (TREE | {"features": {}}, "features is {}; it must be a list"),
+        (TREE | {"features": ["item"]}, r"features\[0\] is a section, not a value"),
+        (TREE | {"features": [{"name": "item", "owner": "item"}]}, r"features\[0\].kind is missing"),
+        (TREE | {"tables": [{"name": "item", "rows": "3"}]}, r"tables\[0\].rows is '3'; it must be of type int"),
+        (TREE | {"tables": [{"name": "item", "rows": 0}]}, "table item has 0 rows"),
+        (TREE | {"tables": []}, "feature item names table item, which is not there"),
+        (
+            TREE | {"features": [{"name": "item", "owner": "shop", "kind": "id"}]},
+            r"features\[0\].owner is 'shop'; it must be one of item, user, event",
+        ),
+        (
+            TREE | {"features": [{"name": "item", "owner": "item", "kind": "id", "tables": "item"}]},
+            r"unknown key features\[0\].tables \(did you mean table\?\)",
+        ),
+    ],
+)
+def test_mappings_that_are_no_schema(tree: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^d.json: {message}"):
+        from_mapping(Schema, tree, "d.json")
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, logitmix.modules.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
