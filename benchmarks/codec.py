@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import machine
-from logitmix.comm import fp8
+from logitmix.comm import fp8, fp8_plain
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 Step = Callable[[], torch.Tensor]
@@ -136,7 +136,7 @@ def _eager_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def _plain(x: torch.Tensor, dtype: torch.dtype, wire: torch.Tensor) -> torch.Tensor:
-    fp8.quantize_plain(x, dtype, [x.shape[1]], None, wire)
+    fp8_plain.quantize(x, dtype, [x.shape[1]], None, wire)
     return wire
 
 

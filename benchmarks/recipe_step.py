@@ -135,8 +135,8 @@ def _step(
 ) -> None:
     """As in trainer/loop.py."""
     with parts.time("rows of the table", "forward"):
-        rows = model.rows(batch.id_V)
-        rows.send()
+        rows = model.row_exchange(batch.id_V)
+        rows.send_rows()
         row_VD = rows.wait()
     loss = model.loss(row_VD, batch)["loss"]
     model.backward(loss)
@@ -146,8 +146,8 @@ def _step(
         finite.check()
     loop._set_rates(config, step, model, optimizer)
     with parts.time("rows of the table", "backward"):
-        rows.return_gradients()
-        rows.update()
+        rows.send_gradients()
+        rows.apply_gradients()
     with parts.time("dense optimizer", "backward"):
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The FP8 codec's way into C (fp8.c): what `quantize_plain` and `dequantize_plain` of fp8.py do, on the CPU."""
+"""The FP8 codec's way into C (fp8.c): what fp8_plain.py defines, on the CPU."""
 
 import ctypes
 import functools
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from logitmix.comm.fp8_plain import MANTISSA_BITS
+
 MODULE = "logitmix.comm._fp8"
 SOURCES = {torch.float32: 0, torch.bfloat16: 1}
-MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 

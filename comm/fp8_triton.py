@@ -1,4 +1,4 @@
-"""The FP8 codec for CUDA: what `quantize_plain` and `dequantize_plain` of fp8.py do, one Triton kernel each.
+"""The FP8 codec for CUDA: what fp8_plain.py defines, one Triton kernel each.
 
 Every byte is read once and written once. FP8 is made of integer operations, because Triton's own conversions do not
 compile for every GPU that BF16 runs on (A100), and the launches forbid fused multiply-adds: the bytes are those of
@@ -13,19 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from logitmix.comm import fp8
-from logitmix.comm.fp8_c import MANTISSA_BITS
+from logitmix.comm import fp8_plain
+from logitmix.comm.fp8_plain import MANTISSA_BITS
 
 ELEMENTS = 2048  # to a program, where a row of a group has no more
 
-INFINITY_BITS = tl.constexpr(fp8.INFINITY_BITS)
+INFINITY_BITS = tl.constexpr(fp8_plain.INFINITY_BITS)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-LARGEST_BF16_BITS = tl.constexpr(fp8.LARGEST_BF16_BITS)
-NAN_BYTE = tl.constexpr(fp8.NAN_BYTE)
-TINY = tl.constexpr(fp8.TINY)
-LIFT = tl.constexpr(fp8.LIFT)
-UNLIFT = tl.constexpr(1 / fp8.LIFT)
-SCALE_BYTES = tl.constexpr(fp8.SCALE_BYTES)
+LARGEST_BF16_BITS = tl.constexpr(fp8_plain.LARGEST_BF16_BITS)
+NAN_BYTE = tl.constexpr(fp8_plain.NAN_BYTE)
+TINY = tl.constexpr(fp8_plain.TINY)
+LIFT = tl.constexpr(fp8_plain.LIFT)
+UNLIFT = tl.constexpr(1 / fp8_plain.LIFT)
+SCALE_BYTES = tl.constexpr(fp8_plain.SCALE_BYTES)
 
 
 def quantize(

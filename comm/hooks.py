@@ -34,8 +34,9 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
+from logitmix.comm.codec import RowLayout, Segment, width_of
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import Column, Columns, Exchange, Rows, Wire, side_by_side, stacked
+from logitmix.comm.exchange import Exchange, Run, Wire, side_by_side, stacked
 
 # TorchRec compiles what it can of a sharded module; an exchange keeps its state between two calls.
 eager: Callable[[Any], Any] = torch.compiler.disable
@@ -75,17 +76,17 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
     """Puts ours in the place of the modules that do the sending, made or not yet made."""
     if isinstance(output, DpPooledEmbeddingDist | DpSequenceEmbeddingDist):
         return
-    columns = _columns(sharding._grouped_embedding_configs_per_rank)
+    layouts = _layouts(sharding._grouped_embedding_configs_per_rank)
     match output:
         case TwSequenceEmbeddingDist() | RwSequenceEmbeddingDist():
-            output._dist = SequenceAllToAll(sharding._pg, columns, wire)
+            output._dist = SequenceAllToAll(sharding._pg, layouts, wire)
         case TwPooledEmbeddingDist():
-            output._dist = PooledAllToAll(sharding._pg, columns, wire, output._callbacks)
-            output._variable_dist = VariablePooledAllToAll(sharding._pg, columns, wire)
+            output._dist = PooledAllToAll(sharding._pg, layouts, wire, output._callbacks)
+            output._variable_dist = VariablePooledAllToAll(sharding._pg, layouts, wire)
         case RwPooledEmbeddingDist():
-            output._dist = ReduceScatter(sharding._pg, columns[0], wire)
+            output._dist = ReduceScatter(sharding._pg, layouts[0], wire)
         case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
-            per_node = _columns(sharding._grouped_embedding_configs_per_node)
+            per_node = _layouts(sharding._grouped_embedding_configs_per_node)
             local = per_node[sharding._rank // sharding._intra_pg.size()]
             output._intra_dist = output._variable_intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
             callbacks = getattr(output, "_callbacks", None)
@@ -93,16 +94,16 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
             output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, per_node, wire)
         case _:
             raise ValueError(f"the exchange {type(output).__name__} is not known here and cannot be encoded")
-    for columns_of_rank in columns:
-        for column in columns_of_rank:
-            wire.register(column.table)
+    for layout in layouts:
+        for segment in layout:
+            wire.register(segment.table)
 
 
-def _columns(groups_per_rank: Sequence[Any]) -> list[Columns]:
+def _layouts(groups_per_rank: Sequence[Any]) -> list[RowLayout]:
     """For each rank (or node), its features in the order of its output."""
     return [
         tuple(
-            Column(table.name, table.local_cols)
+            Segment(table.name, table.local_cols)
             for group in groups
             for table in group.embedding_tables
             for _ in table.feature_names
@@ -114,11 +115,11 @@ def _columns(groups_per_rank: Sequence[Any]) -> list[Columns]:
 class SequenceAllToAll(nn.Module):
     """In the place of TorchRec's SequenceEmbeddingsAllToAll: one row for each id."""
 
-    def __init__(self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
         super().__init__()
-        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
-        self.columns = columns_per_rank[group.rank()]
-        W, F = group.size(), len(self.columns)
+        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
+        self.layout = layout_by_rank[group.rank()]
+        W, F = group.size(), len(self.layout)
         # The lookup's rows stand by (feature, rank), the wire's by (rank, feature).
         self.feature_by_rank = torch.tensor([rank + feature * W for rank in range(W) for feature in range(F)])
 
@@ -136,48 +137,45 @@ class SequenceAllToAll(nn.Module):
         """`local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from each."""
         D = local_embs.shape[1]
         rows_FW = self._rows_per_feature(lengths, batch_size_per_rank)
-        sent, received = self._shares(output_splits, input_splits, rows_FW, D)
+        sent, received = self._runs(output_splits, input_splits, rows_FW, D)
         exchange = Exchange(
             self.wire,
             self.group,
             owner=stacked(sent),
-            asker=stacked(received),
-            asker_shape=(sum(input_splits), D),
+            requester=stacked(received),
+            requester_shape=(sum(input_splits), D),
             order=self._order(local_embs, lengths, batch_size_per_rank, sparse_features_recat),
-            crossing=self._crossing(output_splits, rows_FW),
+            counted=self._counted(output_splits, rows_FW),
         )
         return SequenceEmbeddingsAwaitable(exchange.start(local_embs), unbucketize_permute_tensor, D)
 
-    def _shares(
+    def _runs(
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
-    ) -> tuple[list[list[Rows]], list[list[Rows]]]:
+    ) -> tuple[list[list[Run]], list[list[Run]]]:
         if not self.wire.sampling or rows_FW is None:
             # Any feature's name will do: nothing is told apart by it.
-            return [[(rows, (Column(_name(self.columns), D),))] for rows in sent], [
-                [(rows, (Column(_name(columns), D),))]
-                for rows, columns in zip(received, self.columns_per_rank, strict=True)
+            return [[Run(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
+                [Run(rows, (Segment(_name(layout), D),))]
+                for rows, layout in zip(received, self.layout_by_rank, strict=True)
             ]
         # Samples are told apart by table, and only the owners know how many rows each of their features sends.
-        counts = [len(columns) for columns in self.columns_per_rank]
-        arriving = rows_FW.new_empty(sum(counts))
-        departing = rows_FW.t().contiguous().view(-1)
+        counts = [len(layout) for layout in self.layout_by_rank]
+        to_receive = rows_FW.new_empty(sum(counts))
+        to_send = rows_FW.t().contiguous().view(-1)
         if self.group.size() > 1:
-            dist.all_to_all_single(arriving, departing, counts, [len(self.columns)] * self.group.size(), self.group)
+            dist.all_to_all_single(to_receive, to_send, counts, [len(self.layout)] * self.group.size(), self.group)
         else:
-            arriving = departing
-        rows_WF = [rows.tolist() for rows in arriving.split(counts)]
+            to_receive = to_send
+        rows_WF = [rows.tolist() for rows in to_receive.split(counts)]
         return (
-            [list(zip(rows, _singly(self.columns), strict=True)) for rows in rows_FW.t().tolist()],
-            [
-                list(zip(rows, _singly(columns), strict=True))
-                for rows, columns in zip(rows_WF, self.columns_per_rank, strict=True)
-            ],
+            [_runs_by_segment(rows, self.layout) for rows in rows_FW.t().tolist()],
+            [_runs_by_segment(rows, layout) for rows, layout in zip(rows_WF, self.layout_by_rank, strict=True)],
         )
 
     def _order(
         self, local_embs: Tensor, lengths: Tensor, batch_size_per_rank: Sequence[int] | None, recat: Tensor | None
     ) -> Tensor | None:
-        F, W = len(self.columns), self.group.size()
+        F, W = len(self.layout), self.group.size()
         if F <= 1 or W == 1:
             return None
         index_R = torch.arange(len(local_embs), device=local_embs.device)
@@ -189,17 +187,17 @@ class SequenceAllToAll(nn.Module):
         lengths = lengths.view(F * W, -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 
-    def _crossing(self, sent: Sequence[int], rows_FW: Tensor | None) -> list[tuple[Columns, int | Tensor]]:
+    def _counted(self, sent: Sequence[int], rows_FW: Tensor | None) -> list[tuple[RowLayout, int | Tensor]]:
         mine = self.group.rank()
         if rows_FW is None:
-            return [(self.columns, sum(sent) - sent[mine])]
-        return [(self.columns, rows_FW.sum(1) - rows_FW[:, mine])]
+            return [(self.layout, sum(sent) - sent[mine])]
+        return [(self.layout, rows_FW.sum(1) - rows_FW[:, mine])]
 
     def _rows_per_feature(self, lengths: Tensor, batch_size_per_rank: Sequence[int] | None) -> Tensor | None:
         """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None
         where no rank has several features, and the splits say it."""
-        F, W = len(self.columns), self.group.size()
-        if all(len(columns) <= 1 for columns in self.columns_per_rank):
+        F, W = len(self.layout), self.group.size()
+        if all(len(layout) <= 1 for layout in self.layout_by_rank):
             return None
         if F == 0 or lengths.numel() == 0:
             return lengths.new_zeros((F, W), dtype=torch.int64)
@@ -208,22 +206,23 @@ class SequenceAllToAll(nn.Module):
         return torch.stack([part.sum(1) for part in length_FB.split(bags, dim=1)], dim=1)
 
 
-def _name(columns: Columns) -> str:
-    return columns[0].table if columns else ""
+def _name(layout: RowLayout) -> str:
+    return layout[0].table if layout else ""
 
 
-def _singly(columns: Columns) -> list[Columns]:
-    return [(column,) for column in columns]
+def _runs_by_segment(rows: Sequence[int], layout: RowLayout) -> list[Run]:
+    """A run for each segment by itself."""
+    return [Run(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
 class PooledAllToAll(nn.Module):
     """In the place of TorchRec's PooledEmbeddingsAllToAll: each rank owns columns of every user's row."""
 
     def __init__(
-        self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire, callbacks: Any = None
+        self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire, callbacks: Any = None
     ) -> None:
         super().__init__()
-        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
+        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
         self.callbacks = callbacks or []
 
     @eager
@@ -233,15 +232,14 @@ class PooledAllToAll(nn.Module):
         """`local_embs` [users of all ranks, own columns] becomes [own users, columns of all ranks]."""
         W, mine = self.group.size(), self.group.rank()
         users = list(batch_size_per_rank) if batch_size_per_rank else [len(local_embs) // W] * W
-        columns = self.columns_per_rank[mine]
-        asker = side_by_side(users[mine], self.columns_per_rank)
+        layout = self.layout_by_rank[mine]
         exchange = Exchange(
             self.wire,
             self.group,
-            owner=stacked([[(count, columns)] for count in users]),
-            asker=asker,
-            asker_shape=(users[mine], sum(column.width for part in self.columns_per_rank for column in part)),
-            crossing=[(columns, sum(users) - users[mine])],
+            owner=stacked([[Run(count, layout)] for count in users]),
+            requester=side_by_side(users[mine], self.layout_by_rank),
+            requester_shape=(users[mine], sum(map(width_of, self.layout_by_rank))),
+            counted=[(layout, sum(users) - users[mine])],
         )
         return _pooled(exchange, local_embs, self.callbacks)
 
@@ -249,9 +247,9 @@ class PooledAllToAll(nn.Module):
 class VariablePooledAllToAll(nn.Module):
     """In the place of VariableBatchPooledEmbeddingsAllToAll: each feature has a number of bags of its own."""
 
-    def __init__(self, group: dist.ProcessGroup, columns_per_rank: Sequence[Columns], wire: Wire) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
         super().__init__()
-        self.group, self.columns_per_rank, self.wire = group, columns_per_rank, wire
+        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
 
     @eager
     def forward(
@@ -261,17 +259,17 @@ class VariablePooledAllToAll(nn.Module):
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> PooledEmbeddingsAwaitable:
         """Flat `local_embs`, by rank and own feature, becomes flat, by rank and that rank's feature."""
-        columns = _singly(self.columns_per_rank[self.group.rank()])
-        sent = _shares_per_feature(batch_size_per_rank_per_feature, columns, self.group.size())
+        layout = self.layout_by_rank[self.group.rank()]
+        sent = _runs_by_rank(batch_size_per_rank_per_feature, layout, self.group.size())
         bags = iter(batch_size_per_feature_pre_a2a)
-        received = [[(next(bags), (column,)) for column in theirs] for theirs in self.columns_per_rank]
+        received = [[Run(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
         exchange = Exchange(
             self.wire,
             self.group,
             owner=stacked(sent),
-            asker=stacked(received),
-            asker_shape=(_elements(received),),
-            crossing=_crossing(sent, self.group.rank()),
+            requester=stacked(received),
+            requester_shape=(_elements(received),),
+            counted=_leaving(sent, self.group.rank()),
         )
         return _pooled(exchange, local_embs)
 
@@ -279,9 +277,9 @@ class VariablePooledAllToAll(nn.Module):
 class ReduceScatter(nn.Module):
     """In the place of TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature."""
 
-    def __init__(self, group: dist.ProcessGroup, columns: Columns, wire: Wire) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: RowLayout, wire: Wire) -> None:
         super().__init__()
-        self.group, self.columns, self.wire = group, columns, wire
+        self.group, self.layout, self.wire = group, layout, wire
 
     @eager
     def forward(
@@ -294,34 +292,34 @@ class ReduceScatter(nn.Module):
         """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become the sums of the own users."""
         W, mine = self.group.size(), self.group.rank()
         if batch_size_per_rank_per_feature is not None:
-            sent = _shares_per_feature(batch_size_per_rank_per_feature, _singly(self.columns), W)
+            sent = _runs_by_rank(batch_size_per_rank_per_feature, self.layout, W)
             shape: tuple[int, ...] = (_elements(sent[mine : mine + 1]),)
         else:
             users = list(input_splits) if input_splits else [len(local_embs) // W] * W
-            sent, shape = [[(count, self.columns)] for count in users], (users[mine], local_embs.shape[1])
+            sent, shape = [[Run(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
         exchange = Exchange(
             self.wire,
             self.group,
             owner=stacked(sent),
-            asker=stacked([sent[mine]] * W),
-            asker_shape=shape,
+            requester=stacked([sent[mine]] * W),
+            requester_shape=shape,
             summed=True,
-            crossing=_crossing(sent, mine),
+            counted=_leaving(sent, mine),
         )
         return _pooled(exchange, local_embs)
 
 
-def _shares_per_feature(bags_WF: Sequence[Sequence[int]], columns: Sequence[Columns], W: int) -> list[list[Rows]]:
+def _runs_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[Run]]:
     """TorchRec gives no list of bags at all to a rank without features."""
-    return [list(zip(bags, columns, strict=True)) for bags in bags_WF] if columns else [[] for _ in range(W)]
+    return [_runs_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
 
 
-def _elements(shares: Sequence[Sequence[Rows]]) -> int:
-    return sum(rows * column.width for share in shares for rows, columns in share for column in columns)
+def _elements(runs_by_rank: Sequence[Sequence[Run]]) -> int:
+    return sum(run.rows * width_of(run.layout) for runs in runs_by_rank for run in runs)
 
 
-def _crossing(shares: Sequence[Sequence[Rows]], mine: int) -> list[tuple[Columns, int | Tensor]]:
-    return [(columns, rows) for rank, share in enumerate(shares) if rank != mine for rows, columns in share]
+def _leaving(runs_by_rank: Sequence[Sequence[Run]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
+    return [(run.layout, run.rows) for rank, runs in enumerate(runs_by_rank) if rank != mine for run in runs]
 
 
 def _pooled(exchange: Exchange, values: Tensor, callbacks: Any = ()) -> PooledEmbeddingsAwaitable:

@@ -66,9 +66,9 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
 
 
 def move_rows(model: "ParallelModel", ids: "Tensor", gradient: "Tensor") -> None:
-    """Rows of sorted ids here and their gradient back: one update of the table, once its optimizer is prepared."""
-    rows = model.rows(ids)
-    rows.send()
+    """Rows of sorted ids here and their gradient back: one update of the table, once its optimizer's step has begun."""
+    rows = model.row_exchange(ids)
+    rows.send_rows()
     rows.wait().grad = gradient
-    rows.return_gradients()
-    rows.update()
+    rows.send_gradients()
+    rows.apply_gradients()

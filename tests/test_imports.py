@@ -83,6 +83,15 @@ def test_a_breach_by_a_detour_is_seen(tree: Path) -> None:
     assert "logitmix.serving.planted -> logitmix.modules.similarity.planted" in result.stdout
 
 
+def test_a_circle_is_seen(tree: Path) -> None:
+    (tree / "logitmix/comm/planted.py").write_text("import logitmix.comm.fp8\n")
+    with (tree / "logitmix/comm/fp8.py").open("a") as source:
+        source.write("\n\ndef later() -> None:\n    import logitmix.comm.planted\n")
+    result = lint(tree)
+    assert result.returncode == 1
+    assert "No cycles are allowed in logitmix.comm." in result.stdout, result.stdout
+
+
 def test_inits_are_empty() -> None:
     assert [path for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py") if path.read_text()] == []
 

@@ -25,7 +25,7 @@ from logitmix.trainer.evaluate import evaluate
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
-from logitmix.trainer.rows import Rows
+from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.telemetry import Telemetry, counting
 
 MAY_CHANGE = {
@@ -69,10 +69,10 @@ def _steps(
         finished = step >= total or _out_of_time(config, done.seconds, ranks)
         with clock("data"):
             upcoming = None if finished else next(ahead)
-        model.wire.begin(step + 1, sampling=_logged(config, step + 1, total))
+        model.wire.begin_step(step + 1, sampling=_logged(config, step + 1, total))
         if upcoming:
             with clock("all_to_all"):
-                upcoming[1].send()
+                upcoming[1].send_rows()
         while upcoming and not finished:
             step += 1
             log = clock.exact = _logged(config, step, total)
@@ -82,13 +82,13 @@ def _steps(
             with clock("all_to_all"):
                 row_VD = rows.wait()
                 if upcoming and not model.stream:
-                    # Its ids cross while this batch is trained on.
-                    upcoming[1].ask()
+                    # Its ids are in flight while this batch is trained on.
+                    upcoming[1].send_ids()
             with clock("forward"):
                 losses = model.loss(row_VD, batch)
                 if upcoming:
-                    # A CUDA device is busy by now, and asking waits for it until these rows are there.
-                    upcoming[1].ask()
+                    # A CUDA device is busy by now, and sending ids waits for it until these rows are there.
+                    upcoming[1].send_ids()
             with clock("backward"):
                 model.backward(losses["loss"])
                 norm = finite.norm(losses["loss"], row_VD, step)
@@ -97,18 +97,18 @@ def _steps(
             _set_rates(config, step, model, optimizer)
             finished = step == total or _out_of_time(config, clock.total, ranks)
             with clock("all_to_all"):
-                rows.return_gradients()
-                crossed = model.wire.take() if log else None
-                model.wire.begin(step + 1, sampling=_logged(config, step + 1, total))
-                rows.update(following=upcoming[1] if upcoming and not finished else None)
+                rows.send_gradients()
+                sent = model.wire.pop_counts() if log else None
+                model.wire.begin_step(step + 1, sampling=_logged(config, step + 1, total))
+                rows.apply_gradients(following=upcoming[1] if upcoming and not finished else None)
             with clock("optimizer"):
                 optimizer.step()
                 optimizer.zero_grad()
 
             telemetry.advance(step, batch)
             epoch = step / batches.steps_per_epoch
-            if crossed is not None:
-                telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach(), crossed)
+            if sent is not None:
+                telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach(), sent)
             done = Progress(step, clock.total, telemetry.examples)
             if finished or step % evaluate_every == 0 or step % save_every == 0:
                 finite.check()
@@ -122,7 +122,7 @@ def _steps(
 
 def _ahead(
     batches: TrainingBatches, model: ParallelModel, first: int, total: int
-) -> Generator[tuple[Batch, Rows], None, None]:
+) -> Generator[tuple[Batch, RowExchange], None, None]:
     """Batches from number `first` on, with their rows. While one is trained on, a thread makes the next. Closed before
     the last, it ends what the ranks have begun for the batch that it gave."""
     with ThreadPoolExecutor(1, "batches") as thread:
@@ -131,7 +131,7 @@ def _ahead(
             batch = coming.result()
             if step + 1 < total:
                 coming = thread.submit(batches.at, step + 1)
-            rows = model.rows(batch.id_V)
+            rows = model.row_exchange(batch.id_V)
             try:
                 yield model.to_device(batch), rows
             except GeneratorExit:
@@ -148,7 +148,7 @@ def _set_rates(config: Config, step: int, model: ParallelModel, optimizer: torch
     rate = min(1.0, step / max(1, config.train.warmup_steps))
     for group in optimizer.param_groups:
         group["lr"] = rate * config.dense.lr
-    model.table_optimizer.prepare(rate * config.tables.lr)
+    model.table_optimizer.begin_step(rate)
 
 
 class _Finite:

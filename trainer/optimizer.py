@@ -24,8 +24,8 @@ from logitmix.trainer.config import DenseConfig, TablesConfig
 
 
 class TableOptimizer(Protocol):
-    def prepare(self, lr: float) -> None:
-        """Before the backward of a step, in which the rows move: set its learning rate."""
+    def begin_step(self, rate: float) -> None:
+        """Before the gradients of a step are applied: its learning rate is `rate` times the configured one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded state, by reference: what is loaded into its tensors in place takes effect."""
@@ -39,7 +39,7 @@ def table_optimizer(table: ShardedEmbeddingCollection, weight: str, config: Tabl
     kernels = [module for module in _kernels(table) if isinstance(module, BatchedDenseEmbedding)]
     if config.optimizer == "adam" and table_kernel(config, _device(table)) is EmbeddingComputeKernel.DENSE:
         return TouchedRowsAdam(table, weight, kernels, config)
-    return FusedOptimizer(table)
+    return FusedOptimizer(table, config.lr)
 
 
 def table_kernel(config: TablesConfig, device: torch.device) -> EmbeddingComputeKernel:
@@ -80,12 +80,12 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
 class FusedOptimizer:
     """TorchRec's optimizer inside the backward of the lookup."""
 
-    def __init__(self, table: ShardedEmbeddingCollection) -> None:
-        self.optimizer = cast(CombinedOptimizer, table.fused_optimizer)
+    def __init__(self, table: ShardedEmbeddingCollection, lr: float) -> None:
+        self.optimizer, self.lr = cast(CombinedOptimizer, table.fused_optimizer), lr
 
-    def prepare(self, lr: float) -> None:
+    def begin_step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rate * self.lr
         # FBGEMM takes the rate over here; the rows move in the backward that follows.
         self.optimizer.step()
 
@@ -115,8 +115,8 @@ class TouchedRowsAdam:
         self.config, self.lr, self.steps = config, config.lr, 0
         self.shards = [shard for kernel in kernels for shard in _take_over(kernel, self)]
 
-    def prepare(self, lr: float) -> None:
-        self.lr, self.steps = lr, self.steps + 1
+    def begin_step(self, rate: float) -> None:
+        self.lr, self.steps = rate * self.config.lr, self.steps + 1
 
     def update(self, shard: "_Shard", ids: Tensor, gradient: Tensor) -> None:
         """Of a shard's rows that were looked up, maybe several times."""

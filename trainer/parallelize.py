@@ -28,7 +28,7 @@ from logitmix.modules.model import Batch, RetrievalModel, Tower
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizer, fused_params, table_kernel, table_optimizer
-from logitmix.trainer.rows import Rows, slices_of
+from logitmix.trainer.rows import RowExchange, slices_of
 
 WEIGHT = f"embeddings.{ITEM}.weight"
 """Name of the item table in state dicts, sharded or not."""
@@ -52,12 +52,12 @@ class ParallelModel:
     def tower(self) -> Tower:
         return cast(Tower, self.replicated.module)
 
-    def rows(self, id_V: Tensor) -> Rows:
-        """Begins to ask for the rows of sorted ids [V], given on the CPU; collective."""
+    def row_exchange(self, id_V: Tensor) -> RowExchange:
+        """Begins the exchange of the rows of sorted ids [V], given on the CPU; collective."""
         owners = self.ranks.world_size if self.config.tables.sharding == "row_wise" else 1
         slices = slices_of(id_V, self.num_items, owners, self.config.comm.parts)
         leaf_VD = torch.empty(len(id_V), self.tower.config.dim, device=self.ranks.device)
-        return Rows(self.table, id_V, slices, leaf_VD, self.stream)
+        return RowExchange(self.table, id_V, slices, leaf_VD, self.stream)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch, for use once its rows are sent."""

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
-from logitmix.comm.exchange import DIRECTIONS, QUALITY
+from logitmix.comm.exchange import QUALITY
 from logitmix.common.files import write_whole
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
@@ -103,8 +104,8 @@ class Telemetry:
         rows_VD: Tensor,
         wire: Tensor,
     ) -> None:
-        """A row of this step's losses over all ranks, and of rates since the last row; `wire` is what `Wire.take` gave.
-        Collective."""
+        """A row of this step's losses over all ranks, and of rates since the last row; `wire` is what
+        `Wire.pop_counts` gave. Collective."""
         names = sorted(losses)
         local = torch.tensor([losses[name].item() for name in names], dtype=torch.float64)
         sums = all_reduce_sum(torch.cat([local, wire.flatten()]), self.ranks)
@@ -154,7 +155,7 @@ class Telemetry:
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
-    """What `Wire.take` counted on all ranks together, in `steps` steps, as named numbers.
+    """What `Wire.pop_counts` gave on all ranks together, in `steps` steps, as named numbers.
 
     By table and direction: bytes, what FP32 would have taken, and of the values that were sampled the shares that were
     clipped and flushed to zero, and the root mean square of the rounding relative to that of the values.

@@ -10,7 +10,7 @@ import torch
 from fp8_cases import BAD, FORMATS, LAYOUTS, dressed, grouped_rows
 from hypothesis import given, settings
 
-from logitmix.comm import fp8, fp8_c
+from logitmix.comm import fp8, fp8_c, fp8_plain
 from logitmix.comm.fp8 import dequantize_rowwise, quantize_rowwise
 
 E4M3, E5M2 = FORMATS
@@ -33,7 +33,7 @@ def bf16(bytes_R2: torch.Tensor) -> torch.Tensor:
 
 def scales(wire: torch.Tensor, widths: list[int]) -> torch.Tensor:
     """What the wire holds, double [R, W]: each group's scale under all of its columns."""
-    columns = [bf16(wire[:, scale]) for _, _, scale in fp8._groups(widths)]
+    columns = [bf16(wire[:, scale]) for _, _, scale in fp8_plain._groups(widths)]
     return torch.cat([s.double().expand(-1, D) for s, D in zip(columns, widths, strict=True)], dim=1)
 
 
@@ -185,7 +185,7 @@ def test_random_rounding_is_a_function_of_seed_and_place() -> None:
 def test_noise_is_even_and_does_not_follow_seed_or_place() -> None:
     places = torch.tensor([0, 2**32, 2**40]).unsqueeze(1) + torch.arange(40_000)
     seeds = [0, 1, 2, 2**31, 2**32, 2**62]
-    streams = torch.stack([fp8.noise(seed, places) for seed in seeds]).flatten(0, 1)
+    streams = torch.stack([fp8_plain.noise(seed, places) for seed in seeds]).flatten(0, 1)
     assert streams.min() >= 0 and streams.max() < 2**32
     uniform = streams.double() / 2**32 - 0.5
     sigma = math.sqrt(1 / 12 / 40_000)
@@ -235,9 +235,9 @@ def plainly(
     rows: torch.Tensor, dtype: torch.dtype, widths: list[int], seed: int | None, first_place: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wire = torch.empty(len(rows), sum(widths) + 2 * len(widths), dtype=torch.uint8)
-    fp8.quantize_plain(rows, dtype, widths, seed, wire, first_place)
+    fp8_plain.quantize(rows, dtype, widths, seed, wire, first_place)
     values = torch.empty(rows.shape)
-    fp8.dequantize_plain(wire, dtype, widths, values)
+    fp8_plain.dequantize(wire, dtype, widths, values)
     return wire, values
 
 
@@ -272,7 +272,7 @@ def test_c_gives_the_bytes_of_the_plain_path(
 def test_c_reads_any_byte_as_the_plain_path_does(scale: int, dtype: torch.dtype, D: int) -> None:
     wire = torch.cat([torch.arange(256)[-D:], torch.tensor([scale & 0xFF, scale >> 8])]).to(torch.uint8).unsqueeze(0)
     values = torch.empty(1, D)
-    fp8.dequantize_plain(wire, dtype, [D], values)
+    fp8_plain.dequantize(wire, dtype, [D], values)
     assert_same_values(dequantize_rowwise(wire, dtype, [D]), values)
 
 

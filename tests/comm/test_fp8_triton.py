@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitmix.comm import fp8
+from logitmix.comm import fp8, fp8_plain
 
 CHECKS = Path(__file__).with_name("triton_checks.py")
 
@@ -89,5 +89,5 @@ def test_plain_torch_on_the_device_gives_the_same_bytes() -> None:
     rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     for seed in (None, 3):
         wire = torch.empty(1000, 66, dtype=torch.uint8, device="cuda")
-        fp8.quantize_plain(rows.cuda(), fp8.FORWARD_FP8, [64], seed, wire)
+        fp8_plain.quantize(rows.cuda(), fp8.FORWARD_FP8, [64], seed, wire)
         assert torch.equal(wire.cpu(), fp8.quantize_rowwise(rows, fp8.FORWARD_FP8, seed=seed))

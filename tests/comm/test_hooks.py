@@ -33,8 +33,9 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingEnv, ShardingType
 
+from logitmix.comm.codec import DIRECTIONS, Segment
 from logitmix.comm.config import BackwardPrecision, Precision, WireConfig
-from logitmix.comm.exchange import DIRECTIONS, QUALITY, Column, Wire
+from logitmix.comm.exchange import QUALITY, Wire
 from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, process_group
@@ -346,7 +347,7 @@ def variable_batch(layout: Layout, ranks: Ranks) -> dict[str, Any]:
             worst(window(weights[t].detach(), part) - part.tensor, window(expected[t], part))
             for t, part in local_shards(sharded, layout)
         ),
-        "bytes": counts.take()[..., 0],
+        "bytes": counts.pop_counts()[..., 0],
     }
 
 
@@ -376,10 +377,10 @@ def sampled(ranks: Ranks) -> dict[str, Tensor]:
     load(sharded, module, layout)
     results = {}
     for step, sampling in enumerate((False, True)):
-        wire.begin(step, sampling=sampling)
+        wire.begin_step(step, sampling=sampling)
         output = features_of(sharded(batch_of(layout, "ragged", ranks.rank)), layout)
         (output[0].sum() + 0.0 * output[1].sum()).backward()
-        results[str(sampling)] = wire.take()
+        results[str(sampling)] = wire.pop_counts()
     return results
 
 
@@ -391,7 +392,7 @@ def seeded(ranks: Ranks) -> list[Tensor]:
         module = unsharded(layout)
         sharded, _, wire = shard(layout, module, WireConfig("fp32", precision), ranks)
         before = load(sharded, module, layout)[0].detach()
-        wire.begin(step)
+        wire.begin_step(step)
         output = features_of(sharded(batch_of(layout, "ragged", ranks.rank)), layout)
         generator = torch.Generator().manual_seed(ranks.rank)
         sum((x * torch.randn(x.shape, generator=generator)).sum() for x in output).backward()
@@ -457,7 +458,7 @@ def plain_model(compressed: bool, ranks: Ranks) -> tuple[list[float], list[float
         loss.backward()
         losses.append(float(loss.detach()))
     if compressed:
-        counts = wire.take().sum((0, 1))
+        counts = wire.pop_counts().sum((0, 1))
         sent = [float(counts[0]), float(counts[1])]
     return losses, sent
 
@@ -490,7 +491,7 @@ def work() -> dict[str, Any]:
 
 
 def _by_table(wire: Wire, layout: Layout) -> Tensor:
-    counts, named = wire.take(), dict(zip(wire.tables, range(len(wire.tables)), strict=True))
+    counts, named = wire.pop_counts(), dict(zip(wire.tables, range(len(wire.tables)), strict=True))
     nothing = torch.zeros(2, 2, dtype=torch.float64)
     return torch.stack(
         [counts[named[f"t{i}"], :, :2] if f"t{i}" in named else nothing for i in range(len(layout.dims))]
@@ -595,7 +596,7 @@ def test_samples_are_told_apart_by_table_and_direction(results: list[dict[str, A
 
 
 def test_of_many_rows_some_thousand_are_sampled() -> None:
-    wire, columns = Wire(WireConfig(), seed=0), (Column("table", 4),)
+    wire, columns = Wire(WireConfig(), seed=0), (Segment("table", 4),)
     wire.register("table")
     codec = wire.codecs["forward"]
     for rows in (5000, 100_000):
@@ -603,7 +604,7 @@ def test_of_many_rows_some_thousand_are_sampled() -> None:
         encoded = torch.empty(rows, codec.row_bytes(columns), dtype=torch.uint8)
         codec.encode(values, columns, encoded, None)
         wire.sample("forward", values, encoded, columns)
-        sampled = dict(zip(QUALITY, wire.take()[0, 0, 2:].tolist(), strict=True))
+        sampled = dict(zip(QUALITY, wire.pop_counts()[0, 0, 2:].tolist(), strict=True))
         assert 4 * 4096 <= sampled["values"] <= 4 * 2 * 4096
         # From beginning to end: their mean square is that of all.
         assert sampled["squares"] / sampled["values"] == pytest.approx(float(values.double().square().mean()), rel=1e-3)
@@ -630,9 +631,9 @@ def test_what_is_not_sharded_is_refused() -> None:
         attach(PlainModel(), WireConfig())
 
 
-def test_take_starts_anew() -> None:
+def test_counts_start_anew() -> None:
     wire = Wire(WireConfig())
     wire.register("t")
-    wire.count("forward", (Column("t", 4),), 2)
-    assert wire.take()[0].tolist() == [[12, 32, 0, 0, 0, 0, 0], [0] * 7]
-    assert not wire.take().any()
+    wire.count("forward", (Segment("t", 4),), 2)
+    assert wire.pop_counts()[0].tolist() == [[12, 32, 0, 0, 0, 0, 0], [0] * 7]
+    assert not wire.pop_counts().any()

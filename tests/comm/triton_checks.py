@@ -13,7 +13,7 @@ import torch
 from fp8_cases import FORMATS, dressed, grouped_rows
 from hypothesis import given, settings
 
-from logitmix.comm import fp8, fp8_triton
+from logitmix.comm import fp8_plain, fp8_triton
 
 # How far a call's first element may be from place 0: across 2^32, where a real call would need 16 GB.
 PLACES = st.sampled_from([0, 5, 2**32 - 37, 2**40])
@@ -39,7 +39,7 @@ def check_rows(device: str, examples: int) -> None:
     ) -> None:
         values, widths = case[0].to(source), case[1]
         wire = torch.empty(len(values), sum(widths) + 2 * len(widths), dtype=torch.uint8)
-        fp8.quantize_plain(values, dtype, widths, seed, wire, place)
+        fp8_plain.quantize(values, dtype, widths, seed, wire, place)
         got = torch.zeros_like(wire, device=device)
         fp8_triton.quantize(dressed(values, layout).to(device), dtype, widths, seed, got, place)
         assert torch.equal(got.cpu(), wire)
@@ -67,7 +67,7 @@ def check_every_kind_of_number(device: str) -> None:
         rows = torch.stack([points, -points])
         for seed in (None, 0, 1, 2**62 + 1):
             wire = torch.empty(2, len(points) + 2, dtype=torch.uint8)
-            fp8.quantize_plain(rows, dtype, [len(points)], seed, wire)
+            fp8_plain.quantize(rows, dtype, [len(points)], seed, wire)
             got = torch.zeros_like(wire, device=device)
             fp8_triton.quantize(rows.to(device), dtype, [len(points)], seed, got)
             assert torch.equal(got.cpu(), wire)
@@ -76,7 +76,7 @@ def check_every_kind_of_number(device: str) -> None:
 def check_values(wire: torch.Tensor, dtype: torch.dtype, widths: list[int], device: str) -> None:
     W = sum(widths)
     values = torch.empty(len(wire), W)
-    fp8.dequantize_plain(wire, dtype, widths, values)
+    fp8_plain.dequantize(wire, dtype, widths, values)
     wide = torch.zeros(len(wire), W + 7, device=device)
     apart = torch.zeros(len(wire), wire.shape[1] + 3, dtype=torch.uint8, device=device)
     apart[:, 1:-2] = wire.to(device)

@@ -20,8 +20,8 @@ def attempt(config: Config, run: str) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_ranks_stop_together_with_a_request_under_way(tmp_path: Path) -> None:
-    """Well before the end, where the ids of the next batch are on their way: by an error, and when time is up."""
+def test_ranks_stop_together_with_ids_in_flight(tmp_path: Path) -> None:
+    """Well before the end, where the ids of the next batch are in flight: by an error, and when time is up."""
     data = write_dataset(tmp_path / "data")
     common = {"train.epochs": 1000, "comm.timeout_seconds": 100, "train.precision": "fp32"}
     spoilt = small_config(data, common | {"dense.lr": 1e30})
@@ -32,7 +32,7 @@ def test_ranks_stop_together_with_a_request_under_way(tmp_path: Path) -> None:
     assert first == second and int(first) > 0
 
 
-def close_with_rows_under_way(config: Config) -> bool:
+def close_with_rows_in_flight(config: Config) -> bool:
     """Whether they have all arrived."""
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
@@ -40,12 +40,12 @@ def close_with_rows_under_way(config: Config) -> bool:
         ahead = _ahead(training_batches(config, dataset, ranks), model, 0, 3)
         batch, rows = next(ahead)
         rows.leaf_VD.fill_(torch.nan)
-        rows.send()
+        rows.send_rows()
         ahead.close()
         return torch.equal(rows.leaf_VD, model.gather_table()[batch.id_V])
 
 
-def test_rows_under_way_arrive_before_the_ranks_part(tmp_path: Path) -> None:
+def test_rows_in_flight_arrive_before_the_ranks_part(tmp_path: Path) -> None:
     """As where a checkpoint cannot be saved."""
     config = small_config(write_dataset(tmp_path / "data"), {"comm.forward": "fp32", "comm.parts": 2})
-    assert two_ranks.run(close_with_rows_under_way, config) == [True, True]
+    assert two_ranks.run(close_with_rows_in_flight, config) == [True, True]

@@ -32,7 +32,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
         for step in range(1, 11):
             ids = torch.randperm(ITEMS)[: int(torch.randint(1, 20, ()))].sort().values
             gradient = torch.randn(len(ids), 8)
-            model.table_optimizer.prepare(tables.lr)
+            model.table_optimizer.begin_step(1.0)
             move_rows(model, ids, gradient)
             first[ids] = tables.beta1 * first[ids] + (1 - tables.beta1) * gradient
             second[ids] = tables.beta2 * second[ids] + (1 - tables.beta2) * gradient.square()
@@ -48,14 +48,14 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
         with process_group("cpu", 60) as ranks:
             model = parallelize(ITEMS, config, ranks)
             before = model.gather_table()
-            model.table_optimizer.prepare(0.01)
+            model.table_optimizer.begin_step(1.0)
             move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
             changes.append(model.gather_table() - before)
     assert torch.equal(*changes) and changes[0][[3, 5]].all()
 
 
 def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
-    config = small_config(data, FP32 | {"tables.optimizer": "rowwise_adagrad"})
+    config = small_config(data, FP32 | {"tables.optimizer": "rowwise_adagrad", "tables.lr": 0.1})
     torch.manual_seed(0)
     with process_group("cpu", 60) as ranks:
         model = parallelize(ITEMS, config, ranks)
@@ -63,7 +63,7 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
         for _ in range(5):
             ids = torch.randperm(ITEMS)[:10].sort().values
             gradient = torch.randn(len(ids), 8)
-            model.table_optimizer.prepare(0.1)
+            model.table_optimizer.begin_step(1.0)
             move_rows(model, ids, gradient)
             sums[ids] += gradient.square().mean(1)
             expected[ids] -= 0.1 * gradient / (sums[ids].sqrt()[:, None] + 1e-8)

@@ -48,18 +48,18 @@ def train_steps(config: Config, steps: int) -> Seen:
         gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
         after = model.gather_table()
         shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
-        return Seen(losses, gradients, before, after, touched, float(model.wire.take()[:, 0, 0].sum()), shards)
+        return Seen(losses, gradients, before, after, touched, float(model.wire.pop_counts()[:, 0, 0].sum()), shards)
 
 
 def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
     optimizer.zero_grad()
-    rows = model.rows(batch.id_V)
-    rows.send()
+    rows = model.row_exchange(batch.id_V)
+    rows.send_rows()
     losses = model.loss(rows.wait(), batch)
     model.backward(losses["loss"])
-    model.table_optimizer.prepare(config.tables.lr)
-    rows.return_gradients()
-    rows.update()
+    model.table_optimizer.begin_step(1.0)
+    rows.send_gradients()
+    rows.apply_gradients()
     optimizer.step()
     return losses["loss"].detach()
 
@@ -116,12 +116,12 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
             dataset = load_dataset(config.data.path)
             batches, model = training_batches(config, dataset, ranks), parallelize(dataset.num_items, config, ranks)
             first, second = (batches.at(step) for step in range(2))
-            rows, following = model.rows(first.id_V), model.rows(second.id_V)
-            rows.send()
+            rows, following = model.row_exchange(first.id_V), model.row_exchange(second.id_V)
+            rows.send_rows()
             rows.wait().grad = torch.ones(len(first.id_V), config.model.dim, device=ranks.device)
-            model.table_optimizer.prepare(config.tables.lr)
-            rows.return_gradients()
-            rows.update(following)
+            model.table_optimizer.begin_step(1.0)
+            rows.send_gradients()
+            rows.apply_gradients(following)
             pairs.append((following.wait().detach(), model.gather_table()[second.id_V.to(ranks.device)]))
     return pairs
 

@@ -1,0 +1,125 @@
+"""The precisions that rows can be sent in, as codecs: rows of FP32 to bytes and back.
+
+A precision is one class here (or one more instance of a class that is there), its line in CODECS, and its name in
+comm/config.py, which the command line offers without loading torch.
+
+R rows of a wire block; W columns of all its segments.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Segment(NamedTuple):
+    """One feature's columns in a wire row: FP8 gives them a scale of their own."""
+
+    table: str
+    width: int
+
+
+RowLayout = tuple[Segment, ...]
+"""The segments of a wire row, side by side."""
+
+
+def width_of(layout: RowLayout) -> int:
+    return sum(segment.width for segment in layout)
+
+
+class Codec(ABC):
+    """Rows [R, W] of one layout as bytes [R, row_bytes] and back."""
+
+    stochastic = False
+    """Whether it rounds at random, from the seed that `encode` is given; without, the seed is None."""
+
+    @abstractmethod
+    def row_bytes(self, layout: RowLayout) -> int:
+        """Bytes of a wire row."""
+
+    @abstractmethod
+    def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
+        """Fills `out`, contiguous uint8 [R, row_bytes], from FP32, BF16 or FP16."""
+
+    @abstractmethod
+    def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
+        """Fills FP32 `out_RW`, whose rows may be columns of a wider matrix."""
+
+    @abstractmethod
+    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
+        """Which finite values [R, W] the format cannot hold."""
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """A cast to FP32, BF16 or FP16, which turns what it cannot hold into infinity."""
+
+    dtype: torch.dtype
+
+    def row_bytes(self, layout: RowLayout) -> int:
+        return self.dtype.itemsize * width_of(layout)
+
+    def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
+        out.view(self.dtype).copy_(values_RW)
+
+    def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
+        out_RW.copy_(encoded.view(self.dtype))
+
+    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
+        return values_RW.isfinite() & ~encoded.view(self.dtype).isfinite()
+
+
+@dataclass(frozen=True)
+class RowwiseFp8(Codec):
+    """One byte an element, and a scale for each segment of a row."""
+
+    dtype: torch.dtype
+    stochastic: bool = False
+
+    def row_bytes(self, layout: RowLayout) -> int:
+        return width_of(layout) + SCALE_BYTES * len(layout)
+
+    def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
+        quantize_rowwise(values_RW, self.dtype, _widths(layout), seed, out=out)
+
+    def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
+        dequantize_rowwise(encoded, self.dtype, _widths(layout), out=out_RW)
+
+    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
+        pieces = encoded.split([width + SCALE_BYTES for width in _widths(layout)], dim=1)
+        scales = [piece[:, -SCALE_BYTES:].contiguous().view(torch.bfloat16).float() for piece in pieces]
+        limits = [scale.expand(-1, width) for scale, width in zip(scales, _widths(layout), strict=True)]
+        return values_RW.isfinite() & (values_RW.abs() > torch.cat(limits, dim=1))
+
+
+FP32 = Cast(torch.float32)
+"""Its bytes are those of the tensor."""
+
+CODECS: Mapping[Direction, Mapping[str, Codec]] = {
+    "forward": {
+        "fp32": FP32,
+        "bf16": Cast(torch.bfloat16),
+        "fp16": Cast(torch.float16),
+        "fp8": RowwiseFp8(FORWARD_FP8),
+    },
+    "backward": {
+        "fp32": FP32,
+        "bf16": Cast(torch.bfloat16),
+        "fp16": Cast(torch.float16),
+        "fp8": RowwiseFp8(BACKWARD_FP8),
+        "fp8_stochastic": RowwiseFp8(BACKWARD_FP8, stochastic=True),
+    },
+}
+"""By direction and by the name that comm/config.py gives it."""
+
+
+def _widths(layout: RowLayout) -> list[int]:
+    return [segment.width for segment in layout]
