@@ -41,13 +41,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import logged, machine
+from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.model import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+from logitmix.trainer.run import read_rows
 from logitmix.trainer.telemetry import Telemetry
 
 ARMS = ("fp32", "fp16", "fp8")
@@ -246,7 +247,7 @@ def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int,
 
 def _read(run: Path) -> dict[str, float]:
     """Means a step: of times over the rows after warm-up, of bytes over all."""
-    rows = logged(run, "train")
+    rows = read_rows(run, "train")
     warm = [row for row in rows if row["step"] > WARM_UP]
     found = {"loss": rows[-1]["loss"]}
     found |= {name: statistics.mean(row[name] for row in warm) for part in PARTS if (name := f"time/{part}")}

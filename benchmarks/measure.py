@@ -1,7 +1,6 @@
 """What the measurements share: CPU time and peak memory of a fresh process, and what a figure was measured on."""
 
 import ctypes
-import json
 import multiprocessing
 import os
 import platform
@@ -14,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -81,12 +79,6 @@ def logitmix(*words: str, processes: int = 1) -> str:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout
-
-
-def logged(run: Path, kind: str = "") -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, or those of a kind: «train» or «validation»."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if kind in ("", row["kind"])]
 
 
 def _status(field: str) -> int:

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logged, logitmix, machine
+from benchmarks.measure import logitmix, machine
+from logitmix.trainer.run import read_rows
 
 FP32_WIRE = ["--comm.forward", "fp32", "--comm.backward", "fp32"]
 FP8_WIRE = ["--comm.forward", "fp8", "--comm.backward", "fp8"]
@@ -109,7 +110,7 @@ def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
         words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
         logitmix("train", *words, "--run", str(run), "--train.device", "cpu", processes=2)
     results: Results = json.loads((run / "results.json").read_text())
-    speed = statistics.median(row["examples_per_second"] for row in logged(run, "train"))
+    speed = statistics.median(row["examples_per_second"] for row in read_rows(run, "train"))
     return results | {"examples_per_second": speed}
 
 

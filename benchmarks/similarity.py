@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logged, logitmix, machine, spread
+from benchmarks.measure import logitmix, machine, spread
+from logitmix.trainer.run import read_rows
 
 DATASETS = ("demo", "demo-low-rank")
 METRICS = ("hr@10", "hr@50", "mrr")
@@ -76,8 +77,8 @@ def _train(folder: Path, minutes: float, dataset: str, model: str, seed: int) ->
     words = ["--data.path", str(folder / dataset), "--train.seed", str(seed), "--train.minutes", str(minutes)]
     out = logitmix("train", "demo-mol", *words, *COMMON, *MODELS[model], "--run", str(run), "--json")
     results: dict[str, float] = json.loads(out)
-    results["validation"] = max(row["hr@10"] for row in logged(run, "validation"))
-    results["last_step"] = logged(run)[-1]["step"]
+    results["validation"] = max(row["hr@10"] for row in read_rows(run, "validation"))
+    results["last_step"] = read_rows(run)[-1]["step"]
     return results
 
 

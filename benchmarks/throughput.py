@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logged, logitmix, machine, spread
+from benchmarks.measure import logitmix, machine, spread
 from benchmarks.quality import ARMS
+from logitmix.trainer.run import read_rows
 
 CORES = os.cpu_count() or 1
 LINES = {
@@ -55,7 +56,7 @@ def _rate(options: Options, arm: str, processes: int) -> float:
         words = ["--data.path", options.data, "--train.minutes", str(options.minutes), "--train.log-every", "10"]
         threads = ["--train.threads", str(CORES // processes), "--train.device", "cpu"]
         logitmix("train", options.recipe, *words, *threads, *ARMS[arm], "--run", str(run), processes=processes)
-        rates = [row["examples_per_second"] for row in logged(run, "train")]
+        rates = [row["examples_per_second"] for row in read_rows(run, "train")]
     return statistics.median(rates[len(rates) // 4 :])
 
 

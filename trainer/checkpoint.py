@@ -22,9 +22,9 @@ from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, json_digest, publish, staging_path
 from logitmix.modules.model import Tower
-from logitmix.trainer.config import Config, load_toml
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import WEIGHT, ParallelModel
+from logitmix.trainer.run import checkpoint_paths, read_config
 
 MANIFEST = "checkpoint.json"
 FORMAT_VERSION = 1
@@ -68,7 +68,7 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
         _write_manifest(staging, progress)
         # Only a damaged one can be in its place: an intact one would have been continued from.
         publish(staging, out)
-        _prune(folder, keep, config.evaluate.metric)
+        _prune(run, keep, config.evaluate.metric)
     barrier(ranks)
 
 
@@ -78,7 +78,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     A run without one starts from step 0. Raises ValueError where there are checkpoints but none is intact.
     """
     ranks = model.ranks
-    found = broadcast_object(_newest_intact(run / "checkpoints") if ranks.rank == 0 else None, ranks)
+    found = broadcast_object(_newest_intact(run) if ranks.rank == 0 else None, ranks)
     if isinstance(found, str):
         raise ValueError(found)
     if found is None:
@@ -117,31 +117,9 @@ def load_offline(run: Path, which: Literal["best", "last"] = "best", ranks: Rank
     return OfflineModel(config, _progress(path).step, item_XD, tower)
 
 
-def read_config(run: Path) -> Config:
-    path = run / "config.toml"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
-    return load_toml(path.read_text(), str(path))
-
-
-def require_same_dataset(run: Path, dataset: Dataset) -> None:
-    """ValueError where the run began with another dataset than this one is by now."""
-    noted = run / "dataset.json"
-    if not noted.exists():
-        raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
-    if noted.read_text() != dataset.description():
-        raise ValueError(
-            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with {noted}"
-        )
-
-
-def has_checkpoints(run: Path) -> bool:
-    return bool(_published(run / "checkpoints"))
-
-
 def best_checkpoint(run: Path, metric: str) -> Path:
     """The checkpoint with the best validation metric, the earliest of equals; the last one where none was evaluated."""
-    evaluated = [path for path in _complete(run / "checkpoints") if metric in _progress(path).validation]
+    evaluated = [path for path in _complete(run) if metric in _progress(path).validation]
     if not evaluated:
         return _last(run)
     return max(evaluated, key=lambda path: (_progress(path).validation[metric], -_progress(path).step))
@@ -175,24 +153,19 @@ def _write_manifest(staging: Path, progress: Progress) -> None:
     (staging / MANIFEST).write_text(json.dumps(content | {"manifest_sha256": json_digest(content)}, indent=1))
 
 
-def _prune(folder: Path, keep: int, metric: str) -> None:
-    complete = _complete(folder)
-    kept = {*complete[-keep:], best_checkpoint(folder.parent, metric)}
+def _prune(run: Path, keep: int, metric: str) -> None:
+    complete = _complete(run)
+    kept = {*complete[-keep:], best_checkpoint(run, metric)}
     for path in complete:
         if path not in kept:
             shutil.rmtree(path)
-    for path in folder.glob(".step-*"):
+    for path in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(path)
 
 
-def _published(folder: Path) -> list[Path]:
-    """Checkpoints, intact or not, in the order of their steps."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Published checkpoints with a readable manifest."""
-    return [path for path in _published(folder) if _manifest(path) is not None]
+def _complete(run: Path) -> list[Path]:
+    """Checkpoints with a readable manifest."""
+    return [path for path in checkpoint_paths(run) if _manifest(path) is not None]
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
@@ -206,15 +179,15 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _last(run: Path) -> Path:
-    complete = _complete(run / "checkpoints")
+    complete = _complete(run)
     if not complete:
         raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
     return complete[-1]
 
 
-def _newest_intact(folder: Path) -> tuple[Path, Progress] | str | None:
+def _newest_intact(run: Path) -> tuple[Path, Progress] | str | None:
     problems = []
-    for path in reversed(_published(folder)):
+    for path in reversed(checkpoint_paths(run)):
         problem = _damage(path)
         if problem is None:
             return path, _progress(path)

@@ -19,10 +19,11 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.encoders.sasrec import Packing
 from logitmix.modules.losses import Side, Similarity
 from logitmix.modules.model import Tower
-from logitmix.trainer.checkpoint import load_offline, read_config, require_same_dataset
+from logitmix.trainer.checkpoint import load_offline
 from logitmix.trainer.config import EvaluateConfig
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.telemetry import counting
 
 HIT_RATES = (1, 10, 50, 100, 200, 500)

@@ -14,8 +14,9 @@ from torch import Tensor
 from logitmix.modules.model import Tower
 from logitmix.serving.format import Contents, Source, check_target, write
 from logitmix.serving.model import TABLE, item_cache, item_shapes, query_weights
-from logitmix.trainer.checkpoint import OfflineModel, load_offline, require_same_dataset
+from logitmix.trainer.checkpoint import OfflineModel, load_offline
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.run import require_same_dataset
 
 _ITEMS = 2**13
 """Items whose cache is computed at once."""

@@ -1,10 +1,8 @@
 """The training loop: restore, for batch, step, log, evaluate, save."""
 
-import fcntl
-import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from logitmix.comm.collectives import agreed, broadcast_object, largest
+from logitmix.comm.collectives import agreed, largest
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.files import write_whole
 from logitmix.modules.model import Batch
 from logitmix.trainer import checkpoint
-from logitmix.trainer.checkpoint import Progress, require_same_dataset
-from logitmix.trainer.config import Config, dump_toml, flatten
+from logitmix.trainer.checkpoint import Progress
+from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import evaluate
@@ -26,13 +23,8 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.rows import RowExchange
+from logitmix.trainer.run import run_lock, start_run, write_results
 from logitmix.trainer.telemetry import Telemetry, counting
-
-MAY_CHANGE = {
-    "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
-    "train.keep", "comm.timeout_seconds", "data.path",
-}  # fmt: skip
-"""What a run that is continued may be told anew."""
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
@@ -43,8 +35,8 @@ def train(config: Config, run: Path) -> dict[str, float]:
     torch.set_num_threads(config.train.threads)
     set_up_memory()
     dataset = load_dataset(config.data.path)
-    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, _owned(run, ranks):
-        _begin(config, run, dataset, ranks)
+    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, run_lock(run, ranks):
+        start_run(run, config, dataset, ranks)
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
@@ -52,7 +44,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = _test(config, run, dataset, ranks) | speed
         if ranks.rank == 0:
-            write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
+            write_results(run, results)
     return results
 
 
@@ -215,49 +207,3 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-
-
-@contextmanager
-def _owned(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Rank 0 makes the run directory and keeps other jobs out of it."""
-    problem, lock = None, None
-    if ranks.rank == 0:
-        try:
-            (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = f"another job is training {run}; wait for it, or give another --run"
-        except OSError as error:
-            problem = f"{run} cannot be a run directory ({error.strerror}); give another --run"
-    if problem := broadcast_object(problem, ranks):
-        raise ValueError(problem)
-    try:
-        yield
-    finally:
-        if lock:
-            lock.close()
-
-
-def _begin(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> None:
-    """A new run takes note of its configuration and dataset; a continued one must have been started with the same."""
-    problem = None
-    if ranks.rank == 0:
-        try:
-            if checkpoint.has_checkpoints(run):
-                _require_same_settings(config, run)
-                require_same_dataset(run, dataset)
-            write_whole(run / "dataset.json", dataset.description())
-            write_whole(run / "config.toml", dump_toml(config))
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    if problem := broadcast_object(problem, ranks):
-        raise ValueError(problem)
-
-
-def _require_same_settings(config: Config, run: Path) -> None:
-    before, now = flatten(checkpoint.read_config(run)), flatten(config)
-    changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
-    if changed:
-        said = "; ".join(f"{key} was {before[key]}, is {now[key]}" for key in changed)
-        raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")

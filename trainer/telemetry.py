@@ -1,6 +1,5 @@
 """What a run shows while it runs: a progress bar, metrics.jsonl and TensorBoard, all on rank 0."""
 
-import json
 import math
 import resource
 import time
@@ -19,10 +18,10 @@ from torch.utils.tensorboard import SummaryWriter
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.common.files import write_whole
 from logitmix.modules.model import Batch
 from logitmix.trainer.checkpoint import Progress as Done
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
+from logitmix.trainer.run import append_row, keep_rows
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
 """Parts of a step. all_to_all is the change of sides both ways: ids and rows out, gradients back, codec, waiting for
@@ -59,14 +58,13 @@ class Telemetry:
 
     def __init__(self, run: Path, model: ParallelModel, done: Done, total_steps: int) -> None:
         """Rows after `done`, which a killed attempt may have left, are dropped first."""
-        self.model, self.ranks = model, model.ranks
+        self.run, self.model, self.ranks = run, model, model.ranks
         self.clock = Clock(self.ranks.device, done.seconds)
         self.main = self.ranks.rank == 0
         self.last_step, self.positions, self.examples = done.step, 0, done.examples
         self.console = Console(stderr=True)
         if self.main:
-            keep_rows(run / "metrics.jsonl", done.step)
-            self.file = open(run / "metrics.jsonl", "a")  # noqa: SIM115 (closed in __exit__)
+            keep_rows(run, done.step)
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=done.step + 1)
             self.bar = progress_bar(self.console)
             self.task = self.bar.add_task("training", total=total_steps, completed=done.step)
@@ -86,7 +84,6 @@ class Telemetry:
         if self.main:
             self.bar.stop()
             self.board.close()
-            self.file.close()
 
     def advance(self, step: int, batch: Batch) -> None:
         self.positions += batch.total_positions
@@ -146,8 +143,7 @@ class Telemetry:
         }
 
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step, **row}) + "\n")
-        self.file.flush()
+        append_row(self.run, kind, step, row)
         for name, value in row.items():
             tag = name if "/" in name else f"{kind}/{name}"
             self.board.add_scalar(tag, value, step)
@@ -196,20 +192,6 @@ def counting(title: str, total: int, shown: bool) -> Iterator[Any]:
     with bar if visible else nullcontext():
         task = bar.add_task(title, total=total)
         yield lambda more: bar.advance(task, more)
-
-
-def keep_rows(path: Path, last_step: int) -> None:
-    """Drop rows of later steps, and a last line that was cut short."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
-                kept.append(line)
-        except ValueError:
-            continue
-    write_whole(path, "".join(kept))
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from logitmix.trainer.run import read_rows
+
 QUIET = {"OMP_NUM_THREADS": "1"}
 
 
@@ -44,7 +46,7 @@ def refused(words: list[str], folder: Path) -> str:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, without what depends on the clock and the machine."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(run)
     measured = ("time/", "memory/", "examples_per_second")
     # Bytes are counted from the last row on, or from the start of the process.
     measured += ("wire/",)

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,19 +6,7 @@ import torch
 
 from logitmix.trainer.checkpoint import Progress
 from logitmix.trainer.config import Config
-from logitmix.trainer.telemetry import PHASES, Clock, Telemetry, keep_rows
-
-
-def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    rows = [{"kind": "train", "step": step} for step in (5, 10, 15)] + [{"kind": "validation", "step": 10}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "train", "step": 1')
-    keep_rows(file, 10)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [5, 10, 10]
-    keep_rows(file, 0)
-    assert file.read_text() == ""
-    keep_rows(tmp_path / "none.jsonl", 3)
-    assert not (tmp_path / "none.jsonl").exists()
+from logitmix.trainer.telemetry import PHASES, Clock, Telemetry
 
 
 def test_the_clock_counts_phases_and_the_whole_run() -> None:

@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+
+import pytest
+from small_data import small_config, write_dataset
+
+from logitmix.comm.process_group import process_group
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.run import append_row, checkpoint_paths, keep_rows, read_config, read_rows, run_lock, start_run
+
+
+def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for kind, step in (("train", 5), ("train", 10), ("train", 15), ("validation", 10)):
+        append_row(tmp_path, kind, step, {"loss": 0.1 + 0.2})
+    with file.open("a") as stream:
+        stream.write('{"kind": "train", "step": 1')
+    assert [row["step"] for row in read_rows(tmp_path)] == [5, 10, 15, 10]
+    keep_rows(tmp_path, 10)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [5, 10, 10]
+    assert read_rows(tmp_path, "validation") == [{"kind": "validation", "step": 10, "loss": 0.1 + 0.2}]
+    keep_rows(tmp_path, 0)
+    assert file.read_text() == ""
+    keep_rows(tmp_path / "new", 3)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_whole_object_without_its_line_end_is_dropped(tmp_path: Path) -> None:
+    """A row that would be appended to it."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]
+
+
+def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    with process_group("cpu", 60) as ranks:
+        with run_lock(run, ranks):
+            with (
+                pytest.raises(ValueError, match=f"^another job is training {run}; wait for it, or give another --run$"),
+                run_lock(run, ranks),
+            ):
+                pass
+            with run_lock(tmp_path / "other", ranks):
+                pass
+        with run_lock(run, ranks):
+            pass
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match="file cannot be a run directory"), run_lock(tmp_path / "file", ranks):
+            pass
+
+
+def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: Path) -> None:
+    run, data = tmp_path / "run", write_dataset(tmp_path / "data")
+    dataset, config = load_dataset(data), small_config(data)
+    (run / "checkpoints").mkdir(parents=True)
+    with process_group("cpu", 60) as ranks:
+        start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
+        # Without a checkpoint there is nothing that other settings could contradict.
+        start_run(run, config, dataset, ranks)
+        (run / "checkpoints/step-3").mkdir()
+        with pytest.raises(ValueError, match=r"was started otherwise: train\.seed was 0, is 7; give another --run"):
+            start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
+        longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5})
+        start_run(run, longer, dataset, ranks)
+        assert read_config(run) == longer
+        other = load_dataset(write_dataset(tmp_path / "other", users=50))
+        with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
+            start_run(run, longer, other, ranks)
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    for name in ("step-10", "step-9", ".step-11.0123abcd.part"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step-9", "step-10"]
+
+
+def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a run directory"):
+        read_config(tmp_path)

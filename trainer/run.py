@@ -1,0 +1,142 @@
+"""The run directory: who may write it, what it was started with, and its rows of metrics.
+
+config.toml       the resolved configuration
+dataset.json      that of the dataset it was started with
+metrics.jsonl     one JSON object a line: kind ("train" or "validation"), step, and the metrics of that step
+tensorboard/
+checkpoints/step-N/
+results.json      test metrics of the best checkpoint; written once, at the end
+.lock             held by the job that trains
+"""
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from logitmix.comm.collectives import broadcast_object
+from logitmix.comm.process_group import Ranks
+from logitmix.common.files import write_whole
+from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.data.dataset import Dataset
+
+MAY_CHANGE = {
+    "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
+    "train.keep", "comm.timeout_seconds", "data.path",
+}  # fmt: skip
+"""Settings that may differ when a run is continued."""
+
+
+@contextmanager
+def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Rank 0 makes the run directory and keeps other jobs out of it. ValueError on every rank where another job
+    trains there or it cannot be made. Collective."""
+    with ExitStack() as held:
+        _on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
+        yield
+
+
+def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
+    """Writes the configuration and the dataset's description into a new run, or checks that a run with checkpoints was
+    started with the same; ValueError on every rank where it was not. Collective."""
+
+    def start() -> None:
+        if checkpoint_paths(run):
+            _require_same_settings(run, config)
+            require_same_dataset(run, dataset)
+        write_whole(run / "dataset.json", dataset.description())
+        write_whole(run / "config.toml", dump_toml(config))
+
+    _on_first_rank(start, ranks)
+
+
+def read_config(run: Path) -> Config:
+    """The configuration that a run was last started with; ValueError where there is no run."""
+    path = run / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
+    return load_toml(path.read_text(encoding="utf-8"), str(path))
+
+
+def require_same_dataset(run: Path, dataset: Dataset) -> None:
+    """ValueError where the dataset is not the one that the run was started with, or is prepared otherwise by now."""
+    noted = run / "dataset.json"
+    if not noted.exists():
+        raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
+    if noted.read_text(encoding="utf-8") != dataset.description():
+        raise ValueError(
+            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with {noted}"
+        )
+
+
+def checkpoint_paths(run: Path) -> list[Path]:
+    """The run's checkpoints, intact or not, in the order of their steps."""
+    return sorted((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def keep_rows(run: Path, last_step: int) -> None:
+    """Drops the rows of metrics of later steps, and a last line that was cut short."""
+    path = run / "metrics.jsonl"
+    if path.exists():
+        kept = [row for row in read_rows(run) if row["step"] <= last_step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
+
+
+def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
+    """The rows of metrics in the order of writing, or those of a kind. A line that a killed job left half written is
+    left out."""
+    rows = []
+    for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and kind in ("", row["kind"]):
+            rows.append(row)
+    return rows
+
+
+def write_results(run: Path, results: Mapping[str, Any]) -> None:
+    write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    try:
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
+    except OSError as error:
+        raise ValueError(f"{run} cannot be a run directory ({error.strerror}); give another --run") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another job is training {run}; wait for it, or give another --run") from None
+        yield
+
+
+def _require_same_settings(run: Path, config: Config) -> None:
+    before, now = flatten(read_config(run)), flatten(config)
+    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE]
+    if changed:
+        said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+        raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")
+
+
+def _on_first_rank(action: Callable[[], object], ranks: Ranks) -> None:
+    """Rank 0 acts for all; what it cannot do is a ValueError on every rank."""
+    problem = None
+    if ranks.rank == 0:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := broadcast_object(problem, ranks):
+        raise ValueError(problem)
