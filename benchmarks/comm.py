@@ -47,7 +47,7 @@ from logitmix.common.mappings import from_mapping
 from logitmix.modules.model import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+from logitmix.trainer.data.dataset import FORMAT_VERSION, DatasetContents, write_contents, write_description
 from logitmix.trainer.run import read_rows
 from logitmix.trainer.telemetry import Telemetry
 
@@ -212,9 +212,9 @@ def _write_dataset(path: Path) -> None:
     path.mkdir()
     offsets = np.arange(USERS + 1) * ACTIONS
     items = {"raw_id": pa.array([str(index) for index in range(ITEMS)])}
-    write_contents(
-        path, Contents(offsets, random.integers(0, ITEMS, offsets[-1]), np.arange(offsets[-1]), item_columns=items)
-    )
+    timestamps = np.arange(offsets[-1])
+    actions = random.integers(0, ITEMS, offsets[-1])
+    write_contents(path, DatasetContents(offsets, actions, timestamps, item_columns=items))
     counts = {"users": USERS, "items": ITEMS, "actions": int(offsets[-1])}
     write_description(path, {"format_version": FORMAT_VERSION, "name": "sequences", **counts})
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from logitmix.common.mappings import from_mapping
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import FORMAT_VERSION, Contents, write_contents, write_description
+from logitmix.trainer.data.dataset import FORMAT_VERSION, DatasetContents, write_contents, write_description
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def write_dataset(path: Path, users: int = 60, items: int = ITEMS, seed: int = 0
     actions = random.integers(0, items, offsets[-1])
     names = pa.array([f"item-{index}" for index in range(items)])
     path.mkdir(parents=True)
-    write_contents(path, Contents(offsets, actions, np.arange(offsets[-1]), item_columns={"raw_id": names}))
+    write_contents(path, DatasetContents(offsets, actions, np.arange(offsets[-1]), item_columns={"raw_id": names}))
     counts = {"users": users, "items": items, "actions": int(offsets[-1])}
     write_description(path, {"format_version": FORMAT_VERSION, "name": "demo", **counts})
     return path

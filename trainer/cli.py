@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from logitmix.trainer.config import Config, load_recipe, recipe_names
-from logitmix.trainer.data.config import NAMES, PrepareOptions
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.registry import NAMES
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)

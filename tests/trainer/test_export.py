@@ -14,7 +14,7 @@ from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
 from logitmix.trainer.data.batches import ranking_users
-from logitmix.trainer.data.dataset import Contents, load_dataset, write_contents, write_description
+from logitmix.trainer.data.dataset import DatasetContents, load_dataset, write_contents, write_description
 from logitmix.trainer.evaluate import evaluate
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
@@ -33,7 +33,7 @@ def write_dataset(path: Path, num_items: int, titles: list[str | None] | None) -
     path.mkdir()
     # No user has an item twice: the evaluation ranks a target that is in the history too, the retriever leaves it out.
     items = np.concatenate([random.choice(num_items, length, replace=False) for length in lengths])
-    write_contents(path, Contents(offsets, items, np.arange(offsets[-1]), item_columns=columns))
+    write_contents(path, DatasetContents(offsets, items, np.arange(offsets[-1]), item_columns=columns))
     counts = {"users": USERS, "items": num_items, "actions": int(offsets[-1])}
     write_description(path, {"format_version": 1, "name": "demo", **counts})
     return path

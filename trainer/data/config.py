@@ -1,15 +1,10 @@
 """What `logitmix prepare` can be told. Imports no torch."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
-
-MOVIELENS = ("ml-100k", "ml-1m", "ml-20m", "ml-latest")
-DEMOS = ("demo", "demo-low-rank")
-NAMES = (*DEMOS, *MOVIELENS, "amazon-beauty", "amazon-games", "amazon-books", "sequences", "table")
-"""What `name` may be; any other amazon-CATEGORY is read like the three."""
+from logitmix.trainer.data.registry import NAMES, source_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,8 @@ class PrepareOptions:
     """Replace the dataset that is already at the output."""
 
     def __post_init__(self) -> None:
-        if not is_known_name(self.name):
+        source = source_of(self.name)
+        if source is None:
             known = ", ".join(NAMES)
             raise ValueError(f"no data format named {self.name!r}{nearest(self.name, list(NAMES))}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
@@ -50,14 +46,10 @@ class PrepareOptions:
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
         require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
         require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
-        if self.name in DEMOS and self.source:
+        if source.generated and self.source:
             raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
 
     @property
     def directory(self) -> Path:
         """Where the dataset goes."""
         return Path(self.out or f"data/{self.name}")
-
-
-def is_known_name(name: str) -> bool:
-    return name in NAMES or re.fullmatch(r"amazon-[a-z0-9][a-z0-9-]*", name) is not None

@@ -36,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logitmix.trainer.data.config import is_known_name
+from logitmix.trainer.data.registry import source_of
 
 FORMAT_VERSION = 1
 USERS_PER_FILE = 100_000
@@ -45,7 +45,7 @@ ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "rejects.tsv"
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class DatasetContents:
     """What there is to write: U users, X items, A actions ordered by user, then time."""
 
     offsets: np.ndarray
@@ -90,7 +90,7 @@ class Dataset:
         return table["raw_id"].to_pylist()
 
 
-def write_contents(directory: Path, contents: Contents, users_per_file: int = USERS_PER_FILE) -> None:
+def write_contents(directory: Path, contents: DatasetContents, users_per_file: int = USERS_PER_FILE) -> None:
     """Writes sequences/ and items.parquet into a directory that exists."""
     (directory / "sequences").mkdir()
     users = len(contents.offsets) - 1
@@ -102,7 +102,7 @@ def write_contents(directory: Path, contents: Contents, users_per_file: int = US
     pq.write_table(pa.table(columns), directory / "items.parquet")
 
 
-def _sequence_table(contents: Contents, start: int, stop: int) -> pa.Table:
+def _sequence_table(contents: DatasetContents, start: int, stop: int) -> pa.Table:
     bounds = contents.offsets[start : stop + 1]
     actions = slice(bounds[0], bounds[-1])
     starts = pa.array(bounds - bounds[0], pa.int32())
@@ -219,7 +219,7 @@ def _broken(path: Path, problem: str) -> NoReturn:
 
 
 def _command(path: Path) -> str:
-    name = path.name if is_known_name(path.name) else "NAME"
+    name = path.name if source_of(path.name) else "NAME"
     return f"logitmix prepare {name} --out {path}"
 
 

@@ -80,6 +80,13 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
     return found
 
 
+def single_file(source: Path) -> InputFile:
+    """For formats of one file. ValueError where it is a folder or a zip."""
+    if source.is_dir() or magic(source)[:2] == b"PK":
+        raise ValueError(f"{source}: this format is one text file, plain or .gz; give that file with --source")
+    return InputFile(source)
+
+
 def digests(source: Path, files: list[InputFile]) -> dict[str, str]:
     """sha256 of the source file, or of those files of a source folder that were read, by name relative to it."""
     if not source.is_dir():

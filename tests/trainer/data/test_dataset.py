@@ -7,14 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from logitmix.trainer.data.dataset import Contents, Dataset, load_dataset, write_contents, write_description
+from logitmix.trainer.data.dataset import Dataset, DatasetContents, load_dataset, write_contents, write_description
 
 
 def write(path: Path, sequences: list[list[int]], raw_ids: list[str], users_per_file: int = 100) -> Path:
     path.mkdir(parents=True)
     lengths = [len(sequence) for sequence in sequences]
     items = np.array([item for sequence in sequences for item in sequence], np.int64)
-    contents = Contents(
+    contents = DatasetContents(
         offsets=np.concatenate(([0], np.cumsum(lengths))),
         items=items,
         timestamps=np.arange(len(items)),

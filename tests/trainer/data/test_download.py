@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.download import PINNED, Source, download
+from logitmix.trainer.data.download import Download, download
 from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.sources import movielens
 
-BODY = b"1 10\n1 11\n1 12\n1 13\n1 14\n" * 40_000
+BODY = b"".join(b"1\t%d\t5\t7\n" % item for item in range(10, 15)) * 40_000
 DIGEST = f"md5:{hashlib.md5(BODY).hexdigest()}"
 
 
@@ -49,7 +50,7 @@ def progress() -> Progress:
 
 @pytest.mark.parametrize("digest", [DIGEST, f"sha256:{hashlib.sha256(BODY).hexdigest()}"])
 def test_the_file_arrives_and_the_bar_is_full(server: str, digest: str, progress: Progress, tmp_path: Path) -> None:
-    download(Source(f"{server}/a.zip", digest), tmp_path / "a.zip", progress)
+    download(Download(f"{server}/a.zip", digest), tmp_path / "a.zip", progress)
     assert (tmp_path / "a.zip").read_bytes() == BODY
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.zip"]
     assert progress.finished and progress.tasks[0].completed == len(BODY)
@@ -60,14 +61,14 @@ def test_the_file_arrives_and_the_bar_is_full(server: str, digest: str, progress
     [
         ("/a.zip", "md5:" + "0" * 32, f"the md5 of what came is {DIGEST[4:]}, not the published {'0' * 32}"),
         ("/missing.zip", DIGEST, "the server answered 404 Not Found"),
-        ("/truncated.zip", DIGEST, "the connection broke off after 500,000 of 1,000,000 bytes"),
+        ("/truncated.zip", DIGEST, f"the connection broke off after {len(BODY) // 2:,} of {len(BODY):,} bytes"),
     ],
 )
 def test_nothing_is_left_of_a_download_that_failed(
     server: str, path: str, digest: str, message: str, progress: Progress, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=f"^{server}{path}: {message}"):
-        download(Source(server + path, digest), tmp_path / "a.zip", progress)
+        download(Download(server + path, digest), tmp_path / "a.zip", progress)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +78,7 @@ def test_a_refused_connection_is_one_line(monkeypatch: pytest.MonkeyPatch, progr
         unheard.bind(("127.0.0.1", 0))  # bound but not listening
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}/a.zip"
         with pytest.raises(ValueError, match=r"a\.zip: no connection \(.*refused"):
-            download(Source(url, DIGEST), tmp_path / "a.zip", progress)
+            download(Download(url, DIGEST), tmp_path / "a.zip", progress)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,23 +87,23 @@ def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch, progress: 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.zip"
         with pytest.raises(ValueError, match="timed out"):
-            download(Source(url, DIGEST), tmp_path / "a.zip", progress, timeout=0.1)
+            download(Download(url, DIGEST), tmp_path / "a.zip", progress, timeout=0.1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_there_already_is_checked_and_not_fetched(progress: Progress, tmp_path: Path) -> None:
-    source = Source("http://127.0.0.1:9/a.zip", DIGEST)
+    wanted = Download("http://127.0.0.1:9/a.zip", DIGEST)
     (tmp_path / "a.zip").write_bytes(BODY)
-    download(source, tmp_path / "a.zip", progress)
+    download(wanted, tmp_path / "a.zip", progress)
     (tmp_path / "a.zip").write_bytes(BODY[:-1])
     with pytest.raises(ValueError, match=r"a\.zip: its md5 is \w+, not the published \w+; remove it"):
-        download(source, tmp_path / "a.zip", progress)
+        download(wanted, tmp_path / "a.zip", progress)
     assert (tmp_path / "a.zip").read_bytes() == BODY[:-1]
 
 
-def test_prepare_downloads_beside_the_output(server: str, tmp_path: Path) -> None:
-    pinned = {"sequences": Source(f"{server}/all.txt", DIGEST)}
-    made = prepare(PrepareOptions("sequences", out=str(tmp_path / "made")), Console(quiet=True), pinned)
+def test_prepare_downloads_beside_the_output(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(movielens.DOWNLOADS, "ml-100k", Download(f"{server}/all.txt", DIGEST))
+    made = prepare(PrepareOptions("ml-100k", out=str(tmp_path / "made")), Console(quiet=True))
     assert (made["users"], made["items"], made["actions"]) == (1, 5, 200_000)
     assert made["source"] == {"name": "all.txt", "sha256": {"all.txt": hashlib.sha256(BODY).hexdigest()}}
     assert (tmp_path / "all.txt").read_bytes() == BODY
@@ -123,7 +124,7 @@ def test_what_cannot_be_checked_is_not_downloaded(name: str, message: str, tmp_p
 
 
 def test_only_whole_md5_sums_of_grouplens_are_pinned() -> None:
-    assert set(PINNED) == {"ml-100k", "ml-1m", "ml-20m"}
-    for name, source in PINNED.items():
-        assert source.url == f"https://files.grouplens.org/datasets/movielens/{name}.zip"
-        assert source.digest.startswith("md5:") and len(bytes.fromhex(source.digest[4:])) == 16
+    assert set(movielens.DOWNLOADS) == {"ml-100k", "ml-1m", "ml-20m"}
+    for name, wanted in movielens.DOWNLOADS.items():
+        assert wanted.url == f"https://files.grouplens.org/datasets/movielens/{name}.zip"
+        assert wanted.digest.startswith("md5:") and len(bytes.fromhex(wanted.digest[4:])) == 16

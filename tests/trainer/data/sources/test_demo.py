@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from logitmix.trainer.data.demo import DemoParameters, Generated, LowRankParameters, generate, generate_low_rank
+from logitmix.trainer.data.sources.demo import DemoParameters, Generated, LowRankParameters, generate, generate_low_rank
 
 HIGH = DemoParameters(users=600, items=1_000, topics=50, shortest=20, longest=50)
 LOW = LowRankParameters(users=400, items=500, shortest=20, longest=40)

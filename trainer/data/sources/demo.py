@@ -13,11 +13,17 @@ The same seed gives the same actions on the same numpy; another processor's roun
 `demo-low-rank`.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+from rich.progress import Progress
 
-from logitmix.modules.config import require
+from logitmix.common.mappings import require
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.raw import Actions, RawDataset, SideTable
+from logitmix.trainer.data.rejects import Rejects
 
 FIRST_TIME = 1_600_000_000
 SECONDS_OF_STARTS = 365 * 86_400
@@ -110,6 +116,22 @@ class Generated:
     user_ids: list[str]
     item_ids: list[str]
     titles: list[str]
+
+
+def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
+    parameters: SizeParameters
+    if options.name == "demo":
+        parameters = DemoParameters()
+        made = generate(parameters, options.seed)
+    else:
+        parameters = LowRankParameters()
+        made = generate_low_rank(parameters, options.seed)
+    item_ids = pa.array(made.item_ids)
+    return RawDataset(
+        Actions(made.users, made.items, made.timestamps, pa.array(made.user_ids), item_ids),
+        generator={"name": options.name, "parameters": {"seed": options.seed, **dataclasses.asdict(parameters)}},
+        items=SideTable(item_ids, {"title": pa.array(made.titles)}),
+    )
 
 
 def generate(parameters: DemoParameters, seed: int) -> Generated:

@@ -1,0 +1,137 @@
+import gzip
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reading import PROGRESS, Action, actions, file_of, listed
+from rich.console import Console
+from rich.progress import Progress
+
+from logitmix.trainer.data import delimited
+from logitmix.trainer.data.delimited import Layout, read_delimited, read_rows
+from logitmix.trainer.data.files import InputFile, find_files
+from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.sources import amazon
+from logitmix.trainer.data.sources.movielens import RATINGS_CSV, RATINGS_DAT, U_DATA
+from logitmix.trainer.data.sources.sequences import LINES
+
+TWO = [("7", "30", 1000000007), ("8", "4", -5)]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "lines", "expected"),
+    [
+        (RATINGS_DAT, [b"7::30::5::1000000007", b"8::4::1::-5"], TWO),
+        (U_DATA, [b"7\t30\t5\t1000000007", b"8\t4\t1\t-5.0"], TWO),
+        (RATINGS_CSV, [b"userId,movieId,rating,timestamp", b"7,30,3.5,1000000007", b"8,4,1,-5"], TWO),
+        (
+            RATINGS_CSV,
+            [b"\xef\xbb\xbfuserId,movieId,rating,timestamp", b"7,30,3.5,1000000007", b"8,4,1,-5"],
+            TWO,
+        ),
+        (amazon.RATINGS, [b"7,30,5.0,1000000007", b"", b"8,4,1.0,-5"], TWO),
+        (LINES, [b"7 30", b" 8\t 4 ", b"  ", b"7 4"], [("7", "30", 1), ("8", "4", 2), ("7", "4", 4)]),
+    ],
+)
+def test_text_formats(
+    layout: Layout,
+    lines: list[bytes],
+    expected: list[Action],
+    end: bytes,
+    last: bool,
+    tmp_path: Path,
+    rejects: Rejects,
+) -> None:
+    content = end.join(lines) + (end if last else b"")
+    assert actions(read_delimited(file_of(tmp_path, content), layout, rejects, PROGRESS)) == expected
+    assert (rejects.count, rejects.lines) == (0, len(expected))
+
+
+def test_lines_over_block_borders_keep_their_numbers(tmp_path: Path, rejects: Rejects) -> None:
+    lines = [f"{number} {'x' * (number % 400)}i" for number in range(1, 50_001)]
+    lines[25_000] = "one-field"
+    content = "\n".join(lines).encode()
+    assert len(content) > 2 * delimited.BLOCK_BYTES
+    read = actions(read_delimited(file_of(tmp_path, content), LINES, rejects, PROGRESS))
+    assert [user for user, _, _ in read] == [str(number) for number in range(1, 50_001) if number != 25_001]
+    assert all(int(user) == line for user, _, line in read)
+    assert listed(rejects) == [["in.txt", "25001", "has 1 fields, not 2", "one-field"]]
+
+
+def test_malformed_lines_are_named(tmp_path: Path, rejects: Rejects) -> None:
+    lines = [
+        (b"1::2::3::4", None),
+        (b"1::2::3", "has 3 fields, not 4"),
+        (b"::2::3::4", "the user is empty"),
+        (b"1::::3::4", "the item is empty"),
+        (b"1::2::3::", "the timestamp '' is not a whole number"),
+        (b"1::2::3::4.5", "the timestamp '4.5' is not a whole number"),
+        (b"1::2::3::0x10", "the timestamp '0x10' is not a whole number"),
+        (b"1::2::3::" + b"9" * 19, f"the timestamp '{'9' * 19}' is not a whole number"),
+        (b"1::\xff::3::4", "not UTF-8"),
+        (b"5::6::7::8", None),
+    ]
+    file = file_of(tmp_path, b"\r\n".join(line for line, _ in lines))
+    assert actions(read_delimited(file, RATINGS_DAT, rejects, PROGRESS)) == [("1", "2", 4), ("5", "6", 8)]
+    assert (rejects.count, rejects.lines) == (8, 10)
+    found = {int(number): (name, reason, text) for name, number, reason, text in listed(rejects)}
+    for number, (line, reason) in enumerate(lines, start=1):
+        if reason is not None:
+            text = line.decode("utf-8", "backslashreplace").replace("\\", "\\\\")
+            assert found[number] == ("in.txt", reason, text)
+
+
+def test_a_missing_header_is_shown(tmp_path: Path, rejects: Rejects) -> None:
+    with pytest.raises(ValueError, match=r"^in\.txt: starts with '1,2,3,4', not with the header userId,"):
+        actions(read_delimited(file_of(tmp_path, b"1,2,3,4\n"), RATINGS_CSV, rejects, PROGRESS))
+
+
+def test_another_format_is_noticed_before_the_end(tmp_path: Path) -> None:
+    rejects = Rejects(tmp_path / "rejects.tsv", 0.5, Console(quiet=True))
+    file = file_of(tmp_path, (b"1,2,3," + b"4" * 200 + b"\n") * 50_000)
+    with pytest.raises(TooManyRejects, match=r"all of the first [\d,]+ lines are malformed; is it of another format"):
+        actions(read_delimited(file, U_DATA, rejects, PROGRESS))
+    rejects.close()
+    assert 1_000 <= rejects.lines < 50_000
+
+
+def test_side_files_are_read_in_their_encoding(tmp_path: Path, rejects: Rejects) -> None:
+    file = file_of(tmp_path, "1::Café, Le (1801)::Drama|Musical\r\n2::short\r\n".encode("latin-1"))
+    assert list(read_rows(file, "::", 3, "latin-1", rejects, PROGRESS)) == [["1", "Café, Le (1801)", "Drama|Musical"]]
+    assert list(read_rows(file, "::", 3, "utf-8", rejects, PROGRESS)) == []
+    assert rejects.lines == 4
+    assert [reason for _, _, reason, _ in listed(rejects)][:2] == [
+        "has 2 fields, not 3",
+        "not utf-8 (invalid continuation byte)",
+    ]
+
+
+def test_truncated_archives_are_one_line(tmp_path: Path, rejects: Rejects) -> None:
+    generator = np.random.default_rng(0)
+    content = b"".join(b"%d %d\n" % tuple(pair) for pair in generator.integers(0, 10**9, (20_000, 2)))
+    file = file_of(tmp_path, gzip.compress(content)[:-2_000], "in.gz")
+    with pytest.raises(ValueError, match=r"in\.gz: truncated or damaged \(.*\); fetch it again"):
+        actions(read_delimited(file, LINES, rejects, PROGRESS))
+
+
+def test_names_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ratings.csv").touch()
+    with pytest.raises(ValueError, match=r"two files named ratings\.csv; give the folder of one of them"):
+        find_files(tmp_path, ("ratings.csv",))
+
+
+def test_the_bar_is_full_at_the_end_of_each_file(tmp_path: Path, rejects: Rejects) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        archive.writestr("first.txt", b"1 2\n")
+        archive.writestr("second.txt", b"1 2\n" * 1_000)
+    progress = Progress(disable=True)
+    for file in (InputFile(tmp_path / "in.zip", "first.txt"), file_of(tmp_path, gzip.compress(b"1 2\n" * 1_000))):
+        assert actions(read_delimited(file, LINES, rejects, progress))
+    assert [task.completed for task in progress.tasks] == [
+        (tmp_path / name).stat().st_size for name in ("in.zip", "in.txt")
+    ]

@@ -1,0 +1,154 @@
+"""Delimited text of one action a line, as `ActionBlock`s; and small side files, row by row.
+
+Lines end in LF or CRLF; blank lines are skipped. Only one block of a file is in memory at a time. A timestamp is a
+whole number in the unit of the source (`12.0` is whole).
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.progress import Progress
+
+from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.raw import ActionBlock, accept, as_numpy
+from logitmix.trainer.data.rejects import Rejects
+
+BLOCK_BYTES = 4 << 20
+LONGEST_LINE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A text format of one action a line."""
+
+    delimiter: str
+    """Empty: any run of white space."""
+    fields: int
+    user: int = 0
+    item: int = 1
+    timestamp: int | None = None
+    """Field with the time; None takes the line number."""
+    header: str = ""
+    """First line that has to be there."""
+
+
+def read_delimited(file: InputFile, layout: Layout, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
+    """The actions of a text file. ValueError when a header is missing or the file is no text."""
+    for first, raw in line_blocks(file, progress):
+        numbers = np.arange(first, first + len(raw))
+        lines, numbers = _decode(file.label, raw, numbers, rejects)
+        lines = pc.utf8_rtrim(lines, characters="\r\n")
+        if first == 1 and layout.header:
+            _check_header(file.label, lines, layout.header)
+            lines, numbers = lines[1:], numbers[1:]
+        yield _split_lines(file.label, lines, numbers, layout, rejects)
+
+
+def read_rows(
+    file: InputFile,
+    delimiter: str,
+    fields: int,
+    encoding: str,
+    rejects: Rejects,
+    progress: Progress,
+    header: bool = False,
+) -> Iterator[list[str]]:
+    """The rows of a small side file (titles, users), which may quote as CSV does where the delimiter is a comma."""
+    with file.open(progress) as stream:
+        for number, raw in enumerate(stream, start=1):
+            line = raw.rstrip(b"\r\n")
+            if not line or (header and number == 1):
+                continue
+            rejects.lines += 1
+            try:
+                text = line.decode(encoding)
+            except UnicodeDecodeError as error:
+                rejects.add(file.label, number, f"not {encoding} ({error.reason})", line)
+                continue
+            row = next(csv.reader([text])) if delimiter == "," else text.split(delimiter)
+            if len(row) == fields:
+                yield row
+            else:
+                rejects.add(file.label, number, f"has {len(row)} fields, not {fields}", text)
+
+
+def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, pa.BinaryArray]]:
+    """Lines with their ends, many at a time without a Python object each, and the number of the first (from 1)."""
+    first, carry = 1, b""
+    with file.open(progress) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            block = carry + block
+            end = block.rfind(b"\n") + 1
+            block, carry = block[:end], block[end:]
+            if len(carry) > LONGEST_LINE:
+                raise ValueError(f"{file.label}: a line is longer than {LONGEST_LINE >> 20} MiB; is this a text file?")
+            if block:
+                lines = _slice_lines(block)
+                yield first, lines
+                first += len(lines)
+    if carry:
+        yield first, _slice_lines(carry + b"\n")
+
+
+def _slice_lines(block: bytes) -> pa.BinaryArray:
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+    offsets = np.concatenate(([0], ends)).astype(np.int32)
+    return pa.Array.from_buffers(pa.binary(), len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(block)])
+
+
+def _decode(
+    label: str, raw: pa.BinaryArray, numbers: np.ndarray, rejects: Rejects
+) -> tuple[pa.StringArray, np.ndarray]:
+    try:
+        return raw.cast(pa.string()), numbers
+    except pa.ArrowInvalid:
+        valid = np.array([_is_utf8(line) for line in raw.to_pylist()])
+    rejects.lines += int(np.sum(~valid))
+    for row in np.flatnonzero(~valid):
+        rejects.add(label, int(numbers[row]), "not UTF-8", raw[row].as_py())
+    return raw.filter(pa.array(valid)).cast(pa.string()), numbers[valid]
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_header(label: str, lines: pa.StringArray, header: str) -> None:
+    found = lines[0].as_py().lstrip("\ufeff") if len(lines) else ""
+    if found != header:
+        raise ValueError(f"{label}: starts with {found[:80]!r}, not with the header {header}")
+
+
+def _split_lines(
+    label: str, lines: pa.StringArray, numbers: np.ndarray, layout: Layout, rejects: Rejects
+) -> ActionBlock:
+    filled = as_numpy(pc.not_equal(pc.utf8_trim_whitespace(lines), ""))
+    lines, numbers = lines.filter(pa.array(filled)), numbers[filled]
+    rejects.lines += len(lines)
+    if layout.delimiter:
+        split = pc.split_pattern(lines, layout.delimiter)
+    else:
+        split = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(lines))
+    widths = as_numpy(pc.list_value_length(split))
+    whole = widths == layout.fields
+    for row in np.flatnonzero(~whole):
+        reason = f"has {widths[row]} fields, not {layout.fields}"
+        rejects.add(label, int(numbers[row]), reason, lines[row].as_py())
+    kept = pa.array(whole)
+    lines, numbers, flat = lines.filter(kept), numbers[whole], split.filter(kept).flatten()
+
+    def column(position: int) -> pa.StringArray:
+        return flat.take(pa.array(np.arange(position, len(flat), layout.fields)))
+
+    stamps = None if layout.timestamp is None else column(layout.timestamp)
+    return accept(
+        label, numbers, column(layout.user), column(layout.item), stamps, lambda row: lines[row].as_py(), rejects
+    )

@@ -1,0 +1,40 @@
+"""The sources that `logitmix prepare` can read, a line each. Imports none of them, so that --help is fast.
+
+`sources/MODULE.py` has one function that prepare calls:
+
+    read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Source:
+    module: str
+    names: tuple[str, ...]
+    """What NAME of `logitmix prepare` may be."""
+    others: str = ""
+    """Regular expression of further names."""
+    generated: bool = False
+    """It takes no --source."""
+
+
+SOURCES = (
+    Source("demo", ("demo", "demo-low-rank"), generated=True),
+    Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
+    Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), others="amazon-[a-z0-9][a-z0-9-]*"),
+    Source("sequences", ("sequences",)),
+    Source("table", ("table",)),
+)
+
+NAMES = tuple(name for source in SOURCES for name in source.names)
+
+
+def source_of(name: str) -> Source | None:
+    """The source that reads data of this name; None where there is none."""
+    return next((source for source in SOURCES if name in source.names or _matches(source, name)), None)
+
+
+def _matches(source: Source, name: str) -> bool:
+    return bool(source.others) and re.fullmatch(source.others, name) is not None
