@@ -21,6 +21,7 @@ from logitmix.trainer.evaluate import NOT_SERVED, target_ranks
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.run import read_config
 
 X, USERS = 50, 80
 
@@ -104,7 +105,7 @@ def test_the_export_serves_by_the_rule_of_the_evaluation(
     run: Path, tmp_path: Path, rule: Literal["auto", "yes"], excluded: bool
 ) -> None:
     """The dataset is one of repeats."""
-    config = checkpoint.read_config(run)
+    config = read_config(run)
     options = dataclasses.replace(config.evaluate, exclude_history=rule)
     (run / "config.toml").write_text(dump_toml(dataclasses.replace(config, evaluate=options)))
     assert export(run, tmp_path / "served")["exclude_history"] == excluded
