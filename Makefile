@@ -33,7 +33,7 @@ $(LOCKED): requirements/common.txt requirements/dev.txt requirements/$(ACCELERAT
 	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 
-$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard comm/*.c modules/kernels/*.c)
+$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard comm/*.c modules/losses/*.c)
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -24,8 +24,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "logitmix.modules.kernels._mol",
-            ["modules/kernels/mol.c"],
+            "logitmix.modules.losses._mol",
+            ["modules/losses/mol.c"],
             depends=["setup.py"],
             extra_compile_args=FLAGS,
             libraries=["m"],

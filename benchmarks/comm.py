@@ -44,7 +44,7 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
-from logitmix.modules.model import Tower
+from logitmix.modules.towers import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import FORMAT_VERSION, DatasetContents, write_contents, write_description

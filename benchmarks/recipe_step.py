@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
-from logitmix.modules.model import Batch, Tower
+from logitmix.modules.batch import Batch
+from logitmix.modules.towers import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config, DataConfig, load_recipe
 from logitmix.trainer.data.dataset import load_dataset
@@ -87,22 +88,19 @@ class Parts:
     @contextmanager
     def cutting(self, tower: Tower) -> Iterator[None]:
         """Every part of the tower ends its own graph until `backward`."""
-        from logitmix.modules import model
-
-        losses = {id(tower.similarity): "similarity: loss"}
-        tower.encoder.forward = self.cut("encoder", tower.encoder.forward)
-        tower.similarity.query = self.cut("similarity: query tower", tower.similarity.query)
-        tower.similarity.item = self.cut("similarity: item tower", tower.similarity.item)
-        if tower.config.hindexer.weight > 0:
-            losses[id(tower.hindexer)] = "h-indexer"
-            tower.hindexer.query = self.cut("h-indexer", tower.hindexer.query)
-            tower.hindexer.item = self.cut("h-indexer", tower.hindexer.item)
-        sampled_loss = model.sampled_loss
-
-        def loss(kind: str, similarity: Any, *rest: Any) -> Tensor:
-            return self.cut(losses[id(similarity)], sampled_loss)(kind, similarity, *rest)
-
-        with patch.object(model, "sampled_loss", loss):
+        similarity, hindexer = tower.similarity, tower.hindexer
+        parts = {
+            "encoder": [(tower.query_tower, "forward")],
+            "similarity: query tower": [(similarity, "query")],
+            "similarity: item tower": [(similarity, "item")],
+            "similarity: loss": [(similarity, "sampled_softmax"), (similarity, "sampled_bce")],
+        }
+        if hindexer is not None:
+            parts["h-indexer"] = [(hindexer, name) for name in ("query", "item", "sampled_softmax", "sampled_bce")]
+        with ExitStack() as patches:
+            for part, functions in parts.items():
+                for module, name in functions:
+                    patches.enter_context(patch.object(module, name, self.cut(part, getattr(module, name))))
             yield
 
     def cut(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:

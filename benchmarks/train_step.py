@@ -25,9 +25,8 @@ from torch import Tensor
 
 from benchmarks import peer, recipe_step
 from benchmarks.measure import Spent, in_turn, machine, median, spent, spread
-from logitmix.modules.blockwise import Examples, blockwise_loss, softmax
-from logitmix.modules.config import SimilarityConfig
-from logitmix.modules.losses import sampled_loss
+from logitmix.modules.config import MoLConfig
+from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer.memory import set_up_memory
@@ -110,7 +109,7 @@ def step(fused: bool, share: Share, precision: Precision, parts: int, options: O
     set_up_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
+    mol, noise = MoL(DIM, MoLConfig()), Noise(1)
     item_XD = torch.randn(ITEMS, DIM)
     gradient_XD = torch.zeros_like(item_XD)
     query_TD = torch.randn(options.positions, DIM)
@@ -123,7 +122,7 @@ def step(fused: bool, share: Share, precision: Precision, parts: int, options: O
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 query, item = mol.query(leaf_TD, examples.row_T, noise), mol.item(leaf_VD, id_V, noise)
                 if fused:
-                    loss = sampled_loss("softmax", mol, query, item, examples, noise, mol.config.gate_dropout)
+                    loss = mol.sampled_softmax(query, item, examples, noise)
                 else:
                     loss = blockwise_loss(softmax, mol, query, item, examples, noise, mol.config.gate_dropout)
             # Freed before the next part, as each leaves its function in a training loop.
@@ -139,7 +138,7 @@ def loss_alone(positions: int, negatives: int) -> Spent:
     """Fused loss and gradients of towers' outputs, by sequence, in BF16 if the CPU has it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    mol, noise = MoL(DIM, SimilarityConfig(kind="mol")), Noise(1)
+    mol, noise = MoL(DIM, MoLConfig()), Noise(1)
     id_V, named = _batch(torch.arange(positions), negatives, "sequence")
     # All items, so that their own share of memory is the same everywhere.
     examples = replace(named, target_T=id_V[named.target_T], negatives_GN=id_V[named.negatives_GN])
@@ -150,7 +149,7 @@ def loss_alone(positions: int, negatives: int) -> Spent:
 
     def work() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
-            loss = sampled_loss("softmax", mol, query, item, examples, noise, mol.config.gate_dropout)
+            loss = mol.sampled_softmax(query, item, examples, noise)
         loss.backward()
 
     return spent(work)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -18,7 +19,8 @@ def require(holds: bool, flag: str, value: object, needs: str) -> None:
 def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """A dataclass, and those within, from nested mappings; a missing key takes its default, where it has one.
 
-    Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list) or dict[str, X].
+    Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list), dict[str, X], or unions of
+    dataclasses that differ in a field `kind`, of which the first is the default.
     ValueError that names `source` and the key for an unknown or missing key, a value of the wrong type, or what a class
     refuses.
     """
@@ -39,6 +41,12 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
 
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        tree = value if isinstance(value, Mapping) else {}
+        try:
+            hint = class_of_kind(hint, tree.get("kind", arguments[0].kind), tree, key)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
     if dataclasses.is_dataclass(hint) or origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{source}: {key} is a section, not a value")
@@ -58,6 +66,33 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if type(value) is not hint:
         raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
     return value
+
+
+def classes_by_kind(union: types.UnionType) -> dict[str, Any]:
+    """Dataclasses that differ in a field `kind`, by it."""
+    return {cls.kind: cls for cls in typing.get_args(union)}
+
+
+def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], key: str) -> Any:
+    """The class of a kind. ValueError for an unknown kind, and where a name is that of another kind's setting."""
+    classes = classes_by_kind(union)
+    if not isinstance(kind, str) or kind not in classes:
+        near = nearest(str(kind), list(classes))
+        raise ValueError(f"{key}.kind is {kind!r}{near}; it must be one of {', '.join(classes)}")
+    settings = {other: [entry.name for entry in dataclasses.fields(cls)] for other, cls in classes.items()}
+    for name in names:
+        others = [other for other in settings if name in settings[other]]
+        if others and kind not in others:
+            raise ValueError(f"{key}.{name} is a setting of kind {' and '.join(others)}, but {key}.kind is {kind}")
+    return classes[kind]
+
+
+def of_class(config: Any, cls: type[T]) -> T:
+    """A configuration as one of another kind's class; settings that both kinds have are kept."""
+    if isinstance(config, cls):
+        return config
+    names = {entry.name for entry in dataclasses.fields(cls)} - {"kind"}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in dataclasses.asdict(config).items() if name in names})
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -28,12 +28,28 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
-class SimilarityConfig:
-    """phi(x, u): a dot product, or the mixture of logits (Algorithm 1, Equation 10)."""
+class DotConfig:
+    """phi(x, u), the similarity, of kind «dot»: a dot product."""
 
-    kind: Literal["dot", "mol"] = "dot"
+    kind: Literal["dot"] = "dot"
+    """dot or mol; the other settings are those of the kind."""
     normalize: bool = True
-    """L2-normalise embeddings (dot) or components (mol: «component-level hypersphere embeddings»)."""
+    """L2-normalise both embeddings: a cosine, divided by the temperature."""
+    temperature: float = 0.05
+    """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
+
+    def __post_init__(self) -> None:
+        _require_temperature(self.temperature)
+
+
+@dataclass(frozen=True)
+class MoLConfig:
+    """phi(x, u), the similarity, of kind «mol»: the mixture of logits (Algorithm 1, Equation 10)."""
+
+    kind: Literal["mol"] = "mol"
+    """dot or mol; the other settings are those of the kind."""
+    normalize: bool = True
+    """L2-normalise components («component-level hypersphere embeddings»)."""
     temperature: float = 0.05
     """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
     query_components: int = 8
@@ -53,11 +69,19 @@ class SimilarityConfig:
     """Rate on the inputs of the query's and the item's gating MLPs."""
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
+        _require_temperature(self.temperature)
         for name in ("query_components", "item_components", "component_dim", "gate_hidden", "projection_hidden"):
             require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
+
+
+def _require_temperature(value: float) -> None:
+    require(0 < value < inf, "model.similarity.temperature", value, "above 0 and finite")
+
+
+SimilarityConfig = DotConfig | MoLConfig
+"""One class per kind of similarity; similarity/build.py has the modules."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ class ModelConfig:
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    similarity: SimilarityConfig = field(default_factory=SimilarityConfig)
+    similarity: SimilarityConfig = field(default_factory=DotConfig)
     hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 

@@ -5,31 +5,22 @@ Axes: T queries, N items, D width, H h-indexer width, K items that stage 1 keeps
 
 from torch import Tensor, nn
 
-from .config import HIndexerConfig
+from .config import DotConfig, HIndexerConfig
+from .losses.blockwise import Side
 from .noise import Noise
 from .similarity.dot import Dot
 
 
-class HIndexer(nn.Module):
+class HIndexer(Dot):
     """Linear projections of query and item to H, L2-normalised; their cosine over a temperature ranks stage 1."""
 
     def __init__(self, dim: int, config: HIndexerConfig, temperature: float) -> None:
-        super().__init__()
+        super().__init__(config.dim, DotConfig(temperature=temperature))
         self.query_projection = nn.Linear(dim, config.dim, bias=False)
         self.item_projection = nn.Linear(dim, config.dim, bias=False)
-        self.dot = Dot(normalize=True, temperature=temperature)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        return self.dot.query(self.query_projection(query_TD), row_T, noise)
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+        return super().query(self.query_projection(query_TD), row_T, noise)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        return self.dot.item(self.item_projection(item_ND), row_N, noise)
-
-    def all_pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
-        return self.dot.all_pairs(query, item)
-
-    def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
-        return self.dot.pairs(query, item)
-
-    def pair_parameters(self) -> list[nn.Parameter]:
-        return []
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+        return super().item(self.item_projection(item_ND), row_N, noise)

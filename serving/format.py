@@ -1,7 +1,7 @@
-"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 2.
+"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 1.
 
     manifest.json        what is here; see below
-    query.safetensors    encoder.*, similarity.*, hindexer.*: the weights that queries pass through
+    tower.safetensors    the weights of the towers
     items.safetensors    table [X, D], with which histories are encoded, and the item cache: what the similarity
                          (similarity.0, …; of MoL the components [X, I, C] and the gating weights [X, M]) and the
                          h-indexer (hindexer.0 [X, H], where there is one) make of the items
@@ -14,8 +14,6 @@ All tensors are FP32. The fields of the manifest:
     run, step, dataset        where the weights come from: names of run and dataset, step of the checkpoint
     model                     the model's configuration
     num_items                 X
-    exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
-                              model was evaluated
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, and of safetensors the tensors: {name: {dtype, shape}}}}
     sha256                    of the other fields, as compact JSON in ASCII with sorted keys
@@ -46,13 +44,12 @@ from logitmix.serving.topk import MAX_ITEMS
 T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
-FORMAT_VERSION = 2
-MANIFEST, WEIGHTS, ITEMS, IDS = "manifest.json", "query.safetensors", "items.safetensors", "ids.json"
+FORMAT_VERSION = 1
+MANIFEST, WEIGHTS, ITEMS, IDS = "manifest.json", "tower.safetensors", "items.safetensors", "ids.json"
 
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
-_ABOUT_ITEMS = ("num_items", "exclude_history")
-_FIELDS = ("format", "format_version", *_WRITERS, *_SOURCE, "model", *_ABOUT_ITEMS, "signature", "files", "sha256")
+_FIELDS = ("format", "format_version", *_WRITERS, *_SOURCE, "model", "num_items", "signature", "files", "sha256")
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,13 @@ class Contents:
     model: ModelConfig
     source: Source
     weights: Mapping[str, Tensor]
-    """Of query.safetensors."""
+    """Of tower.safetensors."""
     items: Mapping[str, Tensor]
     """Of items.safetensors."""
     raw_ids: list[str]
     """[X], each once."""
     titles: list[str] | None
     """[X], for people to read."""
-    exclude_history: bool
-    """Whether retrieval leaves a history's own items out where the caller does not say."""
 
 
 def write(contents: Contents, out: Path, overwrite: bool = False) -> dict[str, Any]:
@@ -127,7 +122,6 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
         items=_read_tensors(path / ITEMS, item_shapes(model, manifest["num_items"]), device),
         raw_ids=ids["raw_ids"],
         titles=ids["titles"],
-        exclude_history=manifest["exclude_history"],
     )
 
 
@@ -191,7 +185,6 @@ def _manifest(part: Path, contents: Contents) -> dict[str, Any]:
         **dataclasses.asdict(contents.source),
         "model": dataclasses.asdict(contents.model),
         "num_items": len(contents.raw_ids),
-        "exclude_history": contents.exclude_history,
         "signature": signature(contents.model),
         "files": {
             name: {"bytes": (part / name).stat().st_size, "sha256": file_digest(part / name)} | extra
@@ -239,8 +232,6 @@ def _check_model(path: Path, manifest: Mapping[str, Any], model: ModelConfig) ->
     file, num_items, files = path / MANIFEST, manifest["num_items"], manifest["files"]
     if type(num_items) is not int or not 1 <= num_items <= MAX_ITEMS:
         _broken(file, f"num_items is {num_items!r}, not a number from 1 to {MAX_ITEMS}")
-    if type(manifest["exclude_history"]) is not bool:
-        _broken(file, f"exclude_history is {manifest['exclude_history']!r}, not true or false")
     if manifest["signature"] != signature(model):
         _broken(file, "its signature is not that of its model")
     tensors = _tensors(model, num_items)

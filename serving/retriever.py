@@ -14,13 +14,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from logitmix.modules.config import SimilarityConfig
-from logitmix.modules.encoders.sasrec import Packing
-from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.similarity.dot import Dot
-from logitmix.modules.similarity.mol import MoL
+from logitmix.modules.batch import Packing
+from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.serving.format import Contents, read
-from logitmix.serving.model import TABLE, QuerySide
+from logitmix.serving.model import TABLE, trained_tower
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
@@ -29,8 +26,6 @@ _QUERIES = 32
 """Histories ranked at once."""
 _NUMBERS = {"cpu": 2**22, "cuda": 2**26}
 """Numbers that a chunk of query-item pairs may hold at once, roughly: what fits the caches, or fills the device."""
-
-Side = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +53,7 @@ class Retriever:
     def __init__(self, contents: Contents) -> None:
         self.config, self.source = contents.model, contents.source
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
-        self.exclude_history = contents.exclude_history
-        self._model = QuerySide(contents.model).load(contents.weights)
+        self._tower = trained_tower(contents.model, contents.weights)
         self._item_XD = contents.items[TABLE]
         self._similarity_items = _side(contents, "similarity")
         self._hindexer_items = _side(contents, "hindexer")
@@ -83,18 +77,14 @@ class Retriever:
 
     @torch.inference_mode()
     def retrieve(
-        self,
-        histories: Sequence[Sequence[int]],
-        k: int,
-        exclude_history: bool | None = None,
-        stage1: int | None = None,
+        self, histories: Sequence[Sequence[int]], k: int, exclude_history: bool = True, stage1: int | None = None
     ) -> Retrieved:
         """The k best items [B, k] after each of B histories (item indices, oldest first).
 
         Of a history longer than the model's L the last L items are encoded; `exclude_history` leaves all of its items
-        out of the ranking (when not given, as the model was evaluated). The h-indexer keeps `stage1` items (100,000,
-        or k if that is more), which the similarity ranks; where there are no more items than that, or where the model
-        has no h-indexer, the similarity ranks the whole corpus.
+        out of the ranking. The h-indexer keeps `stage1` items (100,000, or k if that is more), which the similarity
+        ranks; where there are no more items than that, or where the model has no h-indexer, the similarity ranks the
+        whole corpus.
 
         Raises ValueError for an empty history, for what is not an item index, and for a k below 1 or above `stage1`.
         """
@@ -103,7 +93,6 @@ class Retriever:
         if stage1 is not None and stage1 < k:
             raise ValueError(f"stage1 is {stage1}; it must be at least k ({k})")
         kept = max(STAGE_1, k) if stage1 is None else stage1
-        exclude_history = self.exclude_history if exclude_history is None else exclude_history
         checked = [self._checked(history, place) for place, history in enumerate(histories)]
         best_BK = torch.full((len(checked), k), NOTHING)
         for start in range(0, len(checked), _QUERIES):
@@ -123,11 +112,7 @@ class Retriever:
         return [self._index_of[str(raw_id)] for raw_id in raw_ids]
 
     def rows(
-        self,
-        raw_history: Sequence[str | int],
-        k: int,
-        exclude_history: bool | None = None,
-        stage1: int | None = None,
+        self, raw_history: Sequence[str | int], k: int, exclude_history: bool = True, stage1: int | None = None
     ) -> list[Row]:
         """`retrieve` for one history of raw ids, for people to read: k rows, or fewer where fewer items are left."""
         found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)
@@ -156,15 +141,15 @@ class Retriever:
 
     def _rank(self, histories: list[list[int]], k: int, kept: int, exclude_history: bool) -> Tensor:
         """Keys [B, <= k] of the best items of each history."""
-        model = self._model
+        tower = self._tower
         query_BD, packing = self._queries(histories)
-        query = model.similarity.query(query_BD, packing.last_B)
+        query = tower.similarity.query(query_BD, packing.last_B)
         excluded = _Excluded(histories if exclude_history else [], self._item_XD.device)
-        if model.hindexer is None or kept >= self.num_items:
-            items = _slices(self._similarity_items, self._chunk(len(histories)))
-            return _best(model.similarity, query, items, k, excluded)
-        items = _slices(self._hindexer_items, self._chunk(len(histories), pair_numbers=1))
-        candidates_BK = _best(model.hindexer, model.hindexer.query(query_BD, packing.last_B), items, kept, excluded)
+        if tower.hindexer is None or kept >= self.num_items:
+            items = _slices(self._similarity_items, self._chunk(len(histories), tower.similarity))
+            return _best(tower.similarity, query, items, k, excluded)
+        items = _slices(self._hindexer_items, self._chunk(len(histories), tower.hindexer))
+        candidates_BK = _best(tower.hindexer, tower.hindexer.query(query_BD, packing.last_B), items, kept, excluded)
         return torch.cat([self._rerank(query, row, keys_K, k) for row, keys_K in enumerate(candidates_BK)])
 
     def _rerank(self, query: Side, row: int, candidates_K: Tensor, k: int) -> Tensor:
@@ -172,9 +157,10 @@ class Retriever:
         index_K = split_keys(candidates_K)[0]
         # In the order of the items, so that gathering reads memory forwards.
         index_K = index_K[index_K >= 0].sort().values
-        items = _gathered(self._similarity_items, index_K, self._chunk(1))
+        similarity = self._tower.similarity
+        items = _gathered(self._similarity_items, index_K, self._chunk(1, similarity))
         one = tuple(part[row : row + 1] for part in query)
-        best_1K = _best(self._model.similarity, one, items, k, None)
+        best_1K = _best(similarity, one, items, k, None)
         missing = best_1K.new_full((1, k - best_1K.shape[1]), NOTHING)
         return torch.cat([best_1K, missing], dim=1)
 
@@ -183,12 +169,11 @@ class Retriever:
         encoded = [history[-L:] for history in histories]
         packing = Packing(torch.tensor([len(history) for history in encoded])).to(device)
         history_T = torch.tensor([item for history in encoded for item in history], device=device)
-        return self._model.queries(self._item_XD[history_T], packing), packing
+        return self._tower.queries(self._item_XD[history_T], packing), packing
 
-    def _chunk(self, queries: int, pair_numbers: int | None = None) -> int:
+    def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""
-        numbers = pair_numbers or _pair_numbers(self.config.similarity)
-        return max(1, _NUMBERS[self._item_XD.device.type] // (queries * numbers))
+        return max(1, _NUMBERS[self._item_XD.device.type] // (queries * stage.pair_numbers))
 
 
 class _Excluded:
@@ -207,11 +192,7 @@ class _Excluded:
 
 
 def _best(
-    similarity: Dot | MoL | HIndexer,
-    query: Side,
-    items: Iterator[tuple[Tensor, Side]],
-    k: int,
-    excluded: _Excluded | None,
+    similarity: Similarity, query: Side, items: Iterator[tuple[Tensor, Side]], k: int, excluded: _Excluded | None
 ) -> Tensor:
     """Keys [B, <= k] of the best items, given in chunks of indices and sides; the similarity of B queries to each."""
     best_BK = torch.empty(len(query[0]), 0, dtype=torch.int64, device=query[0].device)
@@ -241,10 +222,3 @@ def _side(contents: Contents, stage: str) -> Side:
     """similarity.0, similarity.1, … as the tuple that the stage's `item` gave."""
     count = sum(name.startswith(f"{stage}.") for name in contents.items)
     return tuple(contents.items[f"{stage}.{i}"] for i in range(count))
-
-
-def _pair_numbers(config: SimilarityConfig) -> int:
-    """Numbers per query-item pair that are in memory at once: MoL's logits and the cross gate's hidden layer."""
-    if config.kind == "dot":
-        return 1
-    return config.query_components * config.item_components + config.gate_hidden

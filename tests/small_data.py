@@ -55,8 +55,11 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
         "train.epochs": 2,
         "train.log_every": 1,
     }
+    flat |= settings
+    if flat["model.similarity.kind"] != "mol":
+        flat = {key: value for key, value in flat.items() if not key.startswith("model.similarity.")} | dict(settings)
     tree: dict[str, Any] = {}
-    for key, value in (flat | dict(settings)).items():
+    for key, value in flat.items():
         *sections, name = key.split(".")
         node = tree
         for section in sections:

@@ -54,6 +54,7 @@ def test_the_tree_keeps_the_contracts(tree: Path) -> None:
         ("serving/planted.py", "import torchrec", "torchrec"),
         ("serving/planted.py", "from fbgemm_gpu import quantize_comm", "fbgemm_gpu"),
         ("serving/planted.py", "from logitmix.modules import embeddings", "logitmix.modules.embeddings"),
+        ("serving/planted.py", "from logitmix.modules import model", "logitmix.modules.model"),
         ("serving/planted.py", "import logitmix.modules.unheard_of", "logitmix.modules.unheard_of"),
         ("serving/planted.py", "import logitmix.trainer", "logitmix.trainer"),
         ("serving/planted.py", "import logitmix.comm", "logitmix.comm"),

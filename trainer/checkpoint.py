@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, json_digest, publish, staging_path
-from logitmix.modules.model import Tower
+from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import WEIGHT, ParallelModel
 from logitmix.trainer.run import checkpoint_paths, read_config

@@ -9,7 +9,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, TypeVar
 
@@ -17,7 +18,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from logitmix.trainer.config import Config, HistoryRule, load_recipe, recipe_names
+from logitmix.common.mappings import class_of_kind, of_class
+from logitmix.modules.config import SimilarityConfig
+from logitmix.trainer.config import Config, load_recipe, recipe_names
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 
@@ -63,10 +66,8 @@ class EvaluateCommand:
     run: tyro.conf.Positional[str]
     """Run directory."""
     split: Literal["test", "validation"] = "test"
-    exclude_history: HistoryRule | None = None
+    exclude_history: bool | None = None
     """Leave a user's history out of the ranking; as the run was configured when not given."""
-    users: int | None = None
-    """Users ranked, a fixed sample of them; 0 ranks all. As the run was configured when not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
@@ -102,8 +103,8 @@ class RetrieveCommand:
     """How many items."""
     stage1: int | None = None
     """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
-    exclude_history: HistoryRule = "auto"
-    """Leave items of the history out; auto: as the run was evaluated."""
+    include_history: bool = False
+    """Let items of the history be retrieved again."""
     json: bool = False
     """Print JSON."""
 
@@ -143,7 +144,7 @@ def _train(words: list[str]) -> None:
             raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
-    recipe = load_recipe(words[0])
+    recipe = _with_similarity(load_recipe(words[0]), words[1:])
     default = TrainCommand(**{entry.name: getattr(recipe, entry.name) for entry in dataclasses.fields(recipe)})
     command = _parse(TrainCommand, f"train {words[0]}", words[1:], default)
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
@@ -156,6 +157,19 @@ def _train(words: list[str]) -> None:
         _show_metrics(results, f"{run}: test, checkpoint of step {results['step']}", command.json)
 
 
+def _with_similarity(config: Config, words: list[str]) -> Config:
+    """The recipe with the kind of similarity that the words name: what settings there are depends on it."""
+    prefix = "--model.similarity."
+    flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
+    names = [name.removeprefix("no-").replace("-", "_") for name, _, _ in flags]
+    kinds = [value for name, equals, value in flags if name == "kind" and equals]
+    kinds += [value for flag, value in pairwise(words) if flag == f"{prefix}kind"]
+    similarity = config.model.similarity
+    kind = kinds[-1] if kinds else similarity.kind
+    cls = class_of_kind(SimilarityConfig, kind, names, prefix.strip("-."))
+    return replace(config, model=replace(config.model, similarity=of_class(similarity, cls)))
+
+
 def _evaluate(words: list[str]) -> None:
     command = _parse(EvaluateCommand, "evaluate", words)
     _quiet()
@@ -163,7 +177,7 @@ def _evaluate(words: list[str]) -> None:
 
     threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     results = evaluate_run(
-        Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
+        Path(command.run), command.split, command.exclude_history, command.device, threads, show_progress=_is_main()
     )
     if _is_main():
         title = f"{command.run}: {command.split}, checkpoint of step {results['step']}"
@@ -188,8 +202,7 @@ def _retrieve(words: list[str]) -> None:
 
     retriever = Retriever.load(Path(command.directory))
     history = [part.strip() for part in command.history.split(",") if part.strip()]
-    exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
-    rows = retriever.rows(history, command.k, exclude, command.stage1)
+    rows = retriever.rows(history, command.k, exclude_history=not command.include_history, stage1=command.stage1)
     if command.json:
         print(json.dumps(rows))
         return
@@ -209,7 +222,7 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
                 prog=f"logitmix {command}",
                 args=words,
                 default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareOptions else (),
+                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareOptions else (tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if not stop.code:

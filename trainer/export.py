@@ -11,12 +11,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from logitmix.modules.model import Tower
+from logitmix.modules.towers import Tower
 from logitmix.serving.format import Contents, Source, check_target, write
-from logitmix.serving.model import TABLE, item_cache, item_shapes, query_weights
+from logitmix.serving.model import TABLE, item_cache, item_shapes
 from logitmix.trainer.checkpoint import OfflineModel, load_offline
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import require_same_dataset
 
 _ITEMS = 2**13
@@ -35,8 +34,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
     dataset = load_dataset(model.config.data.path)
     require_same_dataset(run, dataset)
     source = Source(run.resolve().name, model.step, dataset.name)
-    exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
-    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, exclude_history, overwrite)
+    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, overwrite)
 
 
 def export_model(
@@ -45,7 +43,6 @@ def export_model(
     titles: list[str] | None,
     source: Source,
     out: Path,
-    exclude_history: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes a serving directory of a model whose items have these raw ids and titles; gives its manifest.
@@ -57,11 +54,10 @@ def export_model(
     contents = Contents(
         model=model.config.model,
         source=source,
-        weights=query_weights(tower),
+        weights=tower.state_dict(),
         items=_items(tower, model.item_XD),
         raw_ids=raw_ids,
         titles=titles,
-        exclude_history=exclude_history,
     )
     return write(contents, out, overwrite)
 
@@ -69,11 +65,10 @@ def export_model(
 @torch.inference_mode()
 def _items(tower: Tower, item_XD: Tensor) -> dict[str, Tensor]:
     """The table and what the similarity and the h-indexer make of it."""
-    hindexer = tower.hindexer if tower.config.hindexer.weight > 0 else None
     shapes = item_shapes(tower.config, len(item_XD))
     items = {name: torch.empty(shape) for name, shape in shapes.items() if name != TABLE}
     for start in range(0, len(item_XD), _ITEMS):
-        part = item_cache(tower.similarity, hindexer, item_XD[start : start + _ITEMS])
+        part = item_cache(tower, item_XD[start : start + _ITEMS])
         for name, value in part.items():
             items[name][start : start + _ITEMS] = value
     return {TABLE: item_XD, **items}

@@ -12,19 +12,19 @@ from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import agreed, largest
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.modules.model import Batch
+from logitmix.modules.batch import Batch
 from logitmix.trainer import checkpoint
 from logitmix.trainer.checkpoint import Progress
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.batches import TrainingBatches
+from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluate import Evaluation
+from logitmix.trainer.evaluate import evaluate
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.run import run_lock, start_run, write_results
-from logitmix.trainer.telemetry import Telemetry
+from logitmix.trainer.telemetry import Telemetry, counting
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
@@ -40,28 +40,21 @@ def train(config: Config, run: Path) -> dict[str, float]:
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
-        evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
-        done = _steps(config, run, dataset, model, optimizer, done, evaluation)
+        done = _steps(config, run, dataset, model, optimizer, done)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
-        results = (_test(run, ranks, evaluation) if evaluation else {"step": done.step}) | speed
+        results = _test(config, run, dataset, ranks) | speed
         if ranks.rank == 0:
             write_results(run, results)
     return results
 
 
 def _steps(
-    config: Config,
-    run: Path,
-    dataset: Dataset,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    done: Progress,
-    evaluation: Evaluation | None,
+    config: Config, run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer, done: Progress
 ) -> Progress:
     """Every step from `done` to the end of the run."""
     ranks, batches, finite = model.ranks, training_batches(config, dataset, model.ranks), _Finite(model)
     total = config.train.epochs * batches.steps_per_epoch
-    evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
+    evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
     with Telemetry(run, model, done, total) as telemetry, closing(_ahead(batches, model, done.step, total)) as ahead:
         clock, step = telemetry.clock, done.step
@@ -109,13 +102,12 @@ def _steps(
             if sent is not None:
                 telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach(), sent)
             done = Progress(step, clock.total, telemetry.examples)
-            evaluating, saving = (finished or step % every == 0 for every in (evaluate_every, save_every))
-            if evaluating or saving:
+            if finished or step % evaluate_every == 0 or step % save_every == 0:
                 finite.check()
-            if evaluation and evaluating:
-                done = replace(done, validation=evaluation("validation", model.tower, model.gather_table()))
+            if finished or step % evaluate_every == 0:
+                done = replace(done, validation=_validate(config, dataset, model))
                 telemetry.log_validation(step, epoch, done.validation)
-            if saving or done.validation:
+            if done.validation or step % save_every == 0:
                 checkpoint.save(run, model, optimizer, done, config.train.keep)
     return done
 
@@ -186,10 +178,21 @@ def _out_of_time(config: Config, seconds: float, ranks: Ranks) -> bool:
     return agreed(seconds >= config.train.minutes * 60, ranks)
 
 
-def _test(run: Path, ranks: Ranks, evaluation: Evaluation) -> dict[str, float]:
+def _validate(config: Config, dataset: Dataset, model: ParallelModel) -> dict[str, float]:
+    users = ranking_users(dataset, "validation", config.model.encoder.max_length)
+    exclude = config.evaluate.exclude_history
+    with counting("validation", len(users), model.ranks.rank == 0) as advance:
+        return evaluate(model.tower, model.gather_table(), users, config.evaluate, exclude, model.ranks, advance)
+
+
+def _test(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
     """Metrics of the best checkpoint on the test items: computed once, at the end."""
     best = checkpoint.load_offline(run, ranks=ranks)
-    return evaluation("test", best.tower.to(ranks.device), best.item_XD) | {"step": best.step}
+    users = ranking_users(dataset, "test", config.model.encoder.max_length)
+    exclude, tower = config.evaluate.exclude_history, best.tower.to(ranks.device)
+    with counting("test", len(users), ranks.rank == 0) as advance:
+        metrics = evaluate(tower, best.item_XD, users, config.evaluate, exclude, ranks, advance)
+    return metrics | {"step": best.step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

@@ -23,9 +23,11 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
+from logitmix.modules.batch import Batch
 from logitmix.modules.embeddings import ITEM
-from logitmix.modules.model import Batch, RetrievalModel, Tower
+from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
+from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizer, fused_params, table_kernel, table_optimizer
 from logitmix.trainer.rows import RowExchange, slices_of
@@ -50,7 +52,7 @@ class ParallelModel:
 
     @property
     def tower(self) -> Tower:
-        return cast(Tower, self.replicated.module)
+        return cast(SampledLosses, self.replicated.module).tower
 
     def row_exchange(self, id_V: Tensor) -> RowExchange:
         """Begins the exchange of the rows of sorted ids [V], given on the CPU; collective."""
@@ -105,7 +107,7 @@ def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:
     tower = model.tower.to_empty(device="cpu")
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
     replicated = DistributedDataParallel(
-        tower.to(ranks.device), process_group=ranks.group, gradient_as_bucket_view=True
+        SampledLosses(tower.to(ranks.device)), process_group=ranks.group, gradient_as_bucket_view=True
     )
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)

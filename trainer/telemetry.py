@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.modules.model import Batch
+from logitmix.modules.batch import Batch
 from logitmix.trainer.checkpoint import Progress as Done
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.run import append_row, keep_rows
@@ -118,7 +118,7 @@ class Telemetry:
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
         self.last_step, self.positions = step, 0
         if self.main:
-            self._write("train", step, row | self._gates(step, batch, rows_VD))
+            self._write("train", step, row | self._diagnostics(step, batch, rows_VD))
             self.bar.update(self.task, description=f"loss {row['loss']:.4f}")
 
     def log_validation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
@@ -127,20 +127,16 @@ class Telemetry:
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
             self.console.print(f"epoch {epoch:g}, step {step}: validation {shown}", highlight=False)
 
-    def _gates(self, step: int, batch: Batch, rows_VD: Tensor) -> dict[str, float]:
-        """How rank 0's first sequences use MoL's components; entropy 1 is even use."""
+    def _diagnostics(self, step: int, batch: Batch, rows_VD: Tensor) -> dict[str, float]:
+        """The similarity's, of rank 0's first sequences; vectors become histograms."""
         with autocast(self.model.config, self.ranks.device):
-            gates_TM = self.model.tower.gate_sample(rows_VD, batch)
-        if gates_TM is None or not gates_TM.isfinite().all():
+            values = self.model.tower.diagnostics(rows_VD, batch)
+        if not all(value.isfinite().all() for value in values.values()):
             return {}  # the next step's check says what is wrong
-        use_M = gates_TM.mean(0)
-        self.board.add_histogram("gates/use_of_components", use_M.cpu().numpy(), step)
-        entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
-        return {
-            "gates/entropy": float(entropy) / math.log(gates_TM.shape[1]) if gates_TM.shape[1] > 1 else 0.0,
-            "gates/least_used": float(use_M.min()),
-            "gates/most_used": float(use_M.max()),
-        }
+        for name, value in values.items():
+            if value.ndim:
+                self.board.add_histogram(name, value.cpu().numpy(), step)
+        return {name: float(value) for name, value in values.items() if not value.ndim}
 
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
         append_row(self.run, kind, step, row)

@@ -4,13 +4,14 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, D wid
 """
 
 import math
-from copy import copy
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..batch import Packing
 from ..config import EncoderConfig
+from ..initialize import reset_layers
 from ..noise import Noise
 
 
@@ -32,8 +33,9 @@ class SASRec(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.trunc_normal_(self.position_LD, std=0.02, a=-0.04, b=0.04, generator=generator)
+        reset_layers(self, generator)
 
-    def forward(self, item_TD: Tensor, packing: "Packing", noise: Noise | None) -> Tensor:
+    def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
         x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
         if noise:
@@ -41,39 +43,6 @@ class SASRec(nn.Module):
         for block in self.blocks:
             x_TD = block(x_TD, packing, noise)
         return self.norm(x_TD)
-
-
-class Packing:
-    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array.
-
-    `first_row`: the global number of the first position, which names the rows of the dropout masks.
-    """
-
-    def __init__(self, lengths_B: Tensor, first_row: int = 0) -> None:
-        total, longest = int(lengths_B.sum()), int(lengths_B.max()) if len(lengths_B) else 0
-        self.offset_B = F.pad(lengths_B.cumsum(0), (1, 0))
-        start_B = self.offset_B[:-1]
-        sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
-        self.lengths_B = lengths_B
-        self.bounds = self.offset_B.tolist()
-        self.position_T = torch.arange(total) - start_B[sequence_T]
-        self.row_T = torch.arange(first_row, first_row + total)
-        self.padded_T = sequence_T * longest + self.position_T
-        self.shape = (len(lengths_B), longest)
-        self.last_B = self.offset_B[1:] - 1
-
-    def to(self, device: torch.device) -> "Packing":
-        moved = copy(self)
-        for name in _MOVED:
-            setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
-        return moved
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        for name in _MOVED:
-            getattr(self, name).record_stream(stream)
-
-
-_MOVED = ("position_T", "row_T", "padded_T", "offset_B", "last_B")
 
 
 class _Block(nn.Module):

@@ -1,12 +1,20 @@
-"""Config -> similarity. Apart from model.py, so that serving can import it without torchrec."""
+"""Configuration -> similarity. Apart from base.py, which the similarities import."""
+
+from collections.abc import Callable
+from typing import Any
+
+from logitmix.common.mappings import classes_by_kind
 
 from ..config import SimilarityConfig
+from .base import Similarity
 from .dot import Dot
 from .mol import MoL
 
+MODULES: dict[str, Callable[[int, Any], Similarity]] = {"dot": Dot, "mol": MoL}
+"""By kind: what is made of a width and a configuration of that kind."""
+assert MODULES.keys() == classes_by_kind(SimilarityConfig).keys()
 
-def build_similarity(dim: int, config: SimilarityConfig) -> Dot | MoL:
+
+def build_similarity(dim: int, config: SimilarityConfig) -> Similarity:
     """phi(x, u) for queries and items of width `dim`."""
-    if config.kind == "dot":
-        return Dot(config.normalize, config.temperature)
-    return MoL(dim, config)
+    return MODULES[config.kind](dim, config)

@@ -6,42 +6,41 @@ Axes: T queries, N items, D width.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..config import DotConfig
+from ..losses.blockwise import Examples, Side
+from ..losses.dot_loss import dot_sampled_softmax
 from ..noise import Noise
+from .base import PairDropout, Similarity
 
 
-class Dot(nn.Module):
+class Dot(Similarity):
     """Cosine divided by a temperature, or the plain dot product where `normalize` is off."""
 
-    def __init__(self, normalize: bool, temperature: float) -> None:
+    def __init__(self, dim: int, config: DotConfig) -> None:
         super().__init__()
-        self.normalize, self.temperature = normalize, temperature
+        self.normalize, self.temperature = config.normalize, config.temperature
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        """The query's side of the similarity, computed once per query: a tuple of tensors [T, ...]."""
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
         if self.normalize:
             query_TD = l2_normalize(query_TD, 1 / self.temperature)
         return (query_TD,)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-        """The item's side, which serving caches: a tuple of tensors [N, ...]."""
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
         return (l2_normalize(item_ND) if self.normalize else item_ND,)
 
-    def all_pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
-        """phi(x, u) of each query with each item, FP32 [T, N]."""
+    def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         # Not in BF16, where cosines over a temperature of 0.05 would be off by up to 0.06.
         with torch.autocast(query[0].device.type, enabled=False):
             return torch.mm(query[0].float(), item[0].float().t())
 
-    def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: object = None) -> Tensor:
-        """phi(x, u) of query t with item t, FP32 [T]."""
+    def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         return (query[0].float() * item[0].float()).sum(-1)
 
-    def pair_parameters(self) -> list[nn.Parameter]:
-        """The parameters that all_pairs and pairs use."""
-        return []
+    def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        return dot_sampled_softmax(query[0], item[0], examples)
 
 
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,27 +4,26 @@ Axes: T queries, N items, D width, U query components (k_u), I item components (
 M = U * I mixture components.
 """
 
-from collections.abc import Callable
+import math
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import SimilarityConfig
+from ..config import MoLConfig
+from ..losses.blockwise import Examples, GateDropout, Side
+from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
+from .base import PairDropout, Similarity
 from .dot import l2_normalize
 
 PREFERENCE = 2.0
 """Initial bias of the cross gate for a component paired with its like: with 8 x 8, SiLU and softmax give these 8 pairs
 about 0.45 of the weight."""
 
-GateDropout = Callable[[Tensor], Tensor]
-CrossGate = Callable[[Tensor], Tensor]
-"""Logits [..., M] in, gating weights [..., M] out: what the two sides share."""
 
-
-class MoL(nn.Module):
+class MoL(Similarity):
     """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2).
 
     Precision: projections, logits, gating MLPs, SiLU and the gates' softmax run in the dtype that autocast sets, as
@@ -32,9 +31,9 @@ class MoL(nn.Module):
     of them, and a similarity of size 1/tau rounded to BF16 would be off by up to 0.06.
     """
 
-    def __init__(self, dim: int, config: SimilarityConfig) -> None:
+    def __init__(self, dim: int, config: MoLConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.pair_dropout = config, config.gate_dropout
         U, I, C = config.query_components, config.item_components, config.component_dim
         self.query_projection = _Projection(dim, config.projection_hidden, U * C)
         self.item_projection = _Projection(dim, config.projection_hidden, I * C)
@@ -43,14 +42,15 @@ class MoL(nn.Module):
         self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """To follow the random initialisation of the layers: makes the mixture begin as a similarity.
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Random layers, changed so that the mixture begins as a similarity.
 
         Component c of the query and component c of the item begin as the same map of the width D, in which queries and
         items are compared; nearly a linear one, the gated units being open. And the cross gate begins with a preference
         for the logits of such pairs and blind to the logits themselves, whose size of up to 1/tau would make its
         choice a random one.
         """
+        super().reset_parameters(generator)
         U, I, C = self.config.query_components, self.config.item_components, self.config.component_dim
         for projection in (self.query_projection, self.item_projection):
             projection.gated.bias[self.config.projection_hidden :] = 1.0
@@ -61,14 +61,14 @@ class MoL(nn.Module):
         last.weight.zero_()
         last.bias.view(U, I).fill_diagonal_(PREFERENCE)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
         shape = (len(query_TD), self.config.query_components, self.config.component_dim)
         components = self.query_projection(query_TD).view(shape)
         weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
         return self._scaled(components, 1 / self.config.temperature), weights
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
         """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
         dropped_ND = item_ND
         if noise:
@@ -78,24 +78,51 @@ class MoL(nn.Module):
         weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
         return self._scaled(components, 1.0), weights
 
-    def all_pairs(
-        self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None
-    ) -> Tensor:
-        """phi(x, u) of each query with each item, FP32 [T, N]."""
-        return all_pairs(query, item, self.cross_gate, dropout)
+    def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
+        (query_TUC, query_TM), (item_NIC, item_NM) = query, item
+        T, U, C = query_TUC.shape
+        N, I, _ = item_NIC.shape
+        logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
+        logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
+        return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)
 
-    def pairs(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...], dropout: GateDropout | None = None) -> Tensor:
-        """phi(x, u) of query t with item t, FP32 [T]."""
-        return pairs(query, item, self.cross_gate, dropout)
+    def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
+        return self._mix(_logits_of_pairs(query, item), query[1], item[1], dropout)
 
     def pair_parameters(self) -> list[nn.Parameter]:
-        """The parameters that all_pairs and pairs use: the cross gate's."""
         return list(self.cross_gate.parameters())
 
-    def sample_gates(self, query: tuple[Tensor, ...], item: tuple[Tensor, ...]) -> Tensor:
-        """pi of query t with item t [T, M], for watching how the components are used."""
-        logits_TM = torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
-        return gates(logits_TM, query[1], item[1], self.cross_gate).float()
+    @property
+    def pair_numbers(self) -> int:
+        """The logits and the cross gate's hidden layer."""
+        return self.config.query_components * self.config.item_components + self.config.gate_hidden
+
+    def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        rate = self.pair_dropout
+        dropout = GateDropout(noise, rate, examples.row_T) if noise and rate else None
+        target_T, negatives_GN = examples.target_T, examples.negatives_GN
+        fused = mol_sampled_softmax(
+            query, item, self.pair_parameters(), target_T, negatives_GN, examples.bounds, dropout
+        )
+        # In plain torch, which on a GPU is slower by far.
+        return super().sampled_softmax(query, item, examples, noise) if fused is None else fused
+
+    def gates(self, query: Side, item: Side) -> Tensor:
+        """pi(x, u) of query t with item t, FP32 [T, M]."""
+        return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
+
+    def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
+        """How the components are used; entropy 1 is even use."""
+        gates_TM = self.gates(query, item)
+        use_M = gates_TM.mean(0)
+        entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
+        most = math.log(len(use_M))
+        return {
+            "gates/entropy": entropy / most if most else torch.zeros(()),
+            "gates/least_used": use_M.min(),
+            "gates/most_used": use_M.max(),
+            "gates/use_of_components": use_M,
+        }
 
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
         return l2_normalize(components, scale, components.dtype) if self.config.normalize else components * scale
@@ -103,46 +130,26 @@ class MoL(nn.Module):
     def _gate_input(self, x_RD: Tensor, row_R: Tensor, noise: Noise | None, site: str) -> Tensor:
         return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD
 
+    def _gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
+        """Decomposed gating of logits [..., M], a distribution over the M components."""
+        combined = torch.addcmul(self.cross_gate(logits), query_weights, item_weights)
+        with torch.autocast(combined.device.type, enabled=False):
+            return F.softmax(F.silu(combined), dim=-1)
 
-def all_pairs(
-    query: tuple[Tensor, ...], item: tuple[Tensor, ...], cross_gate: CrossGate, dropout: GateDropout | None = None
-) -> Tensor:
-    """phi(x, u) of each query with each item, FP32 [T, N]."""
-    (query_TUC, query_TM), (item_NIC, item_NM) = query, item
-    T, U, C = query_TUC.shape
-    N, I, _ = item_NIC.shape
-    logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
-    logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
-    return _mix(logits_TNM, query_TM[:, None], item_NM[None], cross_gate, dropout)
-
-
-def pairs(
-    query: tuple[Tensor, ...], item: tuple[Tensor, ...], cross_gate: CrossGate, dropout: GateDropout | None = None
-) -> Tensor:
-    """phi(x, u) of query t with item t, FP32 [T]."""
-    (query_TUC, query_TM), (item_TIC, item_TM) = query, item
-    logits_TM = torch.bmm(query_TUC, item_TIC.transpose(1, 2)).flatten(1)
-    return _mix(logits_TM, query_TM, item_TM, cross_gate, dropout)
+    def _mix(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor, dropout: PairDropout | None) -> Tensor:
+        pi = self._gates(logits, query_weights, item_weights)
+        if dropout is not None:
+            pi = dropout(pi)
+        mixed = (pi * logits).sum(-1, dtype=torch.float32)
+        if dropout is not None:
+            # The gates stay a distribution: what dropout leaves is renormalised.
+            mixed = mixed / pi.sum(-1, dtype=torch.float32).clamp(min=1e-6)
+        return mixed
 
 
-def gates(logits: Tensor, query_weights: Tensor, item_weights: Tensor, cross_gate: CrossGate) -> Tensor:
-    """pi(x, u): decomposed gating of logits [..., M], a distribution over the M components."""
-    combined = torch.addcmul(cross_gate(logits), query_weights, item_weights)
-    with torch.autocast(combined.device.type, enabled=False):
-        return F.softmax(F.silu(combined), dim=-1)
-
-
-def _mix(
-    logits: Tensor, query_weights: Tensor, item_weights: Tensor, cross_gate: CrossGate, dropout: GateDropout | None
-) -> Tensor:
-    pi = gates(logits, query_weights, item_weights, cross_gate)
-    if dropout is not None:
-        pi = dropout(pi)
-    mixed = (pi * logits).sum(-1, dtype=torch.float32)
-    if dropout is not None:
-        # The gates stay a distribution: what dropout leaves is renormalised.
-        mixed = mixed / pi.sum(-1, dtype=torch.float32).clamp(min=1e-6)
-    return mixed
+def _logits_of_pairs(query: Side, item: Side) -> Tensor:
+    """<f_u(u), g_i(x)> / tau of query t with item t [T, M]."""
+    return torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
 
 
 class _Projection(nn.Module):

@@ -1,8 +1,9 @@
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 
-from logitmix.common.mappings import from_mapping
+from logitmix.common.mappings import from_mapping, of_class
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,57 @@ def test_what_does_not_fit_is_refused_by_its_key(tree: dict, message: str) -> No
     with pytest.raises(ValueError) as error:
         from_mapping(Settings, tree, "here")
     assert str(error.value) == message
+
+
+@dataclass(frozen=True)
+class Circle:
+    kind: Literal["circle"] = "circle"
+    name: str = "shape"
+    radius: int = 1
+
+
+@dataclass(frozen=True)
+class Square:
+    kind: Literal["square"] = "square"
+    name: str = "shape"
+    side: int = 1
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: Circle | Square = field(default_factory=Circle)
+
+
+@pytest.mark.parametrize(
+    ("tree", "shape"),
+    [
+        ({}, Circle()),
+        ({"radius": 2}, Circle(radius=2)),
+        ({"kind": "circle", "name": "a"}, Circle(name="a")),
+        ({"kind": "square", "side": 3}, Square(side=3)),
+    ],
+)
+def test_a_section_is_of_the_class_that_its_kind_names(tree: dict[str, Any], shape: object) -> None:
+    assert from_mapping(Drawing, {"shape": tree}, "here") == Drawing(shape)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"kind": "squere"}, "here: shape.kind is 'squere' (did you mean square?); it must be one of circle, square"),
+        ({"kind": 3}, "here: shape.kind is 3; it must be one of circle, square"),
+        ({"side": 3}, "here: shape.side is a setting of kind square, but shape.kind is circle"),
+        ({"kind": "square", "sides": 3}, "here: unknown key shape.sides (did you mean side?)"),
+        (3, "here: shape is a section, not a value"),
+    ],
+)
+def test_what_is_of_no_kind_or_of_another_is_refused(tree: object, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        from_mapping(Drawing, {"shape": tree}, "here")
+    assert str(error.value) == message
+
+
+def test_another_kind_keeps_what_both_have() -> None:
+    assert of_class(Circle(name="a", radius=5), Square) == Square(name="a")
+    kept = Circle(radius=5)
+    assert of_class(kept, Circle) is kept

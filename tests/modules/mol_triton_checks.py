@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from test_mol_loss import EPS, NOISE, Case, dense, make
 from torch import Tensor
 
-from logitmix.modules.kernels import mol_triton
-from logitmix.modules.kernels.mol_loss import GateDropout
+from logitmix.modules.losses import mol_triton
+from logitmix.modules.losses.blockwise import GateDropout
 from logitmix.modules.noise import derive_key, threshold
 
 

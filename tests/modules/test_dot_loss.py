@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitmix.modules.blockwise import Examples, blockwise_loss, softmax
-from logitmix.modules.kernels import dot_loss
+from logitmix.modules.config import DotConfig
+from logitmix.modules.losses import dot_loss
+from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.similarity.dot import Dot
 
 WIDTH = 16
@@ -44,7 +45,9 @@ def test_equals_the_block_form(case: str, limit: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(dot_loss, "_PAIRS", limit)
     monkeypatch.setattr(dot_loss, "_ALL_PAIRS", limit)
     loss = dot_loss.dot_sampled_softmax(query, item, examples)
-    plain = blockwise_loss(softmax, Dot(normalize=False, temperature=1.0), (query,), (item,), examples, None, 0.0)
+    plain = blockwise_loss(
+        softmax, Dot(WIDTH, DotConfig(normalize=False, temperature=1.0)), (query,), (item,), examples, None, 0.0
+    )
     # Hundreds of losses, and gradients of as many terms, in another order.
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
     actual, expected = (torch.autograd.grad(2 * of, [query, item]) for of in (loss, plain))

@@ -1,6 +1,6 @@
-"""sampled_loss against the same sums without blocks: one big [T, N + 1] table, ordinary autograd, FP64."""
+"""Sampled losses against the same sums without blocks: one big [T, N + 1] table, ordinary autograd, FP64."""
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitmix.modules.config import HIndexerConfig, SimilarityConfig
+from logitmix.modules.config import DotConfig, HIndexerConfig, MoLConfig
 from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.losses import Examples, Similarity, sampled_loss
+from logitmix.modules.losses import mol_loss
+from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.build import build_similarity
 
 DIM = 8
@@ -25,17 +27,22 @@ Kind = Literal["softmax", "bce"]
 
 
 def make(kind: str, normalize: bool = True) -> Similarity:
-    options = SimilarityConfig(
-        kind="mol" if kind == "mol" else "dot",
-        normalize=normalize,
-        temperature=0.2,
-        query_components=2,
-        item_components=3,
-        component_dim=4,
-        gate_hidden=5,
-        projection_hidden=6,
-    )
-    similarity = HIndexer(DIM, HIndexerConfig(dim=4), 0.2) if kind == "hindexer" else build_similarity(DIM, options)
+    configs = {
+        "dot": DotConfig(normalize=normalize, temperature=0.2),
+        "mol": MoLConfig(
+            temperature=0.2,
+            query_components=2,
+            item_components=3,
+            component_dim=4,
+            gate_hidden=5,
+            projection_hidden=6,
+            gate_dropout=0.0,
+        ),
+    }
+    if kind == "hindexer":
+        similarity: Similarity = HIndexer(DIM, HIndexerConfig(dim=4), 0.2)
+    else:
+        similarity = build_similarity(DIM, configs[kind])
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in similarity.parameters():
@@ -44,6 +51,22 @@ def make(kind: str, normalize: bool = True) -> Similarity:
 
 
 SIMILARITIES = {kind: make(kind) for kind in ("dot", "mol", "hindexer")}
+
+
+def sampled_loss(
+    kind: Kind,
+    similarity: Similarity,
+    query: tuple[Tensor, ...],
+    item: tuple[Tensor, ...],
+    examples: Examples,
+    noise: Noise | None,
+    pair_dropout: float = 0.0,
+) -> Tensor:
+    """The method of that kind, at another rate of dropout than the similarity's own."""
+    similarity = copy(similarity)
+    similarity.pair_dropout = pair_dropout
+    loss: Tensor = getattr(similarity, f"sampled_{kind}")(query, item, examples, noise)
+    return loss
 
 
 def sides(similarity: Similarity, positions: int, items: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,6 +173,27 @@ def test_equals_the_sum_without_blocks(
     check_against_plain(
         kind, SIMILARITIES[similarity], items, examples, gate_dropout if similarity == "mol" else 0, seed
     )
+
+
+def test_mol_in_plain_torch_gives_what_the_fused_form_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    negatives = torch.randint(0, 40, (4, 20), generator=generator).tolist()
+    examples = examples_of([7, 0, 30, 12], negatives, torch.randint(0, 40, (49,), generator=generator).tolist())
+    monkeypatch.setattr(mol_loss, "_library", lambda: None)
+    similarity = SIMILARITIES["mol"]
+    query, item = sides(similarity, 49, 40)
+    assert (
+        mol_loss.mol_sampled_softmax(
+            tuple(query),
+            tuple(item),
+            similarity.pair_parameters(),
+            examples.target_T,
+            examples.negatives_GN,
+            examples.bounds,
+        )
+        is None
+    )
+    check_against_plain("softmax", similarity, 40, examples, 0.3)
 
 
 @pytest.mark.parametrize("gate_dropout", [0.0, 0.2])

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from logitmix.modules.config import EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, SimilarityConfig
+from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, MoLConfig
 
 NAN = float("nan")
 
@@ -16,15 +16,16 @@ NAN = float("nan")
         (EncoderConfig, "model.encoder", "heads", [0, -2], [1, 8]),
         (EncoderConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
         (EncoderConfig, "model.encoder", "max_length", [0], [1]),
-        (SimilarityConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
-        (SimilarityConfig, "model.similarity", "query_components", [0], [1]),
-        (SimilarityConfig, "model.similarity", "item_components", [0], [1]),
-        (SimilarityConfig, "model.similarity", "component_dim", [0], [1]),
-        (SimilarityConfig, "model.similarity", "gate_hidden", [0], [1]),
-        (SimilarityConfig, "model.similarity", "projection_hidden", [0], [1]),
-        (SimilarityConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (SimilarityConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (SimilarityConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (DotConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
+        (MoLConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
+        (MoLConfig, "model.similarity", "query_components", [0], [1]),
+        (MoLConfig, "model.similarity", "item_components", [0], [1]),
+        (MoLConfig, "model.similarity", "component_dim", [0], [1]),
+        (MoLConfig, "model.similarity", "gate_hidden", [0], [1]),
+        (MoLConfig, "model.similarity", "projection_hidden", [0], [1]),
+        (MoLConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (MoLConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (MoLConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (HIndexerConfig, "model.hindexer", "dim", [0], [1]),
         (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
         (LossConfig, "model.loss", "negatives", [0], [1]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitmix.modules.kernels import mol_loss
+from logitmix.modules.losses import mol_loss
 
 CHECKS = Path(__file__).with_name("mol_triton_checks.py")
 OF_A_BLOCK = {80: 163 * 1024, 90: 227 * 1024}
@@ -28,7 +28,7 @@ def test_the_kernels_fit_gpus_that_are_not_here(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from logitmix.modules.kernels import mol_triton
+    from logitmix.modules.losses import mol_triton
 
     monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
     plan = mol_triton._plan(8, 8, 32, 128, torch.bfloat16, torch.device("cuda"))
@@ -81,16 +81,17 @@ def test_the_kernels_fit_gpus_that_are_not_here(
 def test_what_is_covered(
     shape: tuple[int, int, int, int], dtype: str, of_a_block: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from logitmix.modules.kernels import mol_triton
+    from logitmix.modules.losses import mol_triton
 
     monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: of_a_block * 1024)
     assert mol_triton.covers(*shape, getattr(torch, dtype), torch.device("cuda")) == fits
 
 
+@pytest.mark.skipif(mol_loss._library() is None, reason="the extension was not built")
 def test_only_cuda_loads_triton() -> None:
     words = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]); from test_mol_loss import fused, make; "
-        "fused(make([3], 2)); sys.exit('logitmix.modules.kernels.mol_triton' in sys.modules)"
+        "fused(make([3], 2)); sys.exit('logitmix.modules.losses.mol_triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", words, str(CHECKS.parent)]).returncode == 0
 

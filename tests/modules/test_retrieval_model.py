@@ -1,7 +1,8 @@
 """The tower over batches of a small dataset: what it returns, and that parts of a batch add up to the whole."""
 
 import itertools
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from logitmix.modules.config import EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, SimilarityConfig
+from logitmix.modules.batch import Batch, Packing
+from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, MoLConfig
 from logitmix.modules.embeddings import ITEM, item_lookup, item_table
-from logitmix.modules.encoders.sasrec import Packing
-from logitmix.modules.model import Batch, RetrievalModel, Tower
+from logitmix.modules.model import RetrievalModel, SampledLosses
+from logitmix.modules.similarity.mol import MoL
+from logitmix.modules.towers import Tower
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset
 
@@ -25,21 +28,21 @@ EPS = 2**-24
 def config(
     similarity: str, share: Literal["sequence", "batch"] = "sequence", kind: Literal["softmax", "bce"] = "softmax"
 ) -> ModelConfig:
+    mol = MoLConfig(
+        temperature=0.2,
+        query_components=2,
+        item_components=3,
+        component_dim=4,
+        gate_hidden=8,
+        projection_hidden=12,
+        projection_dropout=0.2,
+        gate_dropout=0.3,
+        gate_input_dropout=0.1,
+    )
     return ModelConfig(
         dim=16,
         encoder=EncoderConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
-        similarity=SimilarityConfig(
-            kind="mol" if similarity == "mol" else "dot",
-            temperature=0.2,
-            query_components=2,
-            item_components=3,
-            component_dim=4,
-            gate_hidden=8,
-            projection_hidden=12,
-            projection_dropout=0.2,
-            gate_dropout=0.3,
-            gate_input_dropout=0.1,
-        ),
+        similarity=mol if similarity == "mol" else DotConfig(temperature=0.2),
         hindexer=HIndexerConfig(dim=8, weight=0.2),
         loss=LossConfig(kind=kind, negatives=6, share=share),
     )
@@ -83,7 +86,7 @@ def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Losses, and gradients of all parameters and of the whole table."""
     item_XD = table().requires_grad_()
     tower.zero_grad()
-    losses = tower(item_XD[batch.id_V], batch)
+    losses = SampledLosses(tower)(item_XD[batch.id_V], batch)
     losses["loss"].backward()
     assert item_XD.grad is not None
     gradients = [parameter.grad for parameter in tower.parameters()] + [item_XD.grad]
@@ -133,10 +136,9 @@ def test_a_rank_without_sequences_takes_part_with_zeros() -> None:
 
 def still(options: ModelConfig) -> ModelConfig:
     """The same without dropout."""
-    off = dict.fromkeys(("projection_dropout", "gate_dropout", "gate_input_dropout"), 0.0)
-    return replace(
-        options, encoder=replace(options.encoder, dropout=0.0), similarity=replace(options.similarity, **off)
-    )
+    rates = [entry.name for entry in fields(options.similarity) if entry.name.endswith("dropout")]
+    similarity = replace(options.similarity, **dict.fromkeys(rates, 0.0))
+    return replace(options, encoder=replace(options.encoder, dropout=0.0), similarity=similarity)
 
 
 @pytest.mark.parametrize("share", ["sequence", "batch"])
@@ -188,7 +190,7 @@ def test_every_dropout_rate_is_felt_where_it_belongs(
     without = still(config("mol"))
     dropping = replace(without, **{section: replace(getattr(without, section), **{rate: 0.3})})
     batch, item_XD = batches(without).at(0), table()
-    losses = [tower_of(options)(item_XD[batch.id_V], batch) for options in (without, dropping)]
+    losses = [SampledLosses(tower_of(options))(item_XD[batch.id_V], batch) for options in (without, dropping)]
     moved = {name: not torch.equal(losses[0][name], losses[1][name]) for name in losses[0]}
     assert moved == {"similarity": similarity_moves, "hindexer": hindexer_moves, "loss": True}
 
@@ -197,14 +199,14 @@ def test_without_the_hindexer_there_is_no_stage_1() -> None:
     options = replace(config("dot"), hindexer=HIndexerConfig(weight=0.0))
     tower, batch = tower_of(options), batches(options).at(0)
     assert not any("hindexer" in name for name, _ in tower.named_parameters())
-    losses = tower(table()[batch.id_V], batch)
+    losses = SampledLosses(tower)(table()[batch.id_V], batch)
     assert set(losses) == {"loss", "similarity"} and torch.equal(losses["loss"], losses["similarity"])
 
 
 def test_queries_are_those_of_training_at_the_last_positions() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
-    trained_TD = tower.encoder(item_XD[batch.id_V][batch.input_T], batch.packing, None)
+    trained_TD = tower.query_tower(item_XD[batch.id_V][batch.input_T], batch.packing)
     query_BD = tower.queries(item_XD[batch.id_V[batch.input_T]], batch.packing)
     lasts = [end - 1 for end in batch.packing.bounds[1:]]
     assert torch.equal(query_BD, trained_TD[lasts])
@@ -219,34 +221,50 @@ def test_a_batch_of_another_step_has_other_masks() -> None:
     options = config("mol")
     tower, batch, other = tower_of(options), batches(options).at(0), batches(options).at(1)
     same = replace(batch, noise=other.noise)
-    losses = [float(tower(table()[batch.id_V], it)["loss"].detach()) for it in (batch, batch, same)]
+    losses = [float(SampledLosses(tower)(table()[batch.id_V], it)["loss"].detach()) for it in (batch, batch, same)]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_the_gates_that_are_watched_are_distributions_of_the_first_sequences() -> None:
+def test_what_is_watched_of_the_gates_is_that_of_the_first_sequences() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
     rows = item_XD[batch.id_V]
-    gates = tower.gate_sample(rows, batch, sequences=3)
+    diagnostics = tower.diagnostics(rows, batch, sequences=3)
+    assert not any(value.requires_grad for value in diagnostics.values())
     positions = batch.packing.bounds[3]
-    assert gates is not None and gates.shape == (positions, 6) and not gates.requires_grad
-    torch.testing.assert_close(gates.sum(1), torch.ones(positions), rtol=0, atol=8 * EPS)
-    query_TD = tower.encoder(rows[batch.input_T], batch.packing, None)
+    query_TD = tower.query_tower(rows[batch.input_T], batch.packing)
     query = tower.similarity.query(query_TD, batch.packing.row_T)
     item = tower.similarity.item(rows[batch.target_T], batch.packing.row_T)
-    whole = tower.similarity.sample_gates(query, item).detach()
-    torch.testing.assert_close(gates, whole[:positions], rtol=0, atol=1e-5)
+    gates_TM = tower.similarity.gates(query, item).detach()[:positions].double()
+    torch.testing.assert_close(gates_TM.sum(1), torch.ones(positions).double(), rtol=0, atol=8 * EPS)
+    use_M, entropy = gates_TM.mean(0), -(gates_TM * gates_TM.log()).sum(1).mean() / math.log(6)
+    expected = {
+        "gates/entropy": entropy,
+        "gates/least_used": use_M.min(),
+        "gates/most_used": use_M.max(),
+        "gates/use_of_components": use_M,
+    }
+    assert diagnostics.keys() == expected.keys()
+    for name, should in expected.items():
+        torch.testing.assert_close(diagnostics[name].double(), should, rtol=0, atol=1e-5)
     parts = [batches(options, rank, 12).at(1) for rank in range(12)]
     empty = next(part for part in parts if len(part.input_T) == 0)
-    assert tower.gate_sample(item_XD[empty.id_V], empty) is None
-    dot = config("dot")
-    assert tower_of(dot).gate_sample(rows, batch) is None
+    assert tower.diagnostics(item_XD[empty.id_V], empty) == {}
+    assert tower_of(config("dot")).diagnostics(rows, batch) == {}
+
+
+def test_one_component_is_used_wholly() -> None:
+    mol = MoL(8, MoLConfig(query_components=1, item_components=1))
+    side_TD, row_T = torch.randn(3, 8), torch.arange(3)
+    with torch.no_grad():
+        diagnostics = mol.diagnostics(mol.query(side_TD, row_T), mol.item(side_TD, row_T))
+    assert [float(diagnostics[f"gates/{name}"]) for name in ("entropy", "least_used", "most_used")] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("U", "I"), [(4, 4), (2, 4), (4, 2)])
 def test_the_mixture_begins_as_a_similarity(U: int, I: int) -> None:
     """Of 50 rows as they are initially, nearly all find themselves; with independent projections one in 50 would."""
-    similarity = SimilarityConfig(kind="mol", query_components=U, item_components=I, component_dim=8)
+    similarity = MoLConfig(query_components=U, item_components=I, component_dim=8)
     tower = Tower(ModelConfig(dim=16, encoder=EncoderConfig(), similarity=similarity))
     tower.reset_parameters(torch.Generator().manual_seed(0))
     row_XD, number_X = 0.02 * torch.randn(50, 16, generator=torch.Generator().manual_seed(1)), torch.arange(50)
@@ -278,7 +296,7 @@ def test_initial_weights_follow_from_the_generator_alone() -> None:
             open_units = len(module.weight) // 2 if name.endswith("projection.gated") else 0
             assert module.bias is None or module.bias.sum() == module.bias.count_nonzero() == open_units, name
             assert f"{name}.weight" in differing
-    assert "encoder.position_LD" in differing
+    assert "query_tower.encoder.position_LD" in differing
     assert not {"similarity.cross_gate.2.weight", "similarity.cross_gate.2.bias"} & differing
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, SimilarityConfig
-from logitmix.modules.encoders.sasrec import Packing
-from logitmix.modules.model import Tower
+from logitmix.modules.batch import Packing
+from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
+from logitmix.modules.towers import Tower
 from logitmix.serving.format import Source
 from logitmix.trainer.checkpoint import OfflineModel
 from logitmix.trainer.config import Config
@@ -21,12 +21,11 @@ SOURCE = Source(run="small", step=12, dataset="demo")
 
 def small_model(kind: Literal["dot", "mol"], num_items: int, hindexer: bool = True, seed: int = 0) -> OfflineModel:
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
+    mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
         dim=16,
         encoder=EncoderConfig(blocks=2, heads=2, max_length=LENGTH),
-        similarity=SimilarityConfig(
-            kind=kind, query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16
-        ),
+        similarity=mol if kind == "mol" else DotConfig(),
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)
@@ -79,8 +78,7 @@ def brute_force(model: OfflineModel, histories: list[list[int]], exclude_history
                 score_BX[row, history] = -torch.inf
         return score_BX
 
-    has_hindexer = tower.config.hindexer.weight > 0
-    return BruteForce(score(tower.similarity), score(tower.hindexer) if has_hindexer else None)
+    return BruteForce(score(tower.similarity), score(tower.hindexer) if tower.hindexer else None)
 
 
 def random_histories(num_items: int, lengths: list[int], seed: int = 1) -> list[list[int]]:

@@ -19,7 +19,7 @@ from logitmix.serving.format import Contents, read, read_manifest, write
 from logitmix.serving.model import item_shapes, weight_shapes
 
 X = 20
-FILES = ("manifest.json", "query.safetensors", "items.safetensors", "ids.json")
+FILES = ("manifest.json", "tower.safetensors", "items.safetensors", "ids.json")
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,16 @@ def random_contents(ids: list[str], titles: list[str] | None = None, seed: int =
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         for shapes in (weight_shapes(config), item_shapes(config, len(ids)))
     )
-    return Contents(config, SOURCE, weights, items, ids, titles, exclude_history=True)
+    return Contents(config, SOURCE, weights, items, ids, titles)
 
 
 def assert_same(left: Contents, right: Contents) -> None:
-    for field in ("model", "source", "raw_ids", "titles", "exclude_history"):
-        assert getattr(left, field) == getattr(right, field)
+    assert (left.model, left.source, left.raw_ids, left.titles) == (
+        right.model,
+        right.source,
+        right.raw_ids,
+        right.titles,
+    )
     for a, b in ((left.weights, right.weights), (left.items, right.items)):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -89,7 +93,6 @@ def test_the_manifest_says_what_is_here(original: Path) -> None:
         "similarity.1": {"dtype": "F32", "shape": [X, 6]},
         "hindexer.0": {"dtype": "F32", "shape": [X, 8]},
     }
-    assert not [name for name in manifest["files"]["query.safetensors"]["tensors"] if "item" in name]
     assert manifest["signature"]["inputs"]["history"]["max_length"] == 7
     for name, entry in manifest["files"].items():
         content = (original / name).read_bytes()
@@ -168,7 +171,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "is not the manifest of a": lambda m: m.update(format="another"),
-    "it has format version 1, this logitmix reads 2": lambda m: m.update(format_version=1),
+    "it has format version 2, this logitmix reads 1": lambda m: m.update(format_version=2),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
@@ -187,8 +190,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "num_items is 0": lambda m: m.update(num_items=0),
     "num_items is True": lambda m: m.update(num_items=True),
     "its tensors of items.safetensors are not those": lambda m: m.update(num_items=X + 1),
-    "its tensors of query.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
-    "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
+    "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
 
@@ -347,13 +349,13 @@ def test_ids_that_do_not_fit_are_not_written(tmp_path: Path, contents: Contents,
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_diverged_model_is_not_written(tmp_path: Path, bad: float) -> None:
     contents = random_contents(["a", "b"])
-    contents.weights["encoder.norm.weight"][3] = bad
-    with pytest.raises(ValueError, match=r"encoder\.norm\.weight holds NaN or infinity"):
+    contents.weights["query_tower.encoder.norm.weight"][3] = bad
+    with pytest.raises(ValueError, match=r"query_tower\.encoder\.norm\.weight holds NaN or infinity"):
         write(contents, tmp_path / "served")
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("limit", "message"), [(10, "File too large"), (4000, "query.safetensors cannot be written")])
+@pytest.mark.parametrize(("limit", "message"), [(10, "File too large"), (4000, "tower.safetensors cannot be written")])
 def test_a_failed_write_leaves_what_was_there(served: Path, limit: int, message: str) -> None:
     """A limit on the size of files stands in for a full disk."""
     before = read(served)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from logitmix.comm.config import WireConfig
-from logitmix.common.mappings import from_mapping
+from logitmix.common.mappings import classes_by_kind, from_mapping
+from logitmix.modules.config import SimilarityConfig
 from logitmix.trainer.config import (
     Config,
     DenseConfig,
@@ -50,8 +51,7 @@ NAN = float("nan")
         (TrainConfig, "train", "log_every", [0], [1]),
         (TrainConfig, "train", "checkpoint_every", [-1], [0]),
         (TrainConfig, "train", "keep", [0], [1]),
-        (EvaluateConfig, "evaluate", "every_epochs", [-1], [0, 1]),
-        (EvaluateConfig, "evaluate", "users", [-1], [0, 1]),
+        (EvaluateConfig, "evaluate", "every_epochs", [0], [1]),
         (EvaluateConfig, "evaluate", "batch_size", [0], [1]),
     ],
 )
@@ -65,6 +65,11 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
         assert getattr(section(**{field: value}), field) == value
 
 
+SIMILARITIES = classes_by_kind(SimilarityConfig)
+CONFIGS = {kind: from_mapping(Config, {"model": {"similarity": {"kind": kind}}}, "here") for kind in SIMILARITIES}
+"""All at its default, once for each kind of similarity."""
+
+
 def with_value(flag: str, value: Any) -> dict[str, Any]:
     """The tree with one leaf."""
     *sections, name = flag.split(".")
@@ -74,11 +79,14 @@ def with_value(flag: str, value: Any) -> dict[str, Any]:
     return tree
 
 
-def test_every_number_is_checked_and_named_by_the_flag_that_sets_it() -> None:
-    for flag, value in flatten(Config()).items():
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_number_is_checked_and_named_by_the_flag_that_sets_it(kind: str) -> None:
+    for flag, value in flatten(CONFIGS[kind]).items():
         if type(value) in (int, float):
+            tree = with_value(flag, type(value)(-1))
+            tree.setdefault("model", {}).setdefault("similarity", {})["kind"] = kind
             with pytest.raises(ValueError, match=rf"^here: {re.escape(flag)} (is |\()-1"):
-                from_mapping(Config, with_value(flag, type(value)(-1)), "here")
+                from_mapping(Config, tree, "here")
 
 
 def test_every_choice_is_checked_and_lists_what_there_is() -> None:
@@ -100,6 +108,19 @@ def test_every_choice_is_checked_and_lists_what_there_is() -> None:
         ("[model.encoder]\nhead = 2", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
         ("model = { encoder = { head = 2 } }", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
         ("[train]\nzzz = 1", "recipe.toml: unknown key train.zzz"),
+        (
+            "model.similarity = { normalise = true }",
+            "recipe.toml: unknown key model.similarity.normalise (did you mean normalize?)",
+        ),
+        (
+            "model.similarity = { gate_hidden = 4 }",
+            "recipe.toml: model.similarity.gate_hidden is a setting of kind mol, but model.similarity.kind is dot",
+        ),
+        (
+            'model.similarity = { kind = "moll" }',
+            "recipe.toml: model.similarity.kind is 'moll' (did you mean mol?); it must be one of "
+            + ", ".join(SIMILARITIES),
+        ),
         ("epochs = 3", "recipe.toml: unknown key epochs"),
     ],
 )
@@ -114,14 +135,14 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
         ("model.dim = 64.0", "model.dim is 64.0; it must be of type int"),
         ('model.dim = "64"', "model.dim is '64'; it must be of type int"),
         ("train.epochs = true", "train.epochs is True; it must be of type int"),
-        ("comm.emulate = 1", "comm.emulate is 1; it must be of type bool"),
-        ('comm.emulate = "false"', "comm.emulate is 'false'; it must be of type bool"),
-        ("evaluate.exclude_history = true", "evaluate.exclude_history is True; it must be one of auto, yes, no"),
+        ("evaluate.exclude_history = 1", "evaluate.exclude_history is 1; it must be of type bool"),
+        ('evaluate.exclude_history = "false"', "evaluate.exclude_history is 'false'; it must be of type bool"),
         ("tables.lr = true", "tables.lr is True; it must be of type float"),
         ('tables.lr = "0.1"', "tables.lr is '0.1'; it must be of type float"),
         ("data.path = 3", "data.path is 3; it must be of type str"),
         ("model.dim = [64]", "model.dim is [64]; it must be of type int"),
         ("model = 3", "model is a section, not a value"),
+        ("model.similarity = 3", "model.similarity is a section, not a value"),
         ("model.encoder = 3", "model.encoder is a section, not a value"),
         ("[[train]]\nepochs = 3", "train is a section, not a value"),
         ("model.dim = { a = 1 }", "model.dim is {'a': 1}; it must be of type int"),
@@ -162,13 +183,13 @@ def test_a_recipe_is_the_same_after_being_written_and_read(name: str, tmp_path: 
     assert config != Config()
 
 
-def test_every_value_survives_being_written_and_read() -> None:
-    """No value is at its default, so a field that is lost on the way shows."""
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_value_survives_being_written_and_read(kind: str) -> None:
+    """No value but the kind is at its default, so a field that is lost on the way shows."""
     others: dict[str, Any] = {
         "data.path": 'a "quoted" \\ path/ñ',
         "model.dim": 96,
         "model.encoder.heads": 3,
-        "model.similarity.kind": "mol",
         "model.loss.kind": "bce",
         "model.loss.share": "batch",
         "tables.sharding": "column_wise",
@@ -181,10 +202,12 @@ def test_every_value_survives_being_written_and_read() -> None:
         "train.precision": "fp32",
         "train.device": "cuda",
         "evaluate.metric": "mrr",
-        "evaluate.exclude_history": "no",
     }
-    config = Config()
-    for flag, value in flatten(Config()).items():
+    config = CONFIGS[kind]
+    for flag, value in flatten(config).items():
+        if flag == "model.similarity.kind":
+            others[flag] = kind
+            continue
         if flag not in others:
             others[flag] = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v / 3 + 1e-9}[type(value)](
                 value

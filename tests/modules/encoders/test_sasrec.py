@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from logitmix.modules.batch import Packing
 from logitmix.modules.config import EncoderConfig
-from logitmix.modules.encoders.sasrec import Packing, SASRec, attend_jagged, attend_padded
+from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padded
 from logitmix.modules.noise import Noise
 
 DIM = 8

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.config import DotConfig
 from logitmix.modules.noise import Noise
-from logitmix.modules.similarity.build import build_similarity
 from logitmix.modules.similarity.dot import Dot, l2_normalize
 
 EPS = 2**-24
@@ -31,7 +30,7 @@ def plain(query: Tensor, item: Tensor, normalize: bool, temperature: float) -> f
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_equals_the_sum_written_out(normalize: bool) -> None:
-    dot = Dot(normalize, temperature=0.05)
+    dot = Dot(6, DotConfig(normalize=normalize))
     query_TD, item_ND = vectors(7, 1), vectors(7, 2)
     item_ND[3] = 0
     query, item = dot.query(query_TD, torch.arange(7)), dot.item(item_ND, torch.arange(7))
@@ -48,18 +47,18 @@ def test_equals_the_sum_written_out(normalize: bool) -> None:
 def test_cosines_do_not_see_lengths_and_plain_products_do() -> None:
     query_TD, item_ND, row = vectors(5, 1), vectors(5, 2), torch.arange(5)
     scale = torch.tensor([0.01, 0.5, 1, 3, 1000])[:, None]
-    cosine = build_similarity(6, SimilarityConfig(normalize=True, temperature=0.05))
+    cosine = Dot(6, DotConfig())
     before = cosine.pairs(cosine.query(query_TD, row), cosine.item(item_ND, row))
     after = cosine.pairs(cosine.query(query_TD * scale, row), cosine.item(item_ND / 7, row))
     torch.testing.assert_close(after, before, rtol=0, atol=20 * 8 * EPS)
-    product = build_similarity(6, SimilarityConfig(normalize=False, temperature=0.05))
+    product = Dot(6, DotConfig(normalize=False))
     before = product.pairs(product.query(query_TD, row), product.item(item_ND, row))
     after = product.pairs(product.query(query_TD * scale, row), product.item(item_ND, row))
     torch.testing.assert_close(after, before * scale[:, 0], rtol=16 * EPS, atol=1e-6)
 
 
 def test_a_cosine_over_the_temperature_stays_within_its_reciprocal() -> None:
-    dot, query_TD = Dot(True, 0.05), vectors(9, 1)
+    dot, query_TD = Dot(6, DotConfig()), vectors(9, 1)
     query = dot.query(query_TD, torch.arange(9))
     same = dot.pairs(query, dot.item(query_TD * 3, torch.arange(9)))
     torch.testing.assert_close(same, torch.full((9,), 20.0), rtol=8 * EPS, atol=0)
@@ -93,14 +92,14 @@ def test_normalising_is_torchs_own_and_so_are_its_gradients(dtype: torch.dtype) 
 
 
 def test_there_is_no_dropout_in_a_dot_product() -> None:
-    dot, x, row = Dot(True, 0.05), vectors(4, 1), torch.arange(4)
+    dot, x, row = Dot(6, DotConfig()), vectors(4, 1), torch.arange(4)
     assert torch.equal(dot.query(x, row, Noise(1))[0], dot.query(x, row)[0])
     assert torch.equal(dot.item(x, row, Noise(1))[0], dot.item(x, row)[0])
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradients_are_those_of_the_formula_in_fp64(normalize: bool) -> None:
-    dot, row = Dot(normalize, 0.05), torch.arange(5)
+    dot, row = Dot(6, DotConfig(normalize=normalize)), torch.arange(5)
     query_TD, item_ND = vectors(5, 1).requires_grad_(), vectors(5, 2).requires_grad_()
     weight_TN = vectors(5, 3, dim=5)
     score_TN = dot.all_pairs(dot.query(query_TD, row), dot.item(item_ND, row))
@@ -115,7 +114,7 @@ def test_gradients_are_those_of_the_formula_in_fp64(normalize: bool) -> None:
 
 
 def test_autocast_leaves_scores_in_fp32() -> None:
-    dot, row = Dot(True, 0.05), torch.arange(64)
+    dot, row = Dot(64, DotConfig()), torch.arange(64)
     query, item = dot.query(vectors(64, 1, dim=64), row), dot.item(vectors(64, 2, dim=64), row)
     full = dot.all_pairs(query, item)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.config import MoLConfig
 from logitmix.modules.noise import Noise
-from logitmix.modules.similarity.build import build_similarity
 from logitmix.modules.similarity.mol import MoL
 
 DIM, U, I, C = 12, 3, 2, 4
@@ -19,15 +18,13 @@ EPS = 2**-24
 def make(dim: int = DIM, spread: float = 0.3, **options: object) -> MoL:
     """All parameters random, so that none can be left out unnoticed."""
     defaults: dict = {
-        "kind": "mol",
         "query_components": U,
         "item_components": I,
         "component_dim": C,
         "gate_hidden": 5,
         "projection_hidden": 7,
     }
-    mol = build_similarity(dim, SimilarityConfig(**(defaults | options)))
-    assert isinstance(mol, MoL)
+    mol = MoL(dim, MoLConfig(**(defaults | options)))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in mol.parameters():
@@ -137,7 +134,7 @@ def test_all_pairs_have_the_pairs_on_their_diagonal() -> None:
 def test_gates_are_the_distribution_of_the_formula() -> None:
     mol = make()
     query_TD, item_ND = vectors(8, 1), vectors(8, 2)
-    gates_TM = mol.sample_gates(*sides(mol, query_TD, item_ND)).detach()
+    gates_TM = mol.gates(*sides(mol, query_TD, item_ND)).detach()
     assert gates_TM.shape == (8, M)
     expected = torch.stack([plain(mol, u, x)[1] for u, x in zip(query_TD, item_ND, strict=True)])
     torch.testing.assert_close(gates_TM.double(), expected, rtol=500 * EPS, atol=0)
@@ -296,7 +293,7 @@ def test_a_pair_depends_on_the_cross_gate_and_nothing_else_of_the_module() -> No
 @pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
 def test_bf16_is_off_by_a_hundredth_of_the_scale_at_most(seed: int) -> None:
-    mol = build_similarity(64, SimilarityConfig(kind="mol"))
+    mol = MoL(64, MoLConfig())
     generator = torch.Generator().manual_seed(seed)
     for module in mol.modules():
         if isinstance(module, nn.Linear):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..blockwise import Examples, keep_gradients, kept_gradients
+from .blockwise import Examples, keep_gradients, kept_gradients
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:

@@ -38,9 +38,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from triton.compiler.compiler import max_shared_mem
 
-from ..blockwise import GATES
 from ..noise import derive_key, threshold
-from .mol_loss import GateDropout
+from .blockwise import GATES, GateDropout
 
 GOLDEN = tl.constexpr(0x9E3779B9)
 FIRST = tl.constexpr(0x21F0AAAD)

@@ -1,4 +1,4 @@
-"""A sampled loss in plain torch, block by block: the reference of the fused ones, and what serves where they do not.
+"""A sampled loss in plain torch, block by block: the reference of the fused forms, and what runs where there is none.
 
 Axes: T positions, G groups of consecutive positions, N shared negatives of a group, V unique items of the batch.
 
@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .noise import Noise
+from ..noise import Noise
 
 Side = tuple[Tensor, ...]
 Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,6 +44,15 @@ class Examples:
     negatives_GN: Tensor
 
 
+@dataclass(frozen=True)
+class GateDropout:
+    """Dropout of the gates, which are renormalised afterwards. row_T: global number of each position (int64)."""
+
+    noise: Noise
+    rate: float
+    row_T: Tensor
+
+
 def blockwise_loss(
     reduce: Reduce,
     similarity: Pairs,
@@ -50,25 +60,26 @@ def blockwise_loss(
     item: Side,
     examples: Examples,
     noise: Noise | None,
-    gate_dropout: float,
+    pair_dropout: float,
 ) -> Tensor:
-    """Sum over the T positions of what `reduce` gives, FP32 scalar."""
+    """Sum over the T positions of what `reduce` gives, FP32 scalar. `noise` drops what the similarity computes of each
+    pair at the rate `pair_dropout`."""
     N = examples.negatives_GN.shape[1]
 
     def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
         target_T = examples.target_T[block.start : block.end]
         row_T = examples.row_T[block.start : block.end]
         drop_pairs, drop_all = None, None
-        if noise is not None and gate_dropout > 0:
+        if noise is not None and pair_dropout > 0:
             # One row of the mask for each (position, candidate); candidate 0 is the target.
             pair_T = row_T * (N + 1)
             pair_TN = (pair_T[:, None] + torch.arange(1, N + 1, device=row_T.device)).flatten()
 
             def drop_pairs(gates: Tensor) -> Tensor:
-                return noise.dropout(gates, gate_dropout, GATES, pair_T)
+                return noise.dropout(gates, pair_dropout, GATES, pair_T)
 
             def drop_all(gates: Tensor) -> Tensor:
-                return noise.dropout(gates.flatten(0, 1), gate_dropout, GATES, pair_TN).view_as(gates)
+                return noise.dropout(gates.flatten(0, 1), pair_dropout, GATES, pair_TN).view_as(gates)
 
         positive_T = similarity.pairs(query, positive, drop_pairs)
         negative_TN = similarity.all_pairs(query, negative, drop_all)
@@ -82,6 +93,13 @@ def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
     """-log softmax of the target among itself and the negatives (section 3.2)."""
     negative_TN = negative_TN.masked_fill(hit_TN, -torch.inf)
     return (torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T).sum()
+
+
+def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
+    """Binary cross entropy of the target and the mean one of the negatives (the paper's baseline)."""
+    valid_TN = (~hit_TN).float()
+    negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)
+    return (F.softplus(-positive_T) + negative_T).sum()
 
 
 GATES = "gates"

@@ -9,7 +9,6 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,20 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from ..blockwise import GATES, Examples, Side, blockwise_loss, keep_gradients, kept_gradients, softmax
-from ..noise import Noise, derive_key, threshold
-from ..similarity import mol
-
-
-@dataclass(frozen=True)
-class GateDropout:
-    """Dropout of the gates, which are renormalised afterwards. row_T: global number of each position (int64)."""
-
-    noise: Noise
-    rate: float
-    row_T: Tensor
+from ..noise import derive_key, threshold
+from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
 
 
 def mol_sampled_softmax(
@@ -41,8 +29,9 @@ def mol_sampled_softmax(
     negatives_GN: Tensor,
     bounds: Sequence[int] | None = None,
     dropout: GateDropout | None = None,
-) -> Tensor:
-    """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32.
+) -> Tensor | None:
+    """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32; None
+    where there is no compiled form for these inputs.
 
     query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and
     gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
@@ -55,8 +44,7 @@ def mol_sampled_softmax(
     memory of a GPU are not looked at.
 
     Compiled C serves CPUs. Triton serves CUDA up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
-    mol_triton.covers says it exactly. What neither serves is computed in plain torch, a block of positions at a time,
-    which on a GPU is slower by far.
+    mol_triton.covers says it exactly.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -75,10 +63,7 @@ def mol_sampled_softmax(
         if mol_triton.covers(U, I, C, H, dtype, target_T.device):
             tensors = (*query, *item, *cross_gate)
             return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, *tensors)
-    row_T = target_T if dropout is None else dropout.row_T
-    examples = Examples(row_T, target_T, bounds, negatives_GN)
-    noise, rate = (None, 0.0) if dropout is None else (dropout.noise, dropout.rate)
-    return blockwise_loss(softmax, _Mixture(cross_gate), query, item, examples, noise, rate)
+    return None
 
 
 def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Sequence[int]) -> None:
@@ -97,26 +82,6 @@ def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Seque
 def _precision(query_TUC: Tensor) -> torch.dtype:
     device = query_TUC.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_TUC.dtype
-
-
-class _Mixture:
-    """MoL's pair scores in plain torch, of the cross gate's four tensors."""
-
-    def __init__(self, cross_gate: Sequence[Tensor]) -> None:
-        self.tensors = cross_gate
-
-    def cross_gate(self, logits: Tensor) -> Tensor:
-        up_HM, up_H, down_MH, down_M = self.tensors
-        return F.linear(F.silu(F.linear(logits, up_HM, up_H)), down_MH, down_M)
-
-    def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor:
-        return mol.all_pairs(query, item, self.cross_gate, dropout)
-
-    def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor:
-        return mol.pairs(query, item, self.cross_gate, dropout)
-
-    def pair_parameters(self) -> Sequence[Tensor]:
-        return self.tensors
 
 
 _INPUTS = ("query_TUC", "query_TM", "item_VIC", "item_VM", "up_HM", "up_H", "down_MH", "down_M")
@@ -143,7 +108,7 @@ def _has_triton() -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel; None where it was not built (setup.py) or does not load."""
-    spec = importlib.util.find_spec("logitmix.modules.kernels._mol")
+    spec = importlib.util.find_spec("logitmix.modules.losses._mol")
     if spec is None or spec.origin is None:
         return None
     try:

@@ -1,0 +1,85 @@
+"""What a training step works on. No torchrec, so that serving and the towers can use it.
+
+Axes: B sequences, T positions of all of them, packed, L longest sequence, V unique items, N negatives of a group.
+"""
+
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .noise import Noise
+
+
+class Packing:
+    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array.
+
+    `first_row`: the global number of the first position, which names the rows of the dropout masks.
+    """
+
+    def __init__(self, lengths_B: Tensor, first_row: int = 0) -> None:
+        total, longest = int(lengths_B.sum()), int(lengths_B.max()) if len(lengths_B) else 0
+        self.offset_B = F.pad(lengths_B.cumsum(0), (1, 0))
+        start_B = self.offset_B[:-1]
+        sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
+        self.lengths_B = lengths_B
+        self.bounds = self.offset_B.tolist()
+        self.position_T = torch.arange(total) - start_B[sequence_T]
+        self.row_T = torch.arange(first_row, first_row + total)
+        self.padded_T = sequence_T * longest + self.position_T
+        self.shape = (len(lengths_B), longest)
+        self.last_B = self.offset_B[1:] - 1
+
+    def to(self, device: torch.device) -> "Packing":
+        moved = copy(self)
+        for name in _INDICES:
+            setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
+        return moved
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        for name in _INDICES:
+            getattr(self, name).record_stream(stream)
+
+
+_INDICES = ("position_T", "row_T", "padded_T", "offset_B", "last_B")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch.
+
+    id_V: ids of the unique items that the batch names (int64, sorted). input_T, target_T: the history's items and
+    the items that follow them, as indices into id_V. negatives_GN: the negatives of each group, likewise; a group is
+    a sequence, or the whole batch where it has one row. total_positions: T summed over all ranks.
+    """
+
+    id_V: Tensor
+    packing: Packing
+    input_T: Tensor
+    target_T: Tensor
+    negatives_GN: Tensor
+    noise: Noise
+    total_positions: int
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Says that `stream` uses the memory too: once freed, it is kept until what the stream was given is done."""
+        for name in _TENSORS:
+            getattr(self, name).record_stream(stream)
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where the groups that share negatives begin and end among the positions."""
+        bounds, groups = self.packing.bounds, len(self.negatives_GN)
+        if groups == len(bounds) - 1:
+            return bounds
+        assert groups == 1
+        return [0, bounds[-1]]
+
+
+_TENSORS = ("id_V", "packing", "input_T", "target_T", "negatives_GN")

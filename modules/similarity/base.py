@@ -1,0 +1,73 @@
+"""What every similarity phi(x, u) has: two sides, scores of pairs, losses, and what is worth watching.
+
+Axes: T queries, N items, D width.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..initialize import reset_layers
+from ..losses.blockwise import Examples, Side, bce, blockwise_loss, softmax
+from ..noise import Noise
+
+PairDropout = Callable[[Tensor], Tensor]
+"""Drops of what a similarity computes of each pair [..., C]; training's, None otherwise."""
+
+
+class Similarity(nn.Module, ABC):
+    """phi(x, u) of queries and items that are vectors of width D.
+
+    Each side goes through its own `query` or `item` once; serving caches the items' side. `all_pairs` and `pairs` score
+    sides, in FP32. A similarity that has a faster sampled softmax overrides it.
+    """
+
+    pair_dropout = 0.0
+    """Rate of the dropout that `all_pairs` and `pairs` are given in training."""
+
+    @abstractmethod
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+        """The query's side, computed once per query: a tuple of tensors [T, ...]. row_T names the dropout's rows."""
+
+    @abstractmethod
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+        """The item's side, which depends on the item alone: a tuple of tensors [N, ...]."""
+
+    @abstractmethod
+    def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
+        """phi(x, u) of each query with each item, FP32 [T, N]."""
+
+    @abstractmethod
+    def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
+        """phi(x, u) of query t with item t, FP32 [T]."""
+
+    def pair_parameters(self) -> list[nn.Parameter]:
+        """The parameters that `all_pairs` and `pairs` use."""
+        return []
+
+    @property
+    def pair_numbers(self) -> int:
+        """Numbers per query-item pair that `all_pairs` has in memory at once, roughly."""
+        return 1
+
+    def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        """Sum over T positions of -log softmax of the target among itself and its group's negatives, FP32 scalar.
+
+        `query` and `item` are the sides of the T queries and of the V unique items. A negative equal to the position's
+        target (an accidental hit) does not count. Without noise nothing is dropped.
+        """
+        return blockwise_loss(softmax, self, query, item, examples, noise, self.pair_dropout)
+
+    def sampled_bce(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        """Likewise the binary cross entropy of the target and the mean one of the negatives (the paper's baseline)."""
+        return blockwise_loss(bce, self, query, item, examples, noise, self.pair_dropout)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Initial weights, from the generator alone."""
+        reset_layers(self, generator)
+
+    def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
+        """What is worth watching of query t with item t, by name: single numbers, and vectors to make histograms of."""
+        return {}
