@@ -1,4 +1,4 @@
-"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 1.
+"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 2.
 
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
@@ -14,6 +14,8 @@ All tensors are FP32. The fields of the manifest:
     run, step, dataset        where the weights come from: names of run and dataset, step of the checkpoint
     model                     the model's configuration
     num_items                 X
+    exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
+                              model was evaluated
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, and of safetensors the tensors: {name: {dtype, shape}}}}
     sha256                    of the other fields, as compact JSON in ASCII with sorted keys
@@ -44,12 +46,13 @@ from logitmix.serving.topk import MAX_ITEMS
 T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, ITEMS, IDS = "manifest.json", "tower.safetensors", "items.safetensors", "ids.json"
 
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
-_FIELDS = ("format", "format_version", *_WRITERS, *_SOURCE, "model", "num_items", "signature", "files", "sha256")
+_ABOUT_ITEMS = ("num_items", "exclude_history")
+_FIELDS = ("format", "format_version", *_WRITERS, *_SOURCE, "model", *_ABOUT_ITEMS, "signature", "files", "sha256")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Contents:
     """[X], each once."""
     titles: list[str] | None
     """[X], for people to read."""
+    exclude_history: bool
+    """Whether retrieval leaves a history's own items out where the caller does not say."""
 
 
 def write(contents: Contents, out: Path, overwrite: bool = False) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
         items=_read_tensors(path / ITEMS, item_shapes(model, manifest["num_items"]), device),
         raw_ids=ids["raw_ids"],
         titles=ids["titles"],
+        exclude_history=manifest["exclude_history"],
     )
 
 
@@ -185,6 +191,7 @@ def _manifest(part: Path, contents: Contents) -> dict[str, Any]:
         **dataclasses.asdict(contents.source),
         "model": dataclasses.asdict(contents.model),
         "num_items": len(contents.raw_ids),
+        "exclude_history": contents.exclude_history,
         "signature": signature(contents.model),
         "files": {
             name: {"bytes": (part / name).stat().st_size, "sha256": file_digest(part / name)} | extra
@@ -232,6 +239,8 @@ def _check_model(path: Path, manifest: Mapping[str, Any], model: ModelConfig) ->
     file, num_items, files = path / MANIFEST, manifest["num_items"], manifest["files"]
     if type(num_items) is not int or not 1 <= num_items <= MAX_ITEMS:
         _broken(file, f"num_items is {num_items!r}, not a number from 1 to {MAX_ITEMS}")
+    if type(manifest["exclude_history"]) is not bool:
+        _broken(file, f"exclude_history is {manifest['exclude_history']!r}, not true or false")
     if manifest["signature"] != signature(model):
         _broken(file, "its signature is not that of its model")
     tensors = _tensors(model, num_items)

@@ -53,6 +53,7 @@ class Retriever:
     def __init__(self, contents: Contents) -> None:
         self.config, self.source = contents.model, contents.source
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
+        self.exclude_history = contents.exclude_history
         self._tower = trained_tower(contents.model, contents.weights)
         self._item_XD = contents.items[TABLE]
         self._similarity_items = _side(contents, "similarity")
@@ -77,14 +78,18 @@ class Retriever:
 
     @torch.inference_mode()
     def retrieve(
-        self, histories: Sequence[Sequence[int]], k: int, exclude_history: bool = True, stage1: int | None = None
+        self,
+        histories: Sequence[Sequence[int]],
+        k: int,
+        exclude_history: bool | None = None,
+        stage1: int | None = None,
     ) -> Retrieved:
         """The k best items [B, k] after each of B histories (item indices, oldest first).
 
         Of a history longer than the model's L the last L items are encoded; `exclude_history` leaves all of its items
-        out of the ranking. The h-indexer keeps `stage1` items (100,000, or k if that is more), which the similarity
-        ranks; where there are no more items than that, or where the model has no h-indexer, the similarity ranks the
-        whole corpus.
+        out of the ranking (when not given, as the model was evaluated). The h-indexer keeps `stage1` items (100,000,
+        or k if that is more), which the similarity ranks; where there are no more items than that, or where the model
+        has no h-indexer, the similarity ranks the whole corpus.
 
         Raises ValueError for an empty history, for what is not an item index, and for a k below 1 or above `stage1`.
         """
@@ -93,6 +98,7 @@ class Retriever:
         if stage1 is not None and stage1 < k:
             raise ValueError(f"stage1 is {stage1}; it must be at least k ({k})")
         kept = max(STAGE_1, k) if stage1 is None else stage1
+        exclude_history = self.exclude_history if exclude_history is None else exclude_history
         checked = [self._checked(history, place) for place, history in enumerate(histories)]
         best_BK = torch.full((len(checked), k), NOTHING)
         for start in range(0, len(checked), _QUERIES):
@@ -112,7 +118,11 @@ class Retriever:
         return [self._index_of[str(raw_id)] for raw_id in raw_ids]
 
     def rows(
-        self, raw_history: Sequence[str | int], k: int, exclude_history: bool = True, stage1: int | None = None
+        self,
+        raw_history: Sequence[str | int],
+        k: int,
+        exclude_history: bool | None = None,
+        stage1: int | None = None,
     ) -> list[Row]:
         """`retrieve` for one history of raw ids, for people to read: k rows, or fewer where fewer items are left."""
         found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)

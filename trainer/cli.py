@@ -20,7 +20,7 @@ from rich.table import Table
 
 from logitmix.common.mappings import class_of_kind, of_class
 from logitmix.modules.config import SimilarityConfig
-from logitmix.trainer.config import Config, load_recipe, recipe_names
+from logitmix.trainer.config import Config, HistoryRule, load_recipe, recipe_names
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 
@@ -66,8 +66,10 @@ class EvaluateCommand:
     run: tyro.conf.Positional[str]
     """Run directory."""
     split: Literal["test", "validation"] = "test"
-    exclude_history: bool | None = None
+    exclude_history: HistoryRule | None = None
     """Leave a user's history out of the ranking; as the run was configured when not given."""
+    users: int | None = None
+    """Users ranked, a fixed sample of them; 0 ranks all. As the run was configured when not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
@@ -103,8 +105,8 @@ class RetrieveCommand:
     """How many items."""
     stage1: int | None = None
     """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
-    include_history: bool = False
-    """Let items of the history be retrieved again."""
+    exclude_history: HistoryRule = "auto"
+    """Leave items of the history out; auto: as the run was evaluated."""
     json: bool = False
     """Print JSON."""
 
@@ -177,7 +179,7 @@ def _evaluate(words: list[str]) -> None:
 
     threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     results = evaluate_run(
-        Path(command.run), command.split, command.exclude_history, command.device, threads, show_progress=_is_main()
+        Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
     )
     if _is_main():
         title = f"{command.run}: {command.split}, checkpoint of step {results['step']}"
@@ -202,7 +204,8 @@ def _retrieve(words: list[str]) -> None:
 
     retriever = Retriever.load(Path(command.directory))
     history = [part.strip() for part in command.history.split(",") if part.strip()]
-    rows = retriever.rows(history, command.k, exclude_history=not command.include_history, stage1=command.stage1)
+    exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
+    rows = retriever.rows(history, command.k, exclude, command.stage1)
     if command.json:
         print(json.dumps(rows))
         return

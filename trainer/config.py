@@ -94,19 +94,26 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
 
 
+HistoryRule = Literal["auto", "yes", "no"]
+
+
 @dataclass(frozen=True)
 class EvaluateConfig:
     every_epochs: int = 1
-    """Epochs between two evaluations on the validation items."""
+    """Epochs between two evaluations on the validation items; 0 evaluates nothing, neither these nor the test items."""
     metric: Literal["hr@10", "hr@50", "hr@200", "ndcg@10", "mrr"] = "hr@10"
     """What the best checkpoint is chosen by, on validation."""
-    exclude_history: bool = True
-    """Leave items of a user's history out of that user's ranking, as the paper's relatives do."""
+    exclude_history: HistoryRule = "auto"
+    """Leave all items of a user's history out of that user's ranking, and of what is served. auto: yes, as the paper's
+    relatives do, unless repeats are common in the dataset."""
+    users: int = 0
+    """Users ranked, a sample that train.seed chooses; 0 ranks all."""
     batch_size: int = 64
     """Users ranked at once."""
 
     def __post_init__(self) -> None:
-        require(self.every_epochs >= 1, "evaluate.every_epochs", self.every_epochs, "at least 1")
+        require(self.every_epochs >= 0, "evaluate.every_epochs", self.every_epochs, "0 or more")
+        require(self.users >= 0, "evaluate.users", self.users, "0 or more")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
 
 

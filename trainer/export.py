@@ -16,6 +16,7 @@ from logitmix.serving.format import Contents, Source, check_target, write
 from logitmix.serving.model import TABLE, item_cache, item_shapes
 from logitmix.trainer.checkpoint import OfflineModel, load_offline
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import require_same_dataset
 
 _ITEMS = 2**13
@@ -34,7 +35,8 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
     dataset = load_dataset(model.config.data.path)
     require_same_dataset(run, dataset)
     source = Source(run.resolve().name, model.step, dataset.name)
-    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, overwrite)
+    exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
+    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, exclude_history, overwrite)
 
 
 def export_model(
@@ -43,6 +45,7 @@ def export_model(
     titles: list[str] | None,
     source: Source,
     out: Path,
+    exclude_history: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes a serving directory of a model whose items have these raw ids and titles; gives its manifest.
@@ -58,6 +61,7 @@ def export_model(
         items=_items(tower, model.item_XD),
         raw_ids=raw_ids,
         titles=titles,
+        exclude_history=exclude_history,
     )
     return write(contents, out, overwrite)
 

@@ -16,15 +16,15 @@ from logitmix.modules.batch import Batch
 from logitmix.trainer import checkpoint
 from logitmix.trainer.checkpoint import Progress
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.batches import TrainingBatches, ranking_users
+from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluate import evaluate
+from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.run import run_lock, start_run, write_results
-from logitmix.trainer.telemetry import Telemetry, counting
+from logitmix.trainer.telemetry import Telemetry
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
@@ -40,21 +40,28 @@ def train(config: Config, run: Path) -> dict[str, float]:
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
-        done = _steps(config, run, dataset, model, optimizer, done)
+        evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
+        done = _steps(config, run, dataset, model, optimizer, done, evaluation)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
-        results = _test(config, run, dataset, ranks) | speed
+        results = (_test(run, ranks, evaluation) if evaluation else {"step": done.step}) | speed
         if ranks.rank == 0:
             write_results(run, results)
     return results
 
 
 def _steps(
-    config: Config, run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer, done: Progress
+    config: Config,
+    run: Path,
+    dataset: Dataset,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    done: Progress,
+    evaluation: Evaluation | None,
 ) -> Progress:
     """Every step from `done` to the end of the run."""
     ranks, batches, finite = model.ranks, training_batches(config, dataset, model.ranks), _Finite(model)
     total = config.train.epochs * batches.steps_per_epoch
-    evaluate_every = config.evaluate.every_epochs * batches.steps_per_epoch
+    evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
     with Telemetry(run, model, done, total) as telemetry, closing(_ahead(batches, model, done.step, total)) as ahead:
         clock, step = telemetry.clock, done.step
@@ -102,12 +109,13 @@ def _steps(
             if sent is not None:
                 telemetry.log_training(step, epoch, losses, norm, batch, row_VD.detach(), sent)
             done = Progress(step, clock.total, telemetry.examples)
-            if finished or step % evaluate_every == 0 or step % save_every == 0:
+            evaluating, saving = (finished or step % every == 0 for every in (evaluate_every, save_every))
+            if evaluating or saving:
                 finite.check()
-            if finished or step % evaluate_every == 0:
-                done = replace(done, validation=_validate(config, dataset, model))
+            if evaluation and evaluating:
+                done = replace(done, validation=evaluation("validation", model.tower, model.gather_table()))
                 telemetry.log_validation(step, epoch, done.validation)
-            if done.validation or step % save_every == 0:
+            if saving or done.validation:
                 checkpoint.save(run, model, optimizer, done, config.train.keep)
     return done
 
@@ -178,21 +186,10 @@ def _out_of_time(config: Config, seconds: float, ranks: Ranks) -> bool:
     return agreed(seconds >= config.train.minutes * 60, ranks)
 
 
-def _validate(config: Config, dataset: Dataset, model: ParallelModel) -> dict[str, float]:
-    users = ranking_users(dataset, "validation", config.model.encoder.max_length)
-    exclude = config.evaluate.exclude_history
-    with counting("validation", len(users), model.ranks.rank == 0) as advance:
-        return evaluate(model.tower, model.gather_table(), users, config.evaluate, exclude, model.ranks, advance)
-
-
-def _test(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+def _test(run: Path, ranks: Ranks, evaluation: Evaluation) -> dict[str, float]:
     """Metrics of the best checkpoint on the test items: computed once, at the end."""
     best = checkpoint.load_offline(run, ranks=ranks)
-    users = ranking_users(dataset, "test", config.model.encoder.max_length)
-    exclude, tower = config.evaluate.exclude_history, best.tower.to(ranks.device)
-    with counting("test", len(users), ranks.rank == 0) as advance:
-        metrics = evaluate(tower, best.item_XD, users, config.evaluate, exclude, ranks, advance)
-    return metrics | {"step": best.step}
+    return evaluation("test", best.tower.to(ranks.device), best.item_XD) | {"step": best.step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

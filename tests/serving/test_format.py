@@ -38,16 +38,12 @@ def random_contents(ids: list[str], titles: list[str] | None = None, seed: int =
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         for shapes in (weight_shapes(config), item_shapes(config, len(ids)))
     )
-    return Contents(config, SOURCE, weights, items, ids, titles)
+    return Contents(config, SOURCE, weights, items, ids, titles, exclude_history=True)
 
 
 def assert_same(left: Contents, right: Contents) -> None:
-    assert (left.model, left.source, left.raw_ids, left.titles) == (
-        right.model,
-        right.source,
-        right.raw_ids,
-        right.titles,
-    )
+    for field in ("model", "source", "raw_ids", "titles", "exclude_history"):
+        assert getattr(left, field) == getattr(right, field)
     for a, b in ((left.weights, right.weights), (left.items, right.items)):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -171,7 +167,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "is not the manifest of a": lambda m: m.update(format="another"),
-    "it has format version 2, this logitmix reads 1": lambda m: m.update(format_version=2),
+    "it has format version 1, this logitmix reads 2": lambda m: m.update(format_version=1),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
@@ -191,6 +187,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "num_items is True": lambda m: m.update(num_items=True),
     "its tensors of items.safetensors are not those": lambda m: m.update(num_items=X + 1),
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
+    "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
 

@@ -191,7 +191,7 @@ def test_the_blocker_of_the_test_above_blocks() -> None:
 RETRIEVE_ALONE = """
 import importlib.abc, json, sys
 
-FORBIDDEN = ("torchrec", "fbgemm_gpu", "logitmix.trainer", "logitmix.comm")
+FORBIDDEN = ("torchrec", "fbgemm_gpu", "logitmix.trainer", "logitmix.comm.")
 
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

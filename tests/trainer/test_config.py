@@ -51,7 +51,8 @@ NAN = float("nan")
         (TrainConfig, "train", "log_every", [0], [1]),
         (TrainConfig, "train", "checkpoint_every", [-1], [0]),
         (TrainConfig, "train", "keep", [0], [1]),
-        (EvaluateConfig, "evaluate", "every_epochs", [0], [1]),
+        (EvaluateConfig, "evaluate", "every_epochs", [-1], [0, 1]),
+        (EvaluateConfig, "evaluate", "users", [-1], [0, 1]),
         (EvaluateConfig, "evaluate", "batch_size", [0], [1]),
     ],
 )
@@ -135,8 +136,9 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
         ("model.dim = 64.0", "model.dim is 64.0; it must be of type int"),
         ('model.dim = "64"', "model.dim is '64'; it must be of type int"),
         ("train.epochs = true", "train.epochs is True; it must be of type int"),
-        ("evaluate.exclude_history = 1", "evaluate.exclude_history is 1; it must be of type bool"),
-        ('evaluate.exclude_history = "false"', "evaluate.exclude_history is 'false'; it must be of type bool"),
+        ("comm.emulate = 1", "comm.emulate is 1; it must be of type bool"),
+        ('comm.emulate = "false"', "comm.emulate is 'false'; it must be of type bool"),
+        ("evaluate.exclude_history = true", "evaluate.exclude_history is True; it must be one of auto, yes, no"),
         ("tables.lr = true", "tables.lr is True; it must be of type float"),
         ('tables.lr = "0.1"', "tables.lr is '0.1'; it must be of type float"),
         ("data.path = 3", "data.path is 3; it must be of type str"),
@@ -202,6 +204,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.precision": "fp32",
         "train.device": "cuda",
         "evaluate.metric": "mrr",
+        "evaluate.exclude_history": "no",
     }
     config = CONFIGS[kind]
     for flag, value in flatten(config).items():

@@ -1,5 +1,7 @@
+import dataclasses
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +17,11 @@ from logitmix.trainer import export as export_module
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import DatasetContents, load_dataset, write_contents, write_description
-from logitmix.trainer.evaluate import evaluate
+from logitmix.trainer.evaluate import NOT_SERVED, target_ranks
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.run import read_config
 
 X, USERS = 50, 80
 
@@ -31,8 +34,11 @@ def write_dataset(path: Path, num_items: int, titles: list[str | None] | None) -
     if titles is not None:
         columns["title"] = pa.array(titles, pa.string())
     path.mkdir()
-    # No user has an item twice: the evaluation ranks a target that is in the history too, the retriever leaves it out.
-    items = np.concatenate([random.choice(num_items, length, replace=False) for length in lengths])
+    items = np.concatenate([random.integers(0, num_items, length) for length in lengths])
+    # Two users of three come back to their first item in the end.
+    back = np.arange(USERS) % 3 > 0
+    for place in (1, 2):
+        items[offsets[1:][back] - place] = items[offsets[:-1][back]]
     write_contents(path, DatasetContents(offsets, items, np.arange(offsets[-1]), item_columns=columns))
     counts = {"users": USERS, "items": num_items, "actions": int(offsets[-1])}
     write_description(path, {"format_version": 1, "name": "demo", **counts})
@@ -77,23 +83,37 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def served_hit_rate(retriever: Retriever, data: Path, exclude_history: bool) -> float:
-    users = ranking_users(load_dataset(data), "test", 6)
-    histories = [part.tolist() for part in np.split(users.history, np.cumsum(users.lengths)[:-1])]
-    top_BK = retriever.retrieve(histories, 10, exclude_history).items.numpy()
-    return float((top_BK == users.target[:, None]).any(1).mean())
-
-
 @pytest.mark.parametrize("exclude_history", [True, False])
-def test_the_retriever_has_the_hit_rate_of_the_evaluation(run: Path, tmp_path: Path, exclude_history: bool) -> None:
+def test_the_retriever_ranks_as_the_evaluation_does(run: Path, tmp_path: Path, exclude_history: bool) -> None:
+    """User by user, also those with longer histories than the model encodes."""
     model = checkpoint.load_offline(run)
     users = ranking_users(load_dataset(tmp_path / "data"), "test", 6)
     with process_group("cpu", 60) as ranks:
-        metrics = evaluate(model.tower, model.item_XD, users, model.config.evaluate, exclude_history, ranks)
+        rank_of = target_ranks(model.tower, model.item_XD, users, 64, exclude_history, ranks)
     export(run, tmp_path / "served")
-    found = served_hit_rate(Retriever.load(tmp_path / "served"), tmp_path / "data", exclude_history)
-    assert 0 < found < 1
-    assert found == metrics["hr@10"]
+    histories = [part.tolist() for part in np.split(users.seen, np.cumsum(users.seen_lengths)[:-1])]
+    found = Retriever.load(tmp_path / "served").retrieve(histories, X, exclude_history).items.tolist()
+    ranking = zip(found, users.target.tolist(), strict=True)
+    served = [row.index(target) + 1 if target in row else None for row, target in ranking]
+    assert served == [None if rank == NOT_SERVED else rank for rank in rank_of.tolist()]
+    assert served.count(None) == (round(users.repeated() * len(users)) if exclude_history else 0)
+    assert len(set(served)) > 10 and (users.seen_lengths > 6).any()
+
+
+@pytest.mark.parametrize(("rule", "excluded"), [("auto", False), ("yes", True)])
+def test_the_export_serves_by_the_rule_of_the_evaluation(
+    run: Path, tmp_path: Path, rule: Literal["auto", "yes"], excluded: bool
+) -> None:
+    """The dataset is one of repeats."""
+    config = read_config(run)
+    options = dataclasses.replace(config.evaluate, exclude_history=rule)
+    (run / "config.toml").write_text(dump_toml(dataclasses.replace(config, evaluate=options)))
+    assert export(run, tmp_path / "served")["exclude_history"] == excluded
+    retriever, history = Retriever.load(tmp_path / "served"), [3, 1, 4]
+    as_evaluated = retriever.retrieve([history], X).items[0].tolist()
+    assert as_evaluated == retriever.retrieve([history], X, excluded).items[0].tolist()
+    assert set(history).isdisjoint(as_evaluated) == excluded
+    assert len(retriever.rows(["raw 3"], X)) == X - excluded
 
 
 def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:

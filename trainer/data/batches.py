@@ -8,7 +8,7 @@ corpus.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -98,35 +98,81 @@ class TrainingBatches:
         return int(nearest[self.rank]), int(nearest[self.rank + 1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankingUsers:
-    """Users to rank the corpus for: flat histories (oldest first, at most L) with lengths, and their targets."""
+    """Users to rank the corpus for. The items of user u before the target are items[first[u] : place[u]], oldest first,
+    and items[place[u]] is the target."""
 
-    history: Ints
-    lengths: Ints
-    target: Ints
+    items: NDArray[np.integer]
+    first: Ints
+    place: Ints
+    max_length: int
+    """L: of a longer history the last L are encoded."""
 
     def __len__(self) -> int:
-        return len(self.target)
+        return len(self.place)
+
+    @property
+    def target(self) -> Ints:
+        return self.items[self.place].astype(np.int64)
+
+    @property
+    def seen_lengths(self) -> Ints:
+        return self.place - self.first
+
+    @property
+    def seen(self) -> Ints:
+        """The whole histories, user after user."""
+        return self.items[ranges(self.first, self.seen_lengths)].astype(np.int64)
+
+    @property
+    def lengths(self) -> Ints:
+        return np.minimum(self.seen_lengths, self.max_length)
+
+    @property
+    def history(self) -> Ints:
+        """What is encoded of the histories, user after user."""
+        return self.items[ranges(self.place - self.lengths, self.lengths)].astype(np.int64)
+
+    def of(self, index: slice | Ints) -> "RankingUsers":
+        """Some of the users."""
+        return replace(self, first=self.first[index], place=self.place[index])
 
     def batches(self, size: int) -> Iterator["RankingUsers"]:
         """Consecutive users, `size` at a time."""
-        bounds = np.concatenate([[0], np.cumsum(self.lengths)])
         for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            stop = min(start + size, len(self))
-            yield RankingUsers(self.history[bounds[start] : bounds[stop]], self.lengths[part], self.target[part])
+            yield self.of(slice(start, start + size))
+
+    def sample(self, count: int, seed: int) -> "RankingUsers":
+        """`count` users that the seed chooses, in their order; all where there are no more, or where it is 0."""
+        if count == 0 or count >= len(self):
+            return self
+        return self.of(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
+
+    def repeated(self) -> float:
+        """Share of the users whose target stands in their history."""
+        repeats = 0
+        for part in self.batches(2**14):
+            user = np.repeat(np.arange(len(part)), part.seen_lengths)
+            repeats += len(np.unique(user[part.seen == part.target[user]]))
+        return repeats / max(1, len(self))
 
 
-def ranking_users(dataset: Dataset, split: Literal["validation", "test"], max_length: int) -> RankingUsers:
+Split = Literal["validation", "test"]
+SPLITS: tuple[Split, ...] = ("validation", "test")
+
+
+def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUsers:
     """Every user with an item of that split and a history before it, in order of index."""
-    target = dataset.offsets[1:] - (1 if split == "test" else 2)
-    available = target - dataset.offsets[:-1]
     # Three actions give one of each: history, validation item, test item.
     users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
-    lengths = np.minimum(available[users], max_length)
-    history = dataset.items_flat[ranges(target[users] - lengths, lengths)]
-    return RankingUsers(history.astype(np.int64), lengths, dataset.items_flat[target[users]].astype(np.int64))
+    place = dataset.offsets[users + 1] - (1 if split == "test" else HELD_OUT)
+    return RankingUsers(dataset.items_flat, dataset.offsets[users], place, max_length)
+
+
+def repeated_targets(dataset: Dataset) -> dict[Split, float]:
+    """Share of the users whose target stands in their history before it, by split."""
+    return {split: ranking_users(dataset, split, 1).repeated() for split in SPLITS}
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

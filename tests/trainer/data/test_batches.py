@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitmix.modules.batch import Batch
-from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users, repeated_targets
 from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["sequence", "batch"]
@@ -234,10 +234,19 @@ def test_batches_of_ranking_users_are_consecutive(size: int) -> None:
     users = ranking_users(of_lengths(LENGTHS), "test", 6)
     parts = list(users.batches(size))
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1) and 0 < len(parts[-1]) <= size
-    for name in ("history", "lengths", "target"):
+    for name in ("history", "lengths", "seen", "seen_lengths", "target"):
         joined = np.concatenate([getattr(part, name) for part in parts])
         assert np.array_equal(joined, getattr(users, name))
     assert all(len(part.history) == part.lengths.sum() and isinstance(part, RankingUsers) for part in parts)
+
+
+def test_repeated_targets_are_shares_of_the_users_ranked() -> None:
+    sequences = [[1, 2, 1, 2], [3, 4, 5, 3], [5, 5, 5], [6, 7], [8, 9, 10], [1, 2, 3, 2, 2]]
+    offsets = np.concatenate([[0], np.cumsum([len(items) for items in sequences])])
+    dataset = Dataset(Path("made"), "made", 6, 11, np.concatenate(sequences).astype(np.int32), offsets)
+    assert repeated_targets(dataset) == {"validation": 3 / 5, "test": 4 / 5}
+    nobody = Dataset(Path("made"), "made", 1, 11, np.array([1, 2], np.int32), np.array([0, 2]))
+    assert repeated_targets(nobody) == {"validation": 0, "test": 0}
 
 
 @settings(max_examples=100, deadline=None)
