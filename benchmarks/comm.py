@@ -47,7 +47,7 @@ from logitmix.common.mappings import from_mapping
 from logitmix.modules.towers import Tower
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import FORMAT_VERSION, DatasetContents, write_contents, write_description
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.run import read_rows
 from logitmix.trainer.telemetry import Telemetry
 
@@ -209,14 +209,10 @@ def _free_port() -> int:
 
 def _write_dataset(path: Path) -> None:
     random = np.random.default_rng(0)
-    path.mkdir()
     offsets = np.arange(USERS + 1) * ACTIONS
-    items = {"raw_id": pa.array([str(index) for index in range(ITEMS)])}
-    timestamps = np.arange(offsets[-1])
+    ids = pa.array([str(index) for index in range(ITEMS)])
     actions = random.integers(0, ITEMS, offsets[-1])
-    write_contents(path, DatasetContents(offsets, actions, timestamps, item_columns=items))
-    counts = {"users": USERS, "items": ITEMS, "actions": int(offsets[-1])}
-    write_description(path, {"format_version": FORMAT_VERSION, "name": "sequences", **counts})
+    write_dataset(path, DatasetContents(offsets, actions, np.arange(offsets[-1]), ids), "sequences")
 
 
 def _config(data: Path, arm: str, steps: int) -> Config:

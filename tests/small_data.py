@@ -1,6 +1,7 @@
 """Small datasets and configurations for tests."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import FORMAT_VERSION, DatasetContents, write_contents, write_description
+from logitmix.trainer.data import writer
+from logitmix.trainer.data.dataset import Column, Dataset
+from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,18 +24,78 @@ if TYPE_CHECKING:
 ITEMS = 50
 
 
-def write_dataset(path: Path, users: int = 60, items: int = ITEMS, seed: int = 0) -> Path:
-    """Users with 5 to 24 random actions each."""
+def in_memory(offsets: np.ndarray, items_flat: np.ndarray, items: int) -> Dataset:
+    """A dataset without a directory: user u's items are items_flat[offsets[u] : offsets[u + 1]]."""
+    return Dataset(
+        Path("nowhere"),
+        "made",
+        len(offsets) - 1,
+        items,
+        items_flat.astype(np.int32),
+        offsets.astype(np.int64),
+        np.arange(len(items_flat), dtype=np.int32),
+        Schema.of_ids(items),
+        repeated_targets(offsets, items_flat),
+    )
+
+
+def write_dataset(path: Path, users: int = 60, items: int = ITEMS, seed: int = 0, features: bool = False) -> Path:
+    """Users with 5 to 24 random actions each; `features` adds one of each owner and kind."""
     random = np.random.default_rng(seed)
     lengths = random.integers(5, 25, users)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     actions = random.integers(0, items, offsets[-1])
     names = pa.array([f"item-{index}" for index in range(items)])
-    path.mkdir(parents=True)
-    write_contents(path, DatasetContents(offsets, actions, np.arange(offsets[-1]), item_columns={"raw_id": names}))
-    counts = {"users": users, "items": items, "actions": int(offsets[-1])}
-    write_description(path, {"format_version": FORMAT_VERSION, "name": "demo", **counts})
+    rows = {"item": items, "user": users, "event": int(offsets[-1])}
+    schema = FEATURES if features else Schema.of_ids(items)
+    if features:
+        schema = replace(schema, tables=(Table("item", items + 1), *schema.tables[1:]))
+    columns = {f.name: random_column(f, schema, rows[f.owner], random) for f in schema.features if f.name != "item"}
+    vocabularies = {
+        table.name: pa.array([None, *(f"{table.name}-{row}" for row in range(1, table.rows))], pa.string())
+        for table in schema.tables
+        if table.name != "item"
+    }
+    contents = DatasetContents(
+        offsets, actions, np.arange(offsets[-1]), names, schema=schema, columns=columns, vocabularies=vocabularies
+    )
+    writer.write_dataset(path, contents, "demo")
     return path
+
+
+FEATURES = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("tags", "item", "ids", "tags"),
+        Feature("price", "item", "number", mean=0.5, deviation=2.0),
+        Feature("image", "item", "vector", width=3),
+        Feature("country", "user", "id", "country"),
+        Feature("favorites", "user", "ids", "brand"),
+        Feature("age", "user", "number", mean=-1.0),
+        Feature("taste", "user", "vector", width=2),
+        Feature("action", "event", "id", "action"),
+        Feature("query", "event", "ids", "tags"),
+        Feature("rating", "event", "number", mean=3.0, deviation=0.5),
+        Feature("place", "event", "vector", width=2, deviation=4.0),
+    ),
+    (Table("item", ITEMS + 1), Table("brand", 7), Table("tags", 11), Table("country", 4), Table("action", 3)),
+)
+"""Every owner with every kind; two tables are shared."""
+
+
+def random_column(feature: Feature, schema: Schema, rows: int, random: np.random.Generator) -> Column:
+    """Values of a feature, among them unknown ones and empty lists."""
+    if feature.kind == "number":
+        return Column(random.normal(feature.mean, feature.deviation, rows).astype(np.float32))
+    if feature.kind == "vector":
+        shape = (rows, feature.width)
+        return Column(random.normal(feature.mean, feature.deviation, shape).astype(np.float32))
+    table_rows = schema.table(feature.table).rows
+    if feature.kind == "id":
+        return Column(random.integers(0, table_rows, rows))
+    offsets = np.concatenate([[0], np.cumsum(random.integers(0, 4, rows))])
+    return Column(random.integers(0, table_rows, offsets[-1]), offsets)
 
 
 def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Config:

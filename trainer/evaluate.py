@@ -23,8 +23,8 @@ from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import load_offline
 from logitmix.trainer.config import Config, HistoryRule
-from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users, repeated_targets
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
+from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.telemetry import counting
 
@@ -33,8 +33,6 @@ ITEMS = 2**13
 """Items projected at once."""
 NOT_SERVED = torch.iinfo(torch.int64).max
 """Rank of a target that is excluded: it stands below every item."""
-COMMON_REPEATS = 0.1
-"""Share of repeated validation targets from which on the history is not left out, where the dataset decides."""
 PAIRS = 2**14
 """Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
 
@@ -68,7 +66,7 @@ def excludes_history(rule: HistoryRule, dataset: Dataset, said: Console | None =
     """Whether a user's history is left out of what is ranked for that user, in evaluation and in serving alike."""
     if rule != "auto":
         return rule == "yes"
-    share = repeated_targets(dataset)["validation"]
+    share = dataset.repeated_targets["validation"]
     if share < COMMON_REPEATS:
         return True
     if said:

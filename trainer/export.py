@@ -6,8 +6,6 @@ Axes: X items in the corpus, D encoder width.
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from logitmix.modules.towers import Tower
 from logitmix.serving.format import Contents, Source, check_target, write
 from logitmix.serving.model import TABLE, item_cache, item_shapes
 from logitmix.trainer.checkpoint import OfflineModel, load_offline
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import require_same_dataset
 
@@ -36,7 +34,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
     require_same_dataset(run, dataset)
     source = Source(run.resolve().name, model.step, dataset.name)
     exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
-    return export_model(model, dataset.raw_ids(), _titles(dataset), source, out, exclude_history, overwrite)
+    return export_model(model, dataset.raw_ids(), dataset.titles(), source, out, exclude_history, overwrite)
 
 
 def export_model(
@@ -76,11 +74,3 @@ def _items(tower: Tower, item_XD: Tensor) -> dict[str, Tensor]:
         for name, value in part.items():
             items[name][start : start + _ITEMS] = value
     return {TABLE: item_XD, **items}
-
-
-def _titles(dataset: Dataset) -> list[str] | None:
-    """By item index, "" where an item has none; None where the dataset has none at all."""
-    file = dataset.path / "items.parquet"
-    if "title" not in (schema := pq.read_schema(file)).names or not pa.types.is_string(schema.field("title").type):
-        return None
-    return [title or "" for title in pq.read_table(file, columns=["title"])["title"].to_pylist()]

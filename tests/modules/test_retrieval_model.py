@@ -3,12 +3,12 @@
 import itertools
 import math
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from small_data import in_memory
 from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
@@ -65,8 +65,7 @@ def dataset(users: int = 13) -> Dataset:
     random = np.random.default_rng(0)
     lengths = random.integers(4, 14, users)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    items = random.integers(0, ITEMS, offsets[-1]).astype(np.int32)
-    return Dataset(Path("nowhere"), "made", users, ITEMS, items, offsets)
+    return in_memory(offsets, random.integers(0, ITEMS, offsets[-1]), ITEMS)
 
 
 def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13) -> TrainingBatches:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 import two_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_data import in_memory
 from torch import Tensor
 
 from logitmix.comm.process_group import Ranks, process_group
@@ -129,7 +129,7 @@ L = 6
 
 def dataset_of(sequences: list[list[int]]) -> Dataset:
     offsets = np.concatenate([[0], np.cumsum([len(items) for items in sequences])])
-    return Dataset(Path("nowhere"), "made", len(sequences), ITEMS, np.concatenate(sequences).astype(np.int32), offsets)
+    return in_memory(offsets, np.concatenate(sequences), ITEMS)
 
 
 def users_of(lengths: tuple[int, ...] = (4, 9, 2, 3, 25, 5, 12)) -> RankingUsers:

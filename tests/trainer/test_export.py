@@ -15,8 +15,10 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
+from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import ranking_users
-from logitmix.trainer.data.dataset import DatasetContents, load_dataset, write_contents, write_description
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluate import NOT_SERVED, target_ranks
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
@@ -30,18 +32,14 @@ def write_dataset(path: Path, num_items: int, titles: list[str | None] | None) -
     random = np.random.default_rng(0)
     lengths = random.integers(4, 12, USERS)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    columns = {"raw_id": pa.array([f"raw {index}" for index in range(num_items)])}
-    if titles is not None:
-        columns["title"] = pa.array(titles, pa.string())
-    path.mkdir()
+    ids = pa.array([f"raw {index}" for index in range(num_items)])
     items = np.concatenate([random.integers(0, num_items, length) for length in lengths])
     # Two users of three come back to their first item in the end.
     back = np.arange(USERS) % 3 > 0
     for place in (1, 2):
         items[offsets[1:][back] - place] = items[offsets[:-1][back]]
-    write_contents(path, DatasetContents(offsets, items, np.arange(offsets[-1]), item_columns=columns))
-    counts = {"users": USERS, "items": num_items, "actions": int(offsets[-1])}
-    write_description(path, {"format_version": 1, "name": "demo", **counts})
+    shown = None if titles is None else pa.array(titles, pa.string())
+    writer.write_dataset(path, DatasetContents(offsets, items, np.arange(offsets[-1]), ids, titles=shown), "demo")
     return path
 
 

@@ -159,7 +159,6 @@ class RankingUsers:
 
 
 Split = Literal["validation", "test"]
-SPLITS: tuple[Split, ...] = ("validation", "test")
 
 
 def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUsers:
@@ -168,11 +167,6 @@ def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUse
     users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
     place = dataset.offsets[users + 1] - (1 if split == "test" else HELD_OUT)
     return RankingUsers(dataset.items_flat, dataset.offsets[users], place, max_length)
-
-
-def repeated_targets(dataset: Dataset) -> dict[Split, float]:
-    """Share of the users whose target stands in their history before it, by split."""
-    return {split: ranking_users(dataset, split, 1).repeated() for split in SPLITS}
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

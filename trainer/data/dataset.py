@@ -1,19 +1,26 @@
-"""The dataset directory: plain Parquet that anything can write, and the side that reads it. Format version 1.
+"""The dataset directory: plain Parquet that anything can write, and the side that reads it. Format version 2.
 
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
         item_indices   list<int64>   the user's items, oldest first
         timestamps     list<int64>   of the same length, never falling, in the unit of the source
         raw_user_id    string        optional: the id in the source
-        …                            optional: user features (MovieLens: gender, age, occupation, zip)
+        FEATURE        …             of owner user: its value; of owner event: a list with a value for each action
     items.parquet         one row an item that occurs in a sequence
         item_index     int64         0 … items - 1, in order
         raw_id         string        the id in the source
-        …                            optional: item features (MovieLens: title string, genres list<string>)
+        title          string        optional: text that `retrieve` shows, not a feature
+        FEATURE        …             of owner item: its value
+    vocabularies/TABLE.parquet       of every table but item, one row for each of its rows, in order
+        value          string        null or "" in row 0, which stands for every unknown value
     dataset.json
-        format_version     1
+        format_version     2
         name               NAME of `logitmix prepare`
         users, items, actions                      counts of what is here
+        schema             {features: [{name, owner, kind, table, width, mean, deviation}], tables: [{name, rows}]},
+                           without what is as by default: modules/schema.py says what each means
+        repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
+                           them, over all users with more than 2 actions
         filters            {min_user_actions, min_item_actions}
         read               {users, items, actions} counts before the filters
         rejected_lines     malformed lines that were left out; they are in rejects.tsv
@@ -21,13 +28,23 @@
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
     rejects.tsv           file, line, reason, text; only where there are any
 
-`load_dataset` needs of dataset.json the format version, the name and the three counts, and of the tables the columns
-not called optional. Lists may be list or large_list, of any integer type. Both indices follow the raw ids: by number
-where all are digits, else by their UTF-8 bytes.
+A feature's column has its name and is stored by its kind:
+
+    id        int64            row of its table; 0 where the value is missing or unknown
+    ids       list<int64>      rows of its table; [] where missing
+    number    float32          its mean, from the schema, where missing
+    vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing
+
+Rows of table item are item indices, and its last row, `items`, is the unknown item: so it has items + 1 rows. The item
+id itself is in the schema and has no column. `load_dataset` needs of dataset.json the entries up to repeated_targets,
+and the columns not called optional. Lists may be list or large_list, integers and floats of any width. Both indices
+follow the raw ids: by number where all are digits, else by their UTF-8 bytes; so do the values of vocabularies.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,33 +53,34 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
-FORMAT_VERSION = 1
-USERS_PER_FILE = 100_000
+FORMAT_VERSION = 2
+COMMON_REPEATS = 0.1
+"""Share of repeated validation targets from which on evaluation does not leave the history out of its ranking, unless
+told to."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
-ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "rejects.tsv"})
+ITEM_COLUMNS = ("item_index", "raw_id")
+ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetContents:
-    """What there is to write: U users, X items, A actions ordered by user, then time."""
+class Column:
+    """Values of a feature for R rows: items, users, or the actions of all users, one after the other."""
 
-    offsets: np.ndarray
-    """int64 [U+1]: user u's actions are offsets[u] : offsets[u+1]."""
-    items: np.ndarray
-    """Integer [A]."""
-    timestamps: np.ndarray
-    """int64 [A]."""
-    user_columns: Mapping[str, pa.Array] = field(default_factory=dict)
-    """Each of length U."""
-    item_columns: Mapping[str, pa.Array] = field(default_factory=dict)
-    """Each of length X; raw_id among them."""
+    values: np.ndarray
+    """id: integer [R]; ids: integer, all rows' one after the other; number: float32 [R]; vector: float32 [R, width].
+    Integers are rows of the feature's table, int32 where that fits."""
+    offsets: np.ndarray | None = None
+    """ids only: int64 [R + 1]; row r has values[offsets[r] : offsets[r + 1]]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All sequences in memory, 4 bytes an action."""
+    """All sequences in memory: 4 bytes an action, 4 or 8 for its time, and the features."""
 
     path: Path
     name: str
@@ -72,52 +90,44 @@ class Dataset:
     """int32 [actions] (int64 from 2^31 items on): every user's items, oldest first, user after user."""
     offsets: np.ndarray
     """int64 [num_users + 1]: user u's items are items_flat[offsets[u] : offsets[u + 1]]."""
+    timestamps_flat: np.ndarray
+    """[actions], beside items_flat: int32 where all times fit, else int64."""
+    schema: Schema
+    repeated_targets: Mapping[str, float]
+    """"validation" and "test": share of the targets that are in their user's history before them."""
+    item_features: Mapping[str, Column] = field(default_factory=dict)
+    """By name, without the item id, which is the index itself."""
+    user_features: Mapping[str, Column] = field(default_factory=dict)
+    event_features: Mapping[str, Column] = field(default_factory=dict)
+    """Beside items_flat: one row an action."""
 
     def description(self) -> str:
-        """The text of dataset.json, which tells this dataset from another: counts, filters, digests of the source."""
+        """The text of dataset.json, which tells this dataset from another: counts, schema, digests of the source."""
         return (self.path / "dataset.json").read_text(encoding="utf-8")
 
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError when items.parquet is not as documented."""
+        with _reading(self.path, "items.parquet"):
+            table = pq.read_table(self.path / "items.parquet", columns=list(ITEM_COLUMNS))
+            _require_columns(table.schema.names, ITEM_COLUMNS)
+            _require_order(table["item_index"].combine_chunks(), 0, self.num_items)
+            return table["raw_id"].to_pylist()
+
+    def titles(self) -> list[str] | None:
+        """By item index, "" where an item has none; None where the dataset has none at all. Read at each call."""
         file = self.path / "items.parquet"
-        try:
-            table = pq.read_table(file, columns=["item_index", "raw_id"])
-        except (pa.ArrowException, OSError) as error:
-            _broken(self.path, f"items.parquet cannot be read ({_first_line(error)})")
-        _require_columns(self.path, "items.parquet", table.schema.names, ("item_index", "raw_id"))
-        if not np.array_equal(table["item_index"].to_numpy(), np.arange(self.num_items)):
-            _broken(self.path, f"items.parquet has no rows 0 to {self.num_items - 1} in order")
-        return table["raw_id"].to_pylist()
+        with _reading(self.path, file.name):
+            if "title" not in pq.read_schema(file).names:
+                return None
+            return [title or "" for title in pq.read_table(file, columns=["title"])["title"].to_pylist()]
 
-
-def write_contents(directory: Path, contents: DatasetContents, users_per_file: int = USERS_PER_FILE) -> None:
-    """Writes sequences/ and items.parquet into a directory that exists."""
-    (directory / "sequences").mkdir()
-    users = len(contents.offsets) - 1
-    for part, start in enumerate(range(0, users, users_per_file)):
-        stop = min(start + users_per_file, users)
-        pq.write_table(_sequence_table(contents, start, stop), directory / "sequences" / f"part-{part:05d}.parquet")
-    item_count = len(contents.item_columns["raw_id"])
-    columns = {"item_index": pa.array(np.arange(item_count), pa.int64()), **contents.item_columns}
-    pq.write_table(pa.table(columns), directory / "items.parquet")
-
-
-def _sequence_table(contents: DatasetContents, start: int, stop: int) -> pa.Table:
-    bounds = contents.offsets[start : stop + 1]
-    actions = slice(bounds[0], bounds[-1])
-    starts = pa.array(bounds - bounds[0], pa.int32())
-    lists = [
-        pa.ListArray.from_arrays(starts, pa.array(values[actions], pa.int64()))
-        for values in (contents.items, contents.timestamps)
-    ]
-    own = dict(zip(SEQUENCE_COLUMNS, (pa.array(np.arange(start, stop), pa.int64()), *lists), strict=True))
-    return pa.table(own | {name: column[start:stop] for name, column in contents.user_columns.items()})
-
-
-def write_description(directory: Path, description: Mapping[str, Any]) -> None:
-    """Writes dataset.json: last, for it is what makes a directory a dataset."""
-    text = json.dumps(description, indent=2, ensure_ascii=False)
-    (directory / "dataset.json").write_text(text + "\n", encoding="utf-8")
+    def vocabulary(self, table: str) -> list[str]:
+        """The values of a table by row, "" for the unknown one; raw ids for table item. Read at each call."""
+        if table == ITEM:
+            return [*self.raw_ids(), ""]
+        file = self.path / "vocabularies" / f"{table}.parquet"
+        with _reading(self.path, file.name):
+            return [value or "" for value in pq.read_table(file, columns=["value"])["value"].to_pylist()]
 
 
 def is_dataset(path: Path) -> bool:
@@ -129,29 +139,223 @@ def load_dataset(path: str | Path) -> Dataset:
     """Reads a dataset directory.
 
     ValueError, naming the path and the command to run, when there is none, when it is of another format version, or
-    when it is not as the module's docstring says: missing columns, users out of order, item indices out of range.
+    when it is not as the module's docstring says: missing columns, users out of order, indices out of range, lists that
+    are not parallel.
     """
     path = Path(path)
     description = _read_description(path)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
-    items_flat = np.empty(actions, np.int32 if num_items <= 2**31 else np.int64)
-    offsets = np.zeros(num_users + 1, np.int64)
-    user = action = 0
-    for part in _sequence_files(path):
-        for indices, lengths, items in _sequence_batches(path, part):
-            if not np.array_equal(indices, np.arange(user, user + len(indices))):
-                _broken(path, f"{part.name}: its users do not continue at {user}, one after the other")
-            if user + len(indices) > num_users or action + len(items) > actions:
-                _broken(path, f"there are more users or actions than dataset.json says ({num_users}, {actions})")
-            if len(items) and not 0 <= items.min() <= items.max() < num_items:
-                _broken(path, f"{part.name}: item indices {items.min()} to {items.max()}, of {num_items} items")
-            items_flat[action : action + len(items)] = items
-            offsets[user + 1 : user + len(indices) + 1] = action + np.cumsum(lengths)
-            user, action = user + len(indices), action + len(items)
-    if (user, action) != (num_users, actions):
-        _broken(path, f"{user} users and {action} actions, but dataset.json says {num_users} and {actions}")
-    _check_items(path, num_items)
-    return Dataset(path, description["name"], num_users, num_items, items_flat, offsets)
+    with _reading(path, "dataset.json"):
+        schema = _schema(description, num_items)
+        repeated = _shares(description.get("repeated_targets"))
+    for table in schema.tables:
+        if table.name != ITEM:
+            _check_vocabulary(path, table.name, table.rows)
+    sequences = _SequenceReader(schema, num_users, num_items, actions)
+    for part in sorted((path / "sequences").glob("*.parquet")):
+        with _reading(path, part.name):
+            for batch in _batches(part, (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)):
+                sequences.append(batch)
+    if (sequences.user, sequences.action) != (num_users, actions):
+        _broken(
+            path,
+            f"{sequences.user} users and {sequences.action} actions, but dataset.json says {num_users} and {actions}",
+        )
+    return Dataset(
+        path,
+        description["name"],
+        num_users,
+        num_items,
+        sequences.items_flat,
+        sequences.offsets,
+        sequences.times.values,
+        schema,
+        repeated,
+        item_features=_read_items(path, schema, num_items),
+        user_features={name: reader.column() for name, reader in sequences.users.items()},
+        event_features={name: reader.column() for name, reader in sequences.events.items()},
+    )
+
+
+class _SequenceReader:
+    """Fills what the files of sequences/ hold, some users at a time."""
+
+    def __init__(self, schema: Schema, num_users: int, num_items: int, actions: int) -> None:
+        self.num_users, self.num_items, self.actions = num_users, num_items, actions
+        self.user = self.action = 0
+        """Those read so far."""
+        self.items_flat = np.empty(actions, _index_type(num_items))
+        self.offsets = np.zeros(num_users + 1, np.int64)
+        self.times = _Times(actions)
+        self.users = {f.name: _ColumnReader(f, schema, num_users) for f in schema.of("user")}
+        self.events = {f.name: _ColumnReader(f, schema, actions) for f in schema.of("event")}
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        _require_order(batch.column("user_index"), self.user, self.user + batch.num_rows)
+        lengths, items = _list("item_indices", batch.column("item_indices"))
+        if self.user + batch.num_rows > self.num_users or self.action + len(items) > self.actions:
+            raise ValueError(
+                f"there are more users or actions than dataset.json says ({self.num_users}, {self.actions})"
+            )
+        self.items_flat[self.action : self.action + len(items)] = _indices("item_indices", items, self.num_items)
+        self.times.append(_parallel("timestamps", batch.column("timestamps"), lengths))
+        for name, reader in self.users.items():
+            reader.append(batch.column(name))
+        for name, reader in self.events.items():
+            reader.append(_parallel(name, batch.column(name), lengths))
+        self.offsets[self.user + 1 : self.user + batch.num_rows + 1] = self.action + np.cumsum(lengths)
+        self.user, self.action = self.user + batch.num_rows, self.action + len(items)
+
+
+class _Times:
+    """Whole numbers, kept in 4 bytes as long as all fit."""
+
+    def __init__(self, rows: int) -> None:
+        self.values, self.filled = np.empty(rows, np.int32), 0
+
+    def append(self, array: pa.Array) -> None:
+        values = _integers("timestamps", array)
+        if self.values.dtype == np.int32 and len(values) and not _fits(values, np.iinfo(np.int32)):
+            self.values = self.values.astype(np.int64)
+        self.values[self.filled : self.filled + len(values)] = values
+        self.filled += len(values)
+
+
+def _fits(values: np.ndarray, limits: np.iinfo) -> bool:
+    return bool(limits.min <= values.min() and values.max() <= limits.max)
+
+
+class _ColumnReader:
+    """Fills the column of a feature, some rows at a time. ValueError for what the feature does not allow."""
+
+    def __init__(self, feature: Feature, schema: Schema, rows: int) -> None:
+        self.feature, self.filled = feature, 0
+        self.table_rows = schema.table(feature.table).rows if feature.sparse else 0
+        self.parts: list[np.ndarray] = []
+        """ids only: the values of each block."""
+        if feature.kind == "ids":
+            self.values = np.zeros(rows + 1, np.int64)
+            """ids: the offsets."""
+        elif feature.kind == "id":
+            self.values = np.empty(rows, _index_type(self.table_rows))
+        else:
+            self.values = np.empty(rows if feature.kind == "number" else (rows, feature.width), np.float32)
+
+    def append(self, array: pa.Array) -> None:
+        name, start, stop = self.feature.name, self.filled, self.filled + len(array)
+        if self.feature.kind == "ids":
+            lengths, rows = _list(name, array)
+            self.parts.append(_indices(name, rows, self.table_rows).astype(_index_type(self.table_rows)))
+            self.values[start + 1 : stop + 1] = self.values[start] + np.cumsum(lengths)
+        elif self.feature.kind == "id":
+            self.values[start:stop] = _indices(name, array, self.table_rows)
+        elif self.feature.kind == "number":
+            self.values[start:stop] = _numbers(name, array)
+        else:
+            lengths, numbers = _list(name, array)
+            if not (lengths == self.feature.width).all():
+                raise ValueError(f"column {name} has vectors that are not {self.feature.width} wide")
+            self.values[start:stop] = _numbers(name, numbers).reshape(-1, self.feature.width)
+        self.filled = stop
+
+    def column(self) -> Column:
+        if self.feature.kind != "ids":
+            return Column(self.values)
+        return Column(np.concatenate([np.empty(0, _index_type(self.table_rows)), *self.parts]), self.values)
+
+
+def _index_type(count: int) -> type[np.signedinteger[Any]]:
+    return np.int32 if count <= 2**31 else np.int64
+
+
+def _list(name: str, array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """Lengths, and the elements of all lists."""
+    kind = array.type
+    if pa.types.is_fixed_size_list(kind):
+        lengths = np.full(len(array), kind.list_size)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+    else:
+        raise ValueError(f"column {name} is of type {kind}, not a list")
+    if array.null_count:
+        raise ValueError(f"empty values in column {name}")
+    return lengths, array.flatten()
+
+
+def _parallel(name: str, array: pa.Array, lengths: np.ndarray) -> pa.Array:
+    """The elements of lists that must be as long as the users' sequences."""
+    own, elements = _list(name, array)
+    if not np.array_equal(own, lengths):
+        raise ValueError(f"column {name} has lists that are not as long as item_indices")
+    return elements
+
+
+def _integers(name: str, array: pa.Array) -> np.ndarray:
+    if not pa.types.is_integer(array.type):
+        raise ValueError(f"column {name} has values of type {array.type}, not int64")
+    if array.null_count:
+        raise ValueError(f"empty values in column {name}")
+    return array.to_numpy()
+
+
+def _indices(name: str, array: pa.Array, rows: int) -> np.ndarray:
+    values = _integers(name, array)
+    if len(values) and not 0 <= values.min() <= values.max() < rows:
+        raise ValueError(f"column {name} has indices {values.min()} to {values.max()}, of {rows}")
+    return values
+
+
+def _numbers(name: str, array: pa.Array) -> np.ndarray:
+    if not pa.types.is_floating(array.type):
+        raise ValueError(f"column {name} has values of type {array.type}, not float")
+    with np.errstate(over="ignore"):
+        values = array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        raise ValueError(f"empty or infinite values in column {name}")
+    return values
+
+
+def _require_order(indices: pa.Array, start: int, stop: int) -> None:
+    if not np.array_equal(indices.to_numpy(zero_copy_only=False), np.arange(start, stop)):
+        raise ValueError(f"its rows are not {start} to {stop - 1} in order")
+
+
+def _require_columns(present: Sequence[str], wanted: Sequence[str]) -> None:
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise ValueError(f"no column {missing[0]}; there are: {', '.join(present)}")
+
+
+def _batches(file: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file) as table:
+        _require_columns(table.schema_arrow.names, columns)
+        yield from table.iter_batches(columns=list(columns))
+
+
+def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]:
+    """The features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
+    file = path / "items.parquet"
+    readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item") if f.name != ITEM}
+    with _reading(path, file.name):
+        with pq.ParquetFile(file) as table:
+            _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *readers))
+            if table.metadata.num_rows != num_items:
+                raise ValueError(f"{table.metadata.num_rows} rows, but dataset.json says {num_items} items")
+        row = 0
+        for batch in _batches(file, ("item_index", *readers)) if readers else ():
+            _require_order(batch.column("item_index"), row, row + batch.num_rows)
+            row += batch.num_rows
+            for name, reader in readers.items():
+                reader.append(batch.column(name))
+    return {name: reader.column() for name, reader in readers.items()}
+
+
+def _check_vocabulary(path: Path, name: str, rows: int) -> None:
+    file = path / "vocabularies" / f"{name}.parquet"
+    with _reading(path, file.name), pq.ParquetFile(file) as table:
+        _require_columns(table.schema_arrow.names, ("value",))
+        if table.metadata.num_rows != rows:
+            raise ValueError(f"{table.metadata.num_rows} values, but the schema says {rows} rows")
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -171,56 +375,55 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _sequence_files(path: Path) -> list[Path]:
-    return sorted((path / "sequences").glob("*.parquet"))
+def _schema(description: Mapping[str, Any], num_items: int) -> Schema:
+    if not isinstance(description.get("schema"), Mapping):
+        raise ValueError("no schema")
+    schema = from_mapping(Schema, description["schema"], "schema")
+    if schema.table(ITEM).rows != num_items + 1:
+        raise ValueError(f"table {ITEM} has {schema.table(ITEM).rows} rows, not one more than the {num_items} items")
+    return schema
 
 
-def _sequence_batches(path: Path, part: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """User indices, list lengths and concatenated items of some rows at a time."""
+def _shares(shares: Any) -> dict[str, float]:
+    if not isinstance(shares, Mapping) or set(shares) != {"validation", "test"}:
+        raise ValueError("no repeated_targets with the shares validation and test")
+    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares.values()):
+        raise ValueError("repeated_targets must be shares from 0 to 1")
+    return {split: float(share) for split, share in shares.items()}
+
+
+@contextmanager
+def _reading(path: Path, file: str) -> Iterator[None]:
+    """Names the dataset and the file in what goes wrong."""
     try:
-        with pq.ParquetFile(part) as table:
-            _require_columns(path, part.name, table.schema_arrow.names, SEQUENCE_COLUMNS)
-            _require_lists(path, part.name, table.schema_arrow.field("item_indices").type)
-            for batch in table.iter_batches(columns=["user_index", "item_indices"]):
-                lists = batch.column("item_indices")
-                if batch.column("user_index").null_count or lists.null_count or lists.flatten().null_count:
-                    _broken(path, f"{part.name}: empty values among users or items")
-                items = lists.flatten().to_numpy()
-                yield batch.column("user_index").to_numpy(), lists.value_lengths().to_numpy(), items
+        yield
     except (pa.ArrowException, OSError) as error:
-        _broken(path, f"{part.name} cannot be read ({_first_line(error)})")
-
-
-def _require_lists(path: Path, file: str, kind: pa.DataType) -> None:
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (lists and pa.types.is_integer(kind.value_type)):
-        _broken(path, f"{file}: column item_indices is of type {kind}, not list<int64>")
-
-
-def _check_items(path: Path, num_items: int) -> None:
-    try:
-        with pq.ParquetFile(path / "items.parquet") as table:
-            names, rows = table.schema_arrow.names, table.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
-        _broken(path, f"items.parquet cannot be read ({_first_line(error)})")
-    _require_columns(path, "items.parquet", names, ("item_index", "raw_id"))
-    if rows != num_items:
-        _broken(path, f"items.parquet has {rows} rows, but dataset.json says {num_items} items")
-
-
-def _require_columns(path: Path, file: str, present: list[str], wanted: tuple[str, ...]) -> None:
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        _broken(path, f"{file} has no column {missing[0]}; there are: {', '.join(present)}")
+        _broken(path, f"{file} cannot be read ({_first_line(error)})")
+    except ValueError as error:
+        _broken(path, f"{file}: {error}")
 
 
 def _broken(path: Path, problem: str) -> NoReturn:
-    raise ValueError(f"{path}: {problem}; make it again with: {_command(path)} --overwrite")
+    raise ValueError(f"{path}: {problem}; make it again with: {_command(path)} --overwrite") from None
 
 
 def _command(path: Path) -> str:
-    name = path.name if source_of(path.name) else "NAME"
-    return f"logitmix prepare {name} --out {path}"
+    """What makes a dataset here: as far as what is there tells, the same."""
+    try:
+        before = json.loads((path / "dataset.json").read_text(encoding="utf-8"))
+        name, source, filters = before["name"], before["source"], before["filters"]
+        words = [name if source_of(name) else "NAME"]
+        words += ["--source", str(_nearby(path, source["name"]))] if source else []
+        usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
+        words += [f"--{key.replace('_', '-')} {value}" for key, value in filters.items() if usual.get(key) != value]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        words = [path.name if source_of(path.name) else "NAME"]
+    return f"logitmix prepare {' '.join(words)} --out {path}"
+
+
+def _nearby(path: Path, name: str) -> Path:
+    """Where prepare puts what it downloads, if it is there; else the name alone."""
+    return path.parent / name if (path.parent / name).exists() else Path(name)
 
 
 def _first_line(error: Exception) -> str:

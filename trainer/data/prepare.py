@@ -21,17 +21,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from logitmix.common.files import whole_directory
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import (
-    FORMAT_VERSION,
-    DatasetContents,
-    is_dataset,
-    write_contents,
-    write_description,
-)
+from logitmix.trainer.data.dataset import is_dataset
 from logitmix.trainer.data.files import digests
 from logitmix.trainer.data.raw import RawDataset
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 
 def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
@@ -99,21 +94,16 @@ def _write(directory: Path, options: PrepareOptions, raw: RawDataset, rejects: R
     read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
     origin = raw.source and {"name": raw.source.name, "sha256": digests(raw.source, raw.files)}
     contents = _arrange(raw, options.min_user_actions, options.min_item_actions)
-    write_contents(directory, contents)
-    description = {
-        "format_version": FORMAT_VERSION,
-        "name": options.name,
-        "users": len(contents.offsets) - 1,
-        "items": len(contents.item_columns["raw_id"]),
-        "actions": len(contents.items),
-        "filters": {"min_user_actions": options.min_user_actions, "min_item_actions": options.min_item_actions},
-        "read": read,
-        "rejected_lines": rejects.count,
-        "source": origin,
-        "generator": raw.generator,
-    }
-    write_description(directory, description)
-    return description
+    return write_dataset(
+        directory,
+        contents,
+        options.name,
+        filters={"min_user_actions": options.min_user_actions, "min_item_actions": options.min_item_actions},
+        read=read,
+        rejected_lines=rejects.count,
+        source=origin,
+        generator=raw.generator,
+    )
 
 
 def _arrange(raw: RawDataset, min_user_actions: int, min_item_actions: int) -> DatasetContents:
@@ -141,8 +131,9 @@ def _arrange(raw: RawDataset, min_user_actions: int, min_item_actions: int) -> D
         offsets=np.concatenate(([0], np.cumsum(np.bincount(users)))),
         items=items[order],
         timestamps=timestamps[order],
-        user_columns={"raw_user_id": user_ids, **raw.users.of(user_ids)},
-        item_columns={"raw_id": item_ids, **raw.items.of(item_ids)},
+        item_ids=item_ids,
+        user_ids=user_ids,
+        titles=raw.items.of(item_ids).get("title"),
     )
 
 

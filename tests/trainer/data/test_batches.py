@@ -1,7 +1,6 @@
 """Batches against each user's sequence cut by hand."""
 
 import itertools
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -9,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_data import in_memory
 
 from logitmix.modules.batch import Batch
-from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users, repeated_targets
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users
 from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["sequence", "batch"]
@@ -23,8 +23,7 @@ TRAINABLE = [user for user, length in enumerate(LENGTHS) if length >= 4]
 def of_lengths(lengths: list[int]) -> Dataset:
     """Every action has an item of its own, so that an item says whose it is and when."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    items = np.arange(offsets[-1], dtype=np.int32)
-    return Dataset(Path("somewhere"), "made", len(lengths), int(offsets[-1]), items, offsets)
+    return in_memory(offsets, np.arange(offsets[-1]), int(offsets[-1]))
 
 
 def sequence(dataset: Dataset, user: int) -> list[int]:
@@ -200,7 +199,7 @@ def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items() -> None
 
 def test_no_user_with_enough_actions_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(
-        ValueError, match=r"^somewhere: no user has 4 actions or more .*; prepare it again from more data$"
+        ValueError, match=r"^nowhere: no user has 4 actions or more .*; prepare it again from more data$"
     ):
         batches(of_lengths([3, 0, 2]))
     assert len(batches(of_lengths([3, 4])).at(0).input_T) == 1
@@ -238,15 +237,6 @@ def test_batches_of_ranking_users_are_consecutive(size: int) -> None:
         joined = np.concatenate([getattr(part, name) for part in parts])
         assert np.array_equal(joined, getattr(users, name))
     assert all(len(part.history) == part.lengths.sum() and isinstance(part, RankingUsers) for part in parts)
-
-
-def test_repeated_targets_are_shares_of_the_users_ranked() -> None:
-    sequences = [[1, 2, 1, 2], [3, 4, 5, 3], [5, 5, 5], [6, 7], [8, 9, 10], [1, 2, 3, 2, 2]]
-    offsets = np.concatenate([[0], np.cumsum([len(items) for items in sequences])])
-    dataset = Dataset(Path("made"), "made", 6, 11, np.concatenate(sequences).astype(np.int32), offsets)
-    assert repeated_targets(dataset) == {"validation": 3 / 5, "test": 4 / 5}
-    nobody = Dataset(Path("made"), "made", 1, 11, np.array([1, 2], np.int32), np.array([0, 2]))
-    assert repeated_targets(nobody) == {"validation": 0, "test": 0}
 
 
 @settings(max_examples=100, deadline=None)

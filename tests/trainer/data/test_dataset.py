@@ -1,28 +1,27 @@
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import small_data
 
-from logitmix.trainer.data.dataset import Dataset, DatasetContents, load_dataset, write_contents, write_description
+from logitmix.modules.schema import Schema, Table
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 
 def write(path: Path, sequences: list[list[int]], raw_ids: list[str], users_per_file: int = 100) -> Path:
-    path.mkdir(parents=True)
     lengths = [len(sequence) for sequence in sequences]
     items = np.array([item for sequence in sequences for item in sequence], np.int64)
-    contents = DatasetContents(
-        offsets=np.concatenate(([0], np.cumsum(lengths))),
-        items=items,
-        timestamps=np.arange(len(items)),
-        item_columns={"raw_id": pa.array(raw_ids, pa.string())},
-    )
-    write_contents(path, contents, users_per_file)
-    counts = {"users": len(sequences), "items": len(raw_ids), "actions": len(items)}
-    write_description(path, {"format_version": 1, "name": "made", **counts})
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    contents = DatasetContents(offsets, items, np.arange(len(items)), pa.array(raw_ids, pa.string()))
+    write_dataset(path, contents, "made", users_per_file)
     return path
 
 
@@ -38,6 +37,12 @@ def sequences_of(loaded: Dataset) -> list[list[int]]:
 def edit_description(path: Path, **changes: object) -> None:
     file = path / "dataset.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_schema(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    schema = json.loads((path / "dataset.json").read_text())["schema"]
+    change(schema)
+    edit_description(path, schema=schema)
 
 
 def replace_sequences(path: Path, columns: dict[str, object], name: str = "part-00000.parquet") -> None:
@@ -79,16 +84,36 @@ LISTS = [[0, 1, 2], [2], [1, 1]]
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"user_index": [0, 2, 1], "item_indices": LISTS, "timestamps": LISTS}, "do not continue at 0"),
+        ({"user_index": [0, 2, 1], "item_indices": LISTS, "timestamps": LISTS}, "its rows are not 0 to 2 in order"),
         (
             {"user_index": [0, 1, 2], "item_indices": [[0, 1, 3], [2], [1, 1]], "timestamps": LISTS},
-            "0 to 3, of 3 items",
+            "column item_indices has indices 0 to 3, of 3",
         ),
-        ({"user_index": [0, 1, 2], "item_indices": [[0, -1, 1], [2], [1, 1]], "timestamps": LISTS}, "-1 to 2, of 3"),
+        (
+            {"user_index": [0, 1, 2], "item_indices": [[0, -1, 1], [2], [1, 1]], "timestamps": LISTS},
+            "item_indices has indices -1 to 2, of 3",
+        ),
         ({"user_index": [0, 1, 2], "item_indices": LISTS}, "no column timestamps; there are: user_index, item_indices"),
-        ({"user_index": [0, 1, 2], "item_indices": [[0, None, 1], [2], [1, 1]], "timestamps": LISTS}, "empty values"),
-        ({"user_index": [0, 1, 2], "item_indices": [0, 1, 2], "timestamps": LISTS}, "of type int64, not list<int64>"),
-        ({"user_index": [0, 1], "item_indices": [[0, 1, 2], [2]], "timestamps": [[0], [1]]}, "2 users and 4 actions"),
+        (
+            {"user_index": [0, 1, 2], "item_indices": [[0, None, 1], [2], [1, 1]], "timestamps": LISTS},
+            "empty values in column item_indices",
+        ),
+        (
+            {"user_index": [0, 1, 2], "item_indices": [0, 1, 2], "timestamps": LISTS},
+            "column item_indices is of type int64, not a list",
+        ),
+        (
+            {"user_index": [0, 1], "item_indices": [[0, 1, 2], [2]], "timestamps": [[0, 1, 2], [1]]},
+            "2 users and 4 actions",
+        ),
+        (
+            {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": [[0, 1, 2], [2], [1]]},
+            "column timestamps has lists that are not as long as item_indices",
+        ),
+        (
+            {"user_index": [0, 1, 2], "item_indices": [[0.0, 1.0, 2.0], [2.0], [1.0, 1.0]], "timestamps": LISTS},
+            "column item_indices has values of type double, not int64",
+        ),
         ({"user_index": [0, 1, 2, 3], "item_indices": [*LISTS, [0]], "timestamps": [*LISTS, [0]]}, "more users or"),
     ],
 )
@@ -101,18 +126,23 @@ def test_wrong_sequences_are_named(made: Path, columns: dict[str, object], messa
 def test_users_are_contiguous_over_files(made: Path) -> None:
     replace_sequences(made, {"user_index": [4], "item_indices": [[0]], "timestamps": [[0]]}, "part-00001.parquet")
     edit_description(made, users=4, actions=7)
-    with pytest.raises(ValueError, match=r"part-00001\.parquet: its users do not continue at 3"):
+    with pytest.raises(ValueError, match=r"part-00001\.parquet: its rows are not 3 to 3 in order"):
         load_dataset(made)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "it is of format version 2, and this logitmix reads 1"),
+        ({"format_version": 3}, "it is of format version 3, and this logitmix reads 2"),
+        ({"schema": None}, "dataset.json: no schema"),
+        ({"schema": {"features": []}}, "dataset.json: schema: tables is missing"),
+        ({"schema": Schema.of_ids(4).to_mapping()}, "table item has 5 rows, not one more than the 3 items"),
+        ({"repeated_targets": {"test": 0.5}}, "no repeated_targets with the shares validation and test"),
+        ({"repeated_targets": {"test": 0.5, "validation": 2}}, "repeated_targets must be shares from 0 to 1"),
         ({"users": "3"}, "no users that is a count"),
         ({"actions": -1}, "no actions that is a count"),
         ({"name": 7}, "no name that is text"),
-        ({"items": 4}, "items.parquet has 3 rows, but dataset.json says 4 items"),
+        ({"items": 4, "schema": Schema.of_ids(4).to_mapping()}, "items.parquet: 3 rows, but dataset.json says 4 items"),
     ],
 )
 def test_wrong_descriptions_are_named(made: Path, changes: dict[str, object], message: str) -> None:
@@ -133,5 +163,163 @@ def test_damaged_files_are_named(made: Path) -> None:
 
 def test_items_out_of_order_are_found_when_their_ids_are_read(made: Path) -> None:
     pq.write_table(pa.table({"item_index": [0, 2, 1], "raw_id": ["a", "c", "b"]}), made / "items.parquet")
-    with pytest.raises(ValueError, match="no rows 0 to 2 in order"):
+    with pytest.raises(ValueError, match=r"items\.parquet: its rows are not 0 to 2 in order"):
         load_dataset(made).raw_ids()
+
+
+def test_times_take_4_bytes_where_all_fit(tmp_path: Path) -> None:
+    for name, last, kind in (
+        ("near", 2**31 - 1, np.int32),
+        ("far", 2**31, np.int64),
+        ("before", -(2**31) - 1, np.int64),
+    ):
+        times = np.array([min(last, 5), 7, last, 8])
+        contents = DatasetContents(np.arange(5), np.zeros(4, int), times, pa.array(["a"]))
+        write_dataset(tmp_path / name, contents, "made", users_per_file=2)
+        loaded = load_dataset(tmp_path / name)
+        assert loaded.timestamps_flat.dtype == kind and loaded.timestamps_flat.tolist() == times.tolist()
+
+
+def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> None:
+    filters = {"min_user_actions": 3, "min_item_actions": 0}
+    entries = {"name": "table", "source": {"name": "clicks.csv", "sha256": {}}, "filters": filters}
+    edit_description(made, format_version=1, **entries)
+    command = f"logitmix prepare table --source clicks.csv --min-user-actions 3 --out {made} --overwrite"
+    with pytest.raises(
+        ValueError, match=f"of format version 1, and this logitmix reads 2; make it again with: {command}$"
+    ):
+        load_dataset(made)
+    (made.parent / "clicks.csv").touch()
+    with pytest.raises(ValueError, match=f"--source {made.parent}/clicks.csv --min"):
+        load_dataset(made)
+
+
+@pytest.fixture
+def featured(tmp_path: Path) -> Path:
+    return small_data.write_dataset(tmp_path / "featured", features=True)
+
+
+def test_features_of_every_owner_and_kind_come_back(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    offsets = np.array([0, 3, 3, 8, 9])
+    rows = {"item": 5, "user": 4, "event": 9}
+    schema = replace(small_data.FEATURES, tables=(Table("item", 6), *small_data.FEATURES.tables[1:]))
+    columns = {
+        feature.name: small_data.random_column(feature, schema, rows[feature.owner], random)
+        for feature in schema.features[1:]
+    }
+    vocabularies = {
+        table.name: pa.array([None, *(f"{table.name} {row}" for row in range(1, table.rows))], pa.string())
+        for table in schema.tables[1:]
+    }
+    contents = DatasetContents(
+        offsets,
+        random.integers(0, 5, 9),
+        np.arange(9),
+        pa.array(list("abcde")),
+        schema=schema,
+        columns=columns,
+        vocabularies=vocabularies,
+    )
+    write_dataset(tmp_path / "made", contents, "made", users_per_file=2)
+    loaded = load_dataset(tmp_path / "made")
+    assert loaded.schema == schema
+    read = {"item": loaded.item_features, "user": loaded.user_features, "event": loaded.event_features}
+    for owner, features in read.items():
+        assert list(features) == [f.name for f in schema.of(owner) if f.name != "item"]  # type: ignore[arg-type]
+    for feature in schema.features[1:]:
+        column, written = read[feature.owner][feature.name], columns[feature.name]
+        assert np.array_equal(column.values, written.values)
+        assert column.values.dtype == (np.int32 if feature.sparse else np.float32)
+        assert (column.offsets is None) == (feature.kind != "ids")
+        if column.offsets is not None:
+            assert column.offsets.dtype == np.int64 and np.array_equal(column.offsets, written.offsets)
+    assert loaded.vocabulary("country") == ["", "country 1", "country 2", "country 3"]
+    assert loaded.vocabulary("item") == ["a", "b", "c", "d", "e", ""]
+
+
+def test_features_of_other_writers_are_read(featured: Path) -> None:
+    """Spark has no lists of a fixed size, and numbers may be doubles."""
+    before = load_dataset(featured)
+    table = pq.read_table(featured / "items.parquet")
+    image = pa.array(table["image"].to_pylist(), pa.large_list(pa.float64()))
+    table = table.set_column(table.schema.get_field_index("image"), "image", image)
+    brand = table["brand"].cast(pa.int16())
+    pq.write_table(table.set_column(table.schema.get_field_index("brand"), "brand", brand), featured / "items.parquet")
+    for name, column in load_dataset(featured).item_features.items():
+        assert np.array_equal(column.values, before.item_features[name].values)
+
+
+def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
+    values = table[name].to_pylist()
+    values[row] = value
+    at = table.schema.get_field_index(name)
+    return table.set_column(at, name, pa.array(values, table.schema.field(name).type))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "message"),
+    [
+        ("items", "brand", 7, "column brand has indices 0 to 7, of 7"),
+        ("items", "brand", -1, "column brand has indices -1 to 6, of 7"),
+        ("items", "brand", None, "empty values in column brand"),
+        ("items", "tags", [3, 11], "column tags has indices 0 to 11, of 11"),
+        ("items", "tags", None, "empty values in column tags"),
+        ("items", "tags", [3, None], "empty values in column tags"),
+        ("items", "price", None, "empty or infinite values in column price"),
+        ("items", "price", float("inf"), "empty or infinite values in column price"),
+        ("items", "image", None, "empty values in column image"),
+        ("items", "image", [1.0, None, 0.0], "empty or infinite values in column image"),
+        ("items", "item_index", 7, "its rows are not 0 to 49 in order"),
+        ("sequences", "country", 4, "column country has indices 0 to 4, of 4"),
+        ("sequences", "action", [1], "column action has lists that are not as long as item_indices"),
+        ("sequences", "rating", [1.0], "column rating has lists that are not as long as item_indices"),
+        ("sequences", "query", [[1]], "column query has lists that are not as long as item_indices"),
+    ],
+)
+def test_wrong_features_are_named(featured: Path, file: str, name: str, value: object, message: str) -> None:
+    path = featured / "items.parquet" if file == "items" else featured / "sequences" / "part-00000.parquet"
+    table = pq.read_table(path)
+    pq.write_table(cell(table, name, 2, value), path)
+    with pytest.raises(ValueError, match=rf"^{featured}: {path.name}: {message}; make it again with"):
+        load_dataset(featured)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("brand", pa.float32(), "column brand has values of type float, not int64"),
+        ("price", pa.int64(), "column price has values of type int64, not float"),
+        ("tags", pa.int64(), "column tags is of type int64, not a list"),
+        ("image", pa.list_(pa.float32(), 2), "column image has vectors that are not 3 wide"),
+    ],
+)
+def test_features_of_another_type_are_named(featured: Path, name: str, kind: pa.DataType, message: str) -> None:
+    table = pq.read_table(featured / "items.parquet")
+    zero: object = [0.0, 0.0] if name == "image" else 0
+    column = pa.array([zero] * len(table), kind)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), featured / "items.parquet")
+    with pytest.raises(ValueError, match=rf"items\.parquet: {message}; make it again"):
+        load_dataset(featured)
+
+
+def test_a_column_that_the_schema_names_must_be_there(featured: Path) -> None:
+    edit_schema(featured, lambda schema: schema["features"].append({"name": "size", "owner": "item", "kind": "number"}))
+    with pytest.raises(ValueError, match=r"items\.parquet: no column size; there are: item_index, raw_id, brand"):
+        load_dataset(featured)
+
+
+def test_vocabularies_are_as_long_as_their_tables(featured: Path) -> None:
+    vocabulary = featured / "vocabularies" / "brand.parquet"
+    pq.write_table(pa.table({"value": ["", "a"]}), vocabulary)
+    with pytest.raises(ValueError, match=r"brand\.parquet: 2 values, but the schema says 7 rows; make it again"):
+        load_dataset(featured)
+    vocabulary.unlink()
+    with pytest.raises(ValueError, match=r"brand\.parquet cannot be read \(.*; make it again"):
+        load_dataset(featured)
+
+
+def test_columns_beyond_the_schema_are_left_alone(made: Path) -> None:
+    table = pq.read_table(made / "items.parquet")
+    pq.write_table(table.append_column("notes", pa.array(["x"] * len(table))), made / "items.parquet")
+    assert load_dataset(made).item_features == {}

@@ -1,0 +1,29 @@
+import numpy as np
+import pytest
+from small_data import in_memory
+
+from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.data.writer import repeated_targets
+
+
+def sequences_of(*sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([[0], np.cumsum([len(items) for items in sequences])]), np.concatenate(sequences).astype(int)
+
+
+def test_repeated_targets_are_shares_of_the_users_ranked() -> None:
+    made = sequences_of([1, 2, 1, 2], [3, 4, 5, 3], [5, 5, 5], [6, 7], [8, 9, 10], [1, 2, 3, 2, 2])
+    assert repeated_targets(*made) == {"validation": 3 / 5, "test": 4 / 5}
+
+
+@pytest.mark.parametrize("sequences", [([1, 1],), ([], [2, 2], []), ([],)])
+def test_without_users_to_rank_nothing_is_repeated(sequences: tuple[list[int], ...]) -> None:
+    assert repeated_targets(*sequences_of(*sequences)) == {"validation": 0, "test": 0}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_evaluation_counts_the_same_repeats(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    made = sequences_of(*(random.integers(0, 9, length).tolist() for length in random.integers(0, 12, 60)))
+    counted = {split: ranking_users(in_memory(*made, 9), split, 3).repeated() for split in ("validation", "test")}
+    assert repeated_targets(*made) == counted
+    assert 0 < counted["validation"] < 1

@@ -1,0 +1,131 @@
+"""The side that writes a dataset directory; dataset.py describes it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.trainer.data.dataset import FORMAT_VERSION, SEQUENCE_COLUMNS, Column
+
+USERS_PER_FILE = 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetContents:
+    """What there is to write: U users, X items, A actions ordered by user, then time."""
+
+    offsets: np.ndarray
+    """int64 [U+1]: user u's actions are offsets[u] : offsets[u+1]."""
+    items: np.ndarray
+    """Integer [A]."""
+    timestamps: np.ndarray
+    """int64 [A]."""
+    item_ids: pa.Array
+    """string [X]: the ids in the source."""
+    user_ids: pa.Array | None = None
+    """string [U]."""
+    titles: pa.Array | None = None
+    """string [X], null for items without one."""
+    schema: Schema | None = None
+    """The item ids alone where None."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Of every feature but the item id."""
+    vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
+    """string, by table, of every table but item's; row 0 null."""
+
+
+def write_dataset(
+    directory: Path, contents: DatasetContents, name: str, users_per_file: int = USERS_PER_FILE, **entries: Any
+) -> dict[str, Any]:
+    """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; gives what is in that."""
+    schema = contents.schema or Schema.of_ids(len(contents.item_ids))
+    users = len(contents.offsets) - 1
+    (directory / "sequences").mkdir(parents=True)
+    for part, start in enumerate(range(0, users, users_per_file)):
+        table = _sequences(contents, schema, start, min(start + users_per_file, users))
+        pq.write_table(table, directory / "sequences" / f"part-{part:05d}.parquet")
+    pq.write_table(_items(contents, schema), directory / "items.parquet")
+    if contents.vocabularies:
+        (directory / "vocabularies").mkdir()
+    for table_name, values in contents.vocabularies.items():
+        pq.write_table(pa.table({"value": values}), directory / "vocabularies" / f"{table_name}.parquet")
+    description = {
+        "format_version": FORMAT_VERSION,
+        "name": name,
+        "users": users,
+        "items": len(contents.item_ids),
+        "actions": len(contents.items),
+        "schema": schema.to_mapping(),
+        "repeated_targets": repeated_targets(contents.offsets, contents.items),
+        **entries,
+    }
+    # Last, for it is what makes a directory a dataset.
+    text = json.dumps(description, indent=2, ensure_ascii=False)
+    (directory / "dataset.json").write_text(text + "\n", encoding="utf-8")
+    return description
+
+
+def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
+    """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
+    validation) is among their actions before it."""
+    lengths = np.diff(offsets)
+    users = np.flatnonzero(lengths > 2)
+    if not len(users):
+        return {"validation": 0.0, "test": 0.0}
+    shares = {}
+    for split, held_out in (("validation", 2), ("test", 1)):
+        target = np.maximum(offsets[1:] - held_out, 0)
+        same = items == np.repeat(items[target], lengths)
+        # What a user's history has is a difference of running sums.
+        sums = np.concatenate([[0], np.cumsum(same)])
+        shares[split] = float(np.mean(sums[target[users]] > sums[offsets[users]]))
+    return shares
+
+
+def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int) -> pa.Table:
+    bounds = contents.offsets[start : stop + 1]
+    first, last = int(bounds[0]), int(bounds[-1])
+    starts = pa.array(bounds - first, pa.int32())
+
+    def lists(values: pa.Array) -> pa.Array:
+        return pa.ListArray.from_arrays(starts, values)
+
+    actions = (contents.items[first:last], contents.timestamps[first:last])
+    own = (np.arange(start, stop), *(lists(pa.array(values, pa.int64())) for values in actions))
+    columns = dict(zip(SEQUENCE_COLUMNS, (pa.array(own[0], pa.int64()), *own[1:]), strict=True))
+    if contents.user_ids is not None:
+        columns["raw_user_id"] = contents.user_ids[start:stop]
+    for feature in schema.of("user"):
+        columns[feature.name] = _rows(feature, contents.columns[feature.name], start, stop)
+    for feature in schema.of("event"):
+        columns[feature.name] = lists(_rows(feature, contents.columns[feature.name], first, last))
+    return pa.table(columns)
+
+
+def _items(contents: DatasetContents, schema: Schema) -> pa.Table:
+    count = len(contents.item_ids)
+    columns = {"item_index": pa.array(np.arange(count), pa.int64()), "raw_id": contents.item_ids}
+    if contents.titles is not None:
+        columns["title"] = contents.titles
+    for feature in schema.of("item"):
+        if feature.name != ITEM:
+            columns[feature.name] = _rows(feature, contents.columns[feature.name], 0, count)
+    return pa.table(columns)
+
+
+def _rows(feature: Feature, column: Column, start: int, stop: int) -> pa.Array:
+    """Some rows of a column as the directory stores them."""
+    if column.offsets is not None:
+        bounds = column.offsets[start : stop + 1]
+        values = pa.array(column.values[bounds[0] : bounds[-1]], pa.int64())
+        return pa.ListArray.from_arrays(pa.array(bounds - bounds[0], pa.int32()), values)
+    values = column.values[start:stop]
+    if feature.kind == "vector":
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel(), pa.float32()), feature.width)
+    return pa.array(values, pa.int64() if feature.kind == "id" else pa.float32())
