@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,15 @@ from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.towers import Tower
-from logitmix.trainer import loop
 from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.memory import set_up_memory
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import parallelize
+from logitmix.trainer.pipeline import PHASES, Pipeline
+from logitmix.trainer.run import RunProgress, read_rows
 from logitmix.trainer.telemetry import Telemetry
 
 ARMS = ("fp32", "fp16", "fp8")
@@ -60,7 +64,6 @@ WARM_UP, LOG_EVERY = 10, 10
 HEADERS = 66
 CLOCKS = ("wall", "cpu")
 COUNTED = ("tx_bytes", "tx_packets")
-PARTS = ("data", "all_to_all", "forward", "backward", "optimizer")
 MODEL: dict[str, Any] = {
     "dim": 64,
     "encoder": {"blocks": 1, "heads": 1, "dropout": 0.0, "max_length": 4},
@@ -246,7 +249,7 @@ def _read(run: Path) -> dict[str, float]:
     rows = read_rows(run, "train")
     warm = [row for row in rows if row["step"] > WARM_UP]
     found = {"loss": rows[-1]["loss"]}
-    found |= {name: statistics.mean(row[name] for row in warm) for part in PARTS if (name := f"time/{part}")}
+    found |= {name: statistics.mean(row[name] for row in warm) for part in PHASES if (name := f"time/{part}")}
     names = [f"wire/{way}bytes_per_step" for way in ("", "forward/", "backward/")]
     found |= {name: statistics.mean(row[name] for row in rows) for name in names if name in rows[0]}
     sent = [_counted_per_step(run / f"counts-{rank}.jsonl") for rank in range(RANKS)]
@@ -287,7 +290,7 @@ def _show(link: str, result: dict[str, Any]) -> None:
         table.add_row(arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss)
     console.print(table)
     for arm, of in arms.items():
-        parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PARTS)
+        parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PHASES)
         parts += f"; CPU {of['cpu'] * 1000:.1f}"
         console.print(f"ms of a step of {arm}: {parts}", highlight=False)
     for other in arms if "fp8" in arms else ():
@@ -324,45 +327,44 @@ def _setting(steps: int, repeats: int) -> str:
 
 
 def _work(job: dict[str, Any]) -> None:
-    """One rank: the bare link, then every run through the trainer's own loop."""
+    """One rank: the bare link, then every run."""
     folder = Path(job["folder"])
     torch.set_num_threads(1)
+    set_up_memory()
     bare = _bare()
     if os.environ["RANK"] == "0":
         (folder / f"{job['link']}.json").write_text(json.dumps(bare))
     for name, arm in job["runs"]:
-        counts = folder / name / f"counts-{os.environ['RANK']}.jsonl"
-        loop.Telemetry = partial(CountingTelemetry, counts, job["steps"])  # type: ignore[misc]
-        with suppress(Enough):
-            loop.train(_config(folder / "data", arm, job["steps"]), folder / name)
+        _train(_config(folder / "data", arm, job["steps"]), folder / name, job["steps"])
 
 
-class Enough(Exception):
-    """Ends a run after its last step, when no request for the next is under way."""
+def _train(config: Config, run: Path, steps: int) -> None:
+    """Steps alone, with what this rank has used and its interface has sent noted beside each row of metrics."""
+    run.mkdir(exist_ok=True)
+    counts, dataset = run / f"counts-{os.environ['RANK']}.jsonl", load_dataset(config.data.path)
+    with process_group("cpu", config.comm.timeout_seconds) as ranks:
+        model = parallelize(dataset.num_items, config, ranks)
+        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
+        with (
+            Telemetry(run, model, RunProgress(), steps) as telemetry,
+            Pipeline(model, optimizer, batches.at, steps) as pipeline,
+        ):
+            _note(counts, pipeline)
+            for step in range(1, steps + 1):
+                pipeline.train_step()
+                telemetry.log_step(pipeline, step / batches.steps_per_epoch)
+                if pipeline.logged:
+                    _note(counts, pipeline)
+        # The other rank may still be reading what this one sent.
+        time.sleep(0.5)
 
 
-class CountingTelemetry(Telemetry):
-    """Notes beside each row what this rank has used and its interface has sent so far."""
-
-    def __init__(self, path: Path, last_step: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.path, self.stop = path, last_step
-        self.note(0)
-
-    def log_training(self, step: int, *arguments: Any) -> None:
-        super().log_training(step, *arguments)
-        self.note(step)
-        if step == self.stop:
-            # The other rank may still be reading what this one sent.
-            time.sleep(0.5)
-            raise Enough
-
-    def note(self, step: int) -> None:
-        counters = Path(f"/sys/class/net/{DEVICE}/statistics")
-        sent = {name: int((counters / name).read_text()) for name in COUNTED if counters.exists()}
-        with open(self.path, "a") as file:
-            clocks = dict(zip(CLOCKS, (time.perf_counter(), time.process_time()), strict=True))
-            file.write(json.dumps({"step": step, "examples": self.examples, **clocks, **sent}) + "\n")
+def _note(path: Path, pipeline: Pipeline) -> None:
+    counters = Path(f"/sys/class/net/{DEVICE}/statistics")
+    sent = {name: int((counters / name).read_text()) for name in COUNTED if counters.exists()}
+    clocks = dict(zip(CLOCKS, (time.perf_counter(), time.process_time()), strict=True))
+    with open(path, "a") as file:
+        file.write(json.dumps({"step": pipeline.step, "examples": pipeline.examples, **clocks, **sent}) + "\n")
 
 
 def _bare(megabytes: int = 4, times: int = 5) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Where the time of a recipe's training step goes: `python -m benchmarks.train_step --recipe NAME`.
 
-The loop's own step, in one process, with the graph cut behind each part, so that each part's backward runs by itself.
-The fused loss makes its gradients in forward; only their scaling is left to its backward.
+The training step itself, in one process, with the graph cut behind each part, so that each part's backward runs by
+itself. The fused loss makes its gradients in forward; only their scaling is left to its backward.
 """
 
 import json
@@ -23,11 +23,12 @@ from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
-from logitmix.trainer import loop
 from logitmix.trainer.config import Config, DataConfig, load_recipe
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import parallelize
+from logitmix.trainer.pipeline import Pipeline
 
 WARM_UP = 2
 DIRECTIONS = ("forward", "backward")
@@ -56,16 +57,22 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
-        batches, finite = loop.training_batches(config, dataset, ranks), loop._Finite(model)
-        with parts.cutting(model.tower):
-            for step in range(WARM_UP + steps):
-                if step == WARM_UP:
-                    parts.seconds.clear()
-                with parts.time("data", "forward"):
-                    batch = batches.at(step)
-                _step(config, step + 1, model, optimizer, finite, batch, parts)
-                if step >= WARM_UP:
-                    counts.update(_named(batch))
+        batches = training_batches(config, dataset, ranks)
+        made = [batches.at(step) for step in range(WARM_UP + steps)]
+        with (
+            parts.cutting(model.tower),
+            patch.object(optimizer, "step", parts.timed("dense optimizer", "backward", optimizer.step)),
+            Pipeline(model, optimizer, made.__getitem__, len(made)) as pipeline,
+        ):
+            for _ in range(WARM_UP):
+                _step(pipeline, parts)
+            parts.seconds.clear()
+            for _ in range(steps):
+                _step(pipeline, parts)
+                counts.update(_named(pipeline.batch))
+    with parts.time("data", "forward"):
+        for step in range(WARM_UP, len(made)):
+            batches.at(step)
     seconds: dict[str, dict[str, float]] = {}
     for (part, direction), spent in parts.seconds.items():
         seconds.setdefault(part, dict.fromkeys(DIRECTIONS, 0.0))[direction] = spent / steps
@@ -78,12 +85,24 @@ class Parts:
 
     seconds: Counter[tuple[str, str]] = field(default_factory=Counter)
     cuts: list[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=list)
+    within: float = 0.0
+    """What parts within the one that is timed have taken."""
 
     @contextmanager
     def time(self, part: str, direction: str) -> Iterator[None]:
-        start = time.process_time()
+        """What is timed within counts for its own part alone."""
+        start, before, self.within = time.process_time(), self.within, 0.0
         yield
-        self.seconds[part, direction] += time.process_time() - start
+        spent = time.process_time() - start
+        self.seconds[part, direction] += spent - self.within
+        self.within = before + spent
+
+    def timed(self, part: str, direction: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with self.time(part, direction):
+                return function(*arguments)
+
+        return call
 
     @contextmanager
     def cutting(self, tower: Tower) -> Iterator[None]:
@@ -122,33 +141,16 @@ class Parts:
         self.cuts.clear()
 
 
-def _step(
-    config: Config,
-    step: int,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    finite: loop._Finite,
-    batch: Batch,
-    parts: Parts,
-) -> None:
-    """As in trainer/loop.py."""
+def _step(pipeline: Pipeline, parts: Parts) -> None:
     with parts.time("rows of the table", "forward"):
-        rows = model.row_exchange(batch.id_V)
-        rows.send_rows()
-        row_VD = rows.wait()
-    loss = model.loss(row_VD, batch)["loss"]
-    model.backward(loss)
+        pipeline.receive_rows()
+    pipeline.loss()
+    pipeline.backward()
     parts.backward()
     with parts.time("check of the gradients", "backward"):
-        finite.norm(loss, row_VD, step)
-        finite.check()
-    loop._set_rates(config, step, model, optimizer)
+        pipeline.check_gradients()
     with parts.time("rows of the table", "backward"):
-        rows.send_gradients()
-        rows.apply_gradients()
-    with parts.time("dense optimizer", "backward"):
-        optimizer.step()
-        optimizer.zero_grad()
+        pipeline.apply_gradients(prefetch=False)
 
 
 def _named(batch: Batch) -> dict[str, int]:

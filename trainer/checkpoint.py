@@ -8,7 +8,7 @@ directory is written twice.
 import json
 import shutil
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,21 +24,10 @@ from logitmix.common.files import file_digest, json_digest, publish, staging_pat
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import WEIGHT, ParallelModel
-from logitmix.trainer.run import checkpoint_paths, read_config
+from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config
 
 MANIFEST = "checkpoint.json"
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
-    (if it was evaluated)."""
-
-    step: int = 0
-    seconds: float = 0.0
-    examples: int = 0
-    validation: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ class OfflineModel:
     tower: Tower
 
 
-def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> None:
+def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
     """A new checkpoint; then drops all but the best and the `keep` newest. Collective."""
     folder = run / "checkpoints"
     ranks, config = model.ranks, model.config
@@ -72,7 +61,7 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
     barrier(ranks)
 
 
-def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> Progress:
+def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
     A run without one starts from step 0. Raises ValueError where there are checkpoints but none is intact.
@@ -82,7 +71,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     if isinstance(found, str):
         raise ValueError(found)
     if found is None:
-        return Progress()
+        return RunProgress()
     path, progress = found
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path, process_group=ranks.group)
@@ -140,7 +129,7 @@ def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {part: content for part, content in entries.items() if content}
 
 
-def _write_manifest(staging: Path, progress: Progress) -> None:
+def _write_manifest(staging: Path, progress: RunProgress) -> None:
     files = {path.name: file_digest(path) for path in sorted(staging.iterdir())}
     content = {
         "format_version": FORMAT_VERSION,
@@ -185,7 +174,7 @@ def _last(run: Path) -> Path:
     return complete[-1]
 
 
-def _newest_intact(run: Path) -> tuple[Path, Progress] | str | None:
+def _newest_intact(run: Path) -> tuple[Path, RunProgress] | str | None:
     problems = []
     for path in reversed(checkpoint_paths(run)):
         problem = _damage(path)
@@ -208,7 +197,7 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _progress(path: Path) -> Progress:
+def _progress(path: Path) -> RunProgress:
     manifest = _manifest(path)
     assert manifest is not None
-    return Progress(manifest["step"], manifest["seconds"], manifest["examples"], manifest["validation"])
+    return RunProgress(manifest["step"], manifest["seconds"], manifest["examples"], manifest["validation"])

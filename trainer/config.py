@@ -13,6 +13,7 @@ import tomli_w
 from logitmix.comm.config import WireConfig
 from logitmix.common.mappings import from_mapping, nearest, require
 from logitmix.modules.config import ModelConfig
+from logitmix.trainer.schedule import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ class TrainConfig:
     epochs: int = 40
     minutes: float = 0.0
     """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
+    schedule: ScheduleName = "constant"
+    """How the learning rates change after the warm-up; cosine falls to 0 at the end of all epochs."""
     warmup_steps: int = 0
-    """Steps over which both learning rates rise linearly from 0."""
+    """Steps over which the learning rates rise linearly from 0."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Autocast of encoder and similarity, but on a CPU without BF16 arithmetic; weights and tables stay FP32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,6 +13,7 @@ import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
     "train.keep", "comm.timeout_seconds", "data.path",
 }  # fmt: skip
-"""Settings that may differ when a run is continued."""
+"""Settings that may differ when a run is continued; epochs only where the schedule does not depend on them."""
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
+    (if it was evaluated)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    examples: int = 0
+    validation: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -124,7 +136,8 @@ def _locked(run: Path) -> Iterator[None]:
 
 def _require_same_settings(run: Path, config: Config) -> None:
     before, now = flatten(read_config(run)), flatten(config)
-    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE]
+    may_change = MAY_CHANGE if config.train.schedule == "constant" else MAY_CHANGE - {"train.epochs"}
+    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in may_change]
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
         raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")

@@ -2,7 +2,6 @@
 
 import math
 import resource
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,50 +17,19 @@ from torch.utils.tensorboard import SummaryWriter
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.modules.batch import Batch
-from logitmix.trainer.checkpoint import Progress as Done
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
-from logitmix.trainer.run import append_row, keep_rows
-
-PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
-"""Parts of a step. all_to_all is the change of sides both ways: ids and rows out, gradients back, codec, waiting for
-the other ranks, and the tables' own lookup and fused update. forward holds most of the loss's backward, which is made
-there block by block; backward is what remains: the towers, the encoder and the sum of gradients over ranks."""
-
-
-class Clock:
-    """Seconds of this rank in each phase since `take`, and in all phases since the run began."""
-
-    def __init__(self, device: torch.device, total: float) -> None:
-        self.device, self.total, self.exact = device, total, False
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        # Waiting for the device costs time, so only steps that are logged do it; what was still under way then
-        # counts as their data phase.
-        if self.exact and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        spent = time.perf_counter() - start
-        self.seconds[phase] += spent
-        self.total += spent
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
-        return taken
+from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.run import RunProgress, append_row, keep_rows
 
 
 class Telemetry:
     """Writes rows on rank 0; on the other ranks it takes part in the sums and is silent."""
 
-    def __init__(self, run: Path, model: ParallelModel, done: Done, total_steps: int) -> None:
+    def __init__(self, run: Path, model: ParallelModel, done: RunProgress, total_steps: int) -> None:
         """Rows after `done`, which a killed attempt may have left, are dropped first."""
         self.run, self.model, self.ranks = run, model, model.ranks
-        self.clock = Clock(self.ranks.device, done.seconds)
         self.main = self.ranks.rank == 0
-        self.last_step, self.positions, self.examples = done.step, 0, done.examples
+        self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
         if self.main:
             keep_rows(run, done.step)
@@ -85,40 +53,32 @@ class Telemetry:
             self.bar.stop()
             self.board.close()
 
-    def advance(self, step: int, batch: Batch) -> None:
-        self.positions += batch.total_positions
-        self.examples += batch.total_positions
+    def log_step(self, pipeline: Pipeline, epoch: float) -> None:
+        """After a step; where it is logged, a row of its losses over all ranks, and of rates since the last row.
+        Collective."""
         if self.main:
-            self.bar.update(self.task, completed=step)
+            self.bar.update(self.task, completed=pipeline.step)
+        if pipeline.wire_counts is not None:
+            self._log_training(pipeline, pipeline.wire_counts, epoch)
 
-    def log_training(
-        self,
-        step: int,
-        epoch: float,
-        losses: dict[str, Tensor],
-        gradient_norm: Tensor,
-        batch: Batch,
-        rows_VD: Tensor,
-        wire: Tensor,
-    ) -> None:
-        """A row of this step's losses over all ranks, and of rates since the last row; `wire` is what
-        `Wire.pop_counts` gave. Collective."""
-        names = sorted(losses)
+    def _log_training(self, pipeline: Pipeline, wire_counts: Tensor, epoch: float) -> None:
+        losses, names = pipeline.losses, sorted(pipeline.losses)
         local = torch.tensor([losses[name].item() for name in names], dtype=torch.float64)
-        sums = all_reduce_sum(torch.cat([local, wire.flatten()]), self.ranks)
+        sums = all_reduce_sum(torch.cat([local, wire_counts.flatten()]), self.ranks)
         loss = dict(zip(names, sums[: len(names)].tolist(), strict=True))
-        phases, steps = self.clock.take(), step - self.last_step
+        phases, steps = pipeline.clock.pop(), pipeline.step - self.last_step
         seconds = sum(phases.values())
         row: dict[str, Any] = {"epoch": epoch, "loss": loss.pop("loss")}
         row |= {f"loss/{name}": value for name, value in loss.items()}
-        row["gradient_norm"] = float(gradient_norm)
-        row |= {"examples_per_second": self.positions / seconds, "time/step": seconds / steps}
+        row["gradient_norm"] = float(pipeline.gradient_norm)
+        row |= {f"learning_rate/{name}": value for name, value in pipeline.learning_rates.items()}
+        row |= {"examples_per_second": (pipeline.examples - self.last_examples) / seconds, "time/step": seconds / steps}
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
-        row |= wire_metrics(self.model.wire.tables, sums[len(names) :].view(wire.shape), steps)
+        row |= wire_metrics(self.model.wire.tables, sums[len(names) :].view(wire_counts.shape), steps)
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
-        self.last_step, self.positions = step, 0
+        self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
-            self._write("train", step, row | self._diagnostics(step, batch, rows_VD))
+            self._write("train", pipeline.step, row | self._diagnostics(pipeline))
             self.bar.update(self.task, description=f"loss {row['loss']:.4f}")
 
     def log_validation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
@@ -127,15 +87,15 @@ class Telemetry:
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
             self.console.print(f"epoch {epoch:g}, step {step}: validation {shown}", highlight=False)
 
-    def _diagnostics(self, step: int, batch: Batch, rows_VD: Tensor) -> dict[str, float]:
+    def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
         """The similarity's, of rank 0's first sequences; vectors become histograms."""
         with autocast(self.model.config, self.ranks.device):
-            values = self.model.tower.diagnostics(rows_VD, batch)
+            values = self.model.tower.diagnostics(pipeline.row_VD.detach(), pipeline.batch)
         if not all(value.isfinite().all() for value in values.values()):
             return {}  # the next step's check says what is wrong
         for name, value in values.items():
             if value.ndim:
-                self.board.add_histogram(name, value.cpu().numpy(), step)
+                self.board.add_histogram(name, value.cpu().numpy(), pipeline.step)
         return {name: float(value) for name, value in values.items() if not value.ndim}
 
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import json_digest
 from logitmix.trainer import checkpoint
-from logitmix.trainer.checkpoint import Progress
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.run import RunProgress
 
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
@@ -48,7 +48,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
-        checkpoint.save(run, model, optimizer, Progress(steps, 1.5, 100, {"hr@10": 0.1}), keep=2)
+        checkpoint.save(run, model, optimizer, RunProgress(steps, 1.5, 100, {"hr@10": 0.1}), keep=2)
         for seed in range(steps, steps + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -199,7 +199,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
-            checkpoint.save(run, model, optimizer, Progress(number, 0.0, 0, metrics), keep=2)
+            checkpoint.save(run, model, optimizer, RunProgress(number, 0.0, 0, metrics), keep=2)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
     assert checkpoint.load_offline(run).step == 2
     assert checkpoint.load_offline(run, "last").step == 6

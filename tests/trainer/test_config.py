@@ -203,6 +203,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.seed": 2**63 - 1,
         "train.precision": "fp32",
         "train.device": "cuda",
+        "train.schedule": "cosine",
         "evaluate.metric": "mrr",
         "evaluate.exclude_history": "no",
     }

@@ -23,7 +23,7 @@ from logitmix.trainer.evaluate import NOT_SERVED, target_ranks
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
-from logitmix.trainer.run import read_config
+from logitmix.trainer.run import RunProgress, read_config
 
 X, USERS = 50, 80
 
@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Path:
         optimizer = dense_optimizer(model.tower, config.dense)
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)
-            progress = checkpoint.Progress(step=step, validation={config.evaluate.metric: hit_rate})
+            progress = RunProgress(step=step, validation={config.evaluate.metric: hit_rate})
             checkpoint.save(run, model, optimizer, progress, keep=2)
     return run
 

@@ -13,7 +13,8 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, autocast, parallelize, require_whole_steps
+from logitmix.trainer.parallelize import autocast, parallelize, require_whole_steps
+from logitmix.trainer.pipeline import Pipeline
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
@@ -41,27 +42,21 @@ def train_steps(config: Config, steps: int) -> Seen:
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         before, losses, touched = model.gather_table(), [], torch.zeros(dataset.num_items, dtype=torch.bool)
-        for step in range(steps):
-            batch = batches.at(step).to(ranks.device)
-            losses.append(_step(model, config, batch, optimizer))
-            touched[batch.id_V.cpu()] = True
-        gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+        gradients, wire_bytes = {}, 0.0
+        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
+            for _ in range(steps):
+                pipeline.receive_rows()
+                pipeline.loss()
+                pipeline.backward()
+                pipeline.check_gradients()
+                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+                pipeline.apply_gradients()
+                losses.append(pipeline.losses["loss"].detach())
+                touched[pipeline.batch.id_V.cpu()] = True
+                wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
         after = model.gather_table()
         shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
-        return Seen(losses, gradients, before, after, touched, float(model.wire.pop_counts()[:, 0, 0].sum()), shards)
-
-
-def _step(model: ParallelModel, config: Config, batch, optimizer) -> Tensor:
-    optimizer.zero_grad()
-    rows = model.row_exchange(batch.id_V)
-    rows.send_rows()
-    losses = model.loss(rows.wait(), batch)
-    model.backward(losses["loss"])
-    model.table_optimizer.begin_step(1.0)
-    rows.send_gradients()
-    rows.apply_gradients()
-    optimizer.step()
-    return losses["loss"].detach()
+        return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
 
 
 def train_all(configs: list[Config], steps: int) -> list[Seen]:
@@ -109,20 +104,17 @@ def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
 
 
 def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
-    """Rows of a batch that were sent while those of the batch before were moved, and the same rows of the table."""
+    """Rows of a batch that were sent while those of the batch before were updated, and the same rows of the table."""
     pairs = []
     for config in configs:
         with process_group(config.train.device, 60) as ranks:
             dataset = load_dataset(config.data.path)
             batches, model = training_batches(config, dataset, ranks), parallelize(dataset.num_items, config, ranks)
-            first, second = (batches.at(step) for step in range(2))
-            rows, following = model.row_exchange(first.id_V), model.row_exchange(second.id_V)
-            rows.send_rows()
-            rows.wait().grad = torch.ones(len(first.id_V), config.model.dim, device=ranks.device)
-            model.table_optimizer.begin_step(1.0)
-            rows.send_gradients()
-            rows.apply_gradients(following)
-            pairs.append((following.wait().detach(), model.gather_table()[second.id_V.to(ranks.device)]))
+            optimizer = dense_optimizer(model.tower, config.dense)
+            with Pipeline(model, optimizer, batches.at, 2) as pipeline:
+                pipeline.train_step()
+                pipeline.receive_rows()
+                pairs.append((pipeline.row_VD.detach(), model.gather_table()[pipeline.batch.id_V]))
     return pairs
 
 

@@ -1,0 +1,175 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from small_data import small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.batch import Batch
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import parallelize
+from logitmix.trainer.pipeline import PHASES, Clock, Pipeline
+from logitmix.trainer.run import RunProgress
+
+ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
+
+
+@contextmanager
+def a_pipeline(config: Config, total: int, done: RunProgress | None = None) -> Iterator[Pipeline]:
+    dataset = load_dataset(config.data.path)
+    with process_group(config.train.device, 60) as ranks:
+        model = parallelize(dataset.num_items, config, ranks)
+        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
+        with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
+            yield pipeline
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+@pytest.mark.parametrize("called", range(len(ORDER)))
+def test_another_order_is_an_error_that_names_the_state(data: Path, called: int, first_step: bool) -> None:
+    states = {"receive_rows": "rows sent", "loss": "rows received", "backward": "loss computed"}
+    states |= {"check_gradients": "gradients computed", "apply_gradients": "gradients checked"}
+    with a_pipeline(small_config(data), 3) as pipeline:
+        if not first_step:
+            pipeline.train_step()
+        for name in ORDER[:called]:
+            getattr(pipeline, name)()
+        state = "no rows sent" if first_step and called == 0 else states[ORDER[called]]
+        for name in ORDER:
+            if name != ORDER[called]:
+                with pytest.raises(AssertionError, match=f"^{name} was called in state '{state}'; it needs '"):
+                    getattr(pipeline, name)()
+        # What was refused has changed nothing.
+        for name in ORDER[called:]:
+            getattr(pipeline, name)()
+        assert pipeline.step == (1 if first_step else 2)
+
+
+def test_there_is_no_step_after_the_last(data: Path) -> None:
+    with a_pipeline(small_config(data), 2) as pipeline:
+        for _ in range(2):
+            pipeline.train_step()
+        with pytest.raises(AssertionError, match="all 2 steps are done"):
+            pipeline.receive_rows()
+
+
+def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
+    made: list[int] = []
+    with a_pipeline(small_config(data), 6, RunProgress(step=2, seconds=5.0, examples=100)) as pipeline:
+        make_batch = pipeline.make_batch
+
+        def noted(step: int) -> Batch:
+            made.append(step)
+            return make_batch(step)
+
+        pipeline.make_batch = noted
+        pipeline.train_step()
+        assert made[:2] == [2, 3]
+        assert torch.equal(pipeline.batch.id_V, make_batch(2).id_V)
+        while pipeline.step < pipeline.total:
+            pipeline.train_step()
+        assert made == [2, 3, 4, 5]
+        progress = pipeline.progress
+    assert (progress.step, progress.validation) == (6, {})
+    assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_positions for i in range(2, 6))
+
+
+def losses_and_table(config: Config, prefetch: bool) -> tuple[list[Tensor], Tensor]:
+    with a_pipeline(config, 4) as pipeline:
+        losses = []
+        while pipeline.step < pipeline.total:
+            for name in ORDER[:-1]:
+                getattr(pipeline, name)()
+            pipeline.apply_gradients(prefetch)
+            losses.append(pipeline.losses["loss"].detach())
+        return losses, pipeline.model.gather_table()
+
+
+def prefetched_and_not(config: Config) -> bool:
+    (losses, table), (expected_losses, expected) = (losses_and_table(config, prefetch) for prefetch in (True, False))
+    return torch.equal(torch.stack(losses), torch.stack(expected_losses)) and torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_prefetched_rows_train_as_rows_sent_after_the_update(data: Path, parts: int) -> None:
+    config = small_config(data, {"comm.parts": parts})
+    assert prefetched_and_not(config)
+    assert two_ranks.run(prefetched_and_not, config) == [True, True]
+
+
+def left_with_rows_in_flight(config: Config) -> bool:
+    """Whether they have all arrived."""
+    with a_pipeline(config, 3) as pipeline:
+        pipeline.train_step()
+        assert pipeline._next
+        batch, rows = pipeline._next
+        rows.leaf_VD.fill_(torch.nan)
+        pipeline.__exit__(None, None, None)
+        pipeline._next = None
+        return torch.equal(rows.leaf_VD, pipeline.model.gather_table()[batch.id_V])
+
+
+def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
+    """As where a checkpoint cannot be saved."""
+    config = small_config(data, {"comm.forward": "fp32", "comm.parts": 2})
+    assert two_ranks.run(left_with_rows_in_flight, config) == [True, True]
+
+
+@pytest.mark.parametrize("where", ["loss", "rows", "dense"])
+def test_what_is_not_finite_stops_the_step_before_a_weight_moves(data: Path, where: str) -> None:
+    with a_pipeline(small_config(data, {"train.log_every": 100}), 3) as pipeline:
+        pipeline.train_step()
+        pipeline.require_finite()
+        before = pipeline.model.gather_table()
+        for name in ORDER[:3]:
+            getattr(pipeline, name)()
+        if where == "loss":
+            pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
+        elif where == "rows":
+            pipeline.row_VD.grad[0, 0] = torch.inf
+        else:
+            next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
+        with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 2; train another --run"):
+            pipeline.check_gradients()
+        with pytest.raises(AssertionError, match="apply_gradients was called in state 'gradients computed'"):
+            pipeline.apply_gradients()
+        assert torch.equal(pipeline.model.gather_table(), before)
+
+
+def test_learning_rates_follow_the_schedule(data: Path) -> None:
+    settings = {"train.schedule": "cosine", "train.warmup_steps": 2, "dense.lr": 1.0, "tables.lr": 0.5}
+    settings |= {"tables.optimizer": "sgd", "dense.optimizer": "sgd"}
+    with a_pipeline(small_config(data, settings), 4) as pipeline:
+        rates = []
+        for _ in range(4):
+            pipeline.train_step()
+            rates.append(pipeline.learning_rates)
+            assert [group["lr"] for group in pipeline.optimizer.param_groups] == [rates[-1]["dense"]]
+            assert pipeline.model.table_optimizer.optimizer.param_groups[0]["lr"] == rates[-1]["tables"]
+    assert [rate["dense"] for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    assert [rate["tables"] for rate in rates] == pytest.approx([0.25, 0.5, 0.5, 0.25])
+
+
+def test_the_clock_counts_phases_and_the_whole_run() -> None:
+    clock = Clock(torch.device("cpu"), total=100.0)
+    for _ in range(2):
+        with clock("forward"):
+            sum(range(20_000))
+    seconds = clock.pop()
+    assert set(seconds) == set(PHASES)
+    assert 0 < seconds["forward"] < 10
+    assert seconds["backward"] == 0
+    assert clock.total == 100.0 + seconds["forward"]
+    assert set(clock.pop().values()) == {0.0}

@@ -1,0 +1,35 @@
+from math import cos, pi
+from typing import get_args
+
+import pytest
+
+from logitmix.trainer.schedule import SCHEDULES, ScheduleName, constant, cosine, learning_rate_factor
+
+
+def test_every_schedule_has_a_name_that_can_be_configured() -> None:
+    assert set(SCHEDULES) == set(get_args(ScheduleName))
+
+
+def test_a_schedule_starts_at_the_configured_rate_and_stays_within_it() -> None:
+    for schedule in SCHEDULES.values():
+        factors = [schedule(step, 50) for step in range(1, 51)]
+        assert factors[0] == 1 and all(0 < factor <= 1 for factor in factors)
+
+
+def test_schedules_as_they_are_defined() -> None:
+    assert [constant(step, 3) for step in (1, 2, 3)] == [1, 1, 1]
+    assert [cosine(step, 4) for step in (1, 3)] == [1, pytest.approx(0.5)]
+    assert cosine(4, 4) == pytest.approx((1 + cos(pi * 3 / 4)) / 2)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4, 100])
+def test_the_warm_up_rises_linearly_from_zero(warmup_steps: int) -> None:
+    factors = [learning_rate_factor("constant", warmup_steps, step, 50) for step in range(1, 51)]
+    assert factors == [min(1.0, step / max(1, warmup_steps)) for step in range(1, 51)]
+
+
+def test_a_schedule_runs_over_the_steps_after_the_warm_up() -> None:
+    factors = [learning_rate_factor("cosine", 4, step, 10) for step in range(1, 11)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, *(cosine(step, 6) for step in range(1, 7))]
+    # All of it warm-up.
+    assert learning_rate_factor("cosine", 4, 4, 4) == 1

@@ -1,0 +1,248 @@
+"""One training step after the other, and the exchange of the next batch's rows meanwhile.
+
+The order of a step is that of Pipeline's methods. While a batch is trained on, the ids of the next one are in flight
+and a thread makes the batch after that. The next batch's rows are sent part by part, each part as soon as its rows in
+the table are updated, so no row is stale.
+
+Axes: V unique items of a batch, D encoder width.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from logitmix.comm.collectives import largest
+from logitmix.modules.batch import Batch
+from logitmix.trainer.parallelize import ParallelModel
+from logitmix.trainer.rows import RowExchange
+from logitmix.trainer.run import RunProgress
+from logitmix.trainer.schedule import learning_rate_factor
+
+State = Literal[
+    "no rows sent", "rows sent", "rows received", "loss computed", "gradients computed", "gradients checked"
+]
+
+PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
+"""Parts of a step. all_to_all is the exchange of rows both ways: ids and rows out, gradients back, codec, waiting for
+the other ranks, and the tables' own lookup and update. forward holds most of the loss's backward, which is made there
+block by block; backward is what remains: the towers, the encoder and the sum of gradients over ranks."""
+
+
+class Clock:
+    """Seconds of this rank in each phase since `pop`, and in all phases since the run began."""
+
+    def __init__(self, device: torch.device, total: float) -> None:
+        self.device, self.total, self.exact = device, total, False
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        # Waiting for the device costs time, so only steps that are logged do it; what the device had still to do then
+        # counts as their data phase.
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        spent = time.perf_counter() - start
+        self.seconds[phase] += spent
+        self.total += spent
+
+    def pop(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+
+class Prefetched(NamedTuple):
+    batch: Batch
+    rows: RowExchange
+
+
+class Pipeline:
+    """Trains a model step by step, on all ranks together.
+
+    Each step calls `receive_rows`, `loss`, `backward`, `check_gradients` and `apply_gradients`, in this order; any
+    other order is an AssertionError. `train_step` calls all five. What a step computed is in the attributes until the
+    next `receive_rows`.
+
+    To be left as a context manager, so that the ranks end together what they have begun for the next batch.
+    """
+
+    batch: Batch
+    row_VD: Tensor
+    """The batch's rows, a leaf: the graph is cut where model parallelism ends."""
+    losses: dict[str, Tensor]
+    """By name; «loss» is what is minimized."""
+    gradient_norm: Tensor
+    """Of the dense gradients."""
+    learning_rates: dict[str, float]
+    wire_counts: Tensor | None
+    """What `Wire.pop_counts` gave, where the step is logged."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        make_batch: Callable[[int], Batch],
+        total: int,
+        done: RunProgress | None = None,
+    ) -> None:
+        """`make_batch` gives this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
+        is how far the run is already."""
+        done = done or RunProgress()
+        self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
+        self.total, self.step, self.examples = total, done.step, done.examples
+        self.clock = Clock(model.ranks.device, done.seconds)
+        self.state: State = "no rows sent"
+        self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._making: Future[Batch] | None = None
+        self._rows: RowExchange | None = None
+        self._next: Prefetched | None = None
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._next:
+            with suppress(RuntimeError):
+                self._next.rows.abandon()
+        self._thread.shutdown()
+
+    @property
+    def progress(self) -> RunProgress:
+        """How far the run is, after a step."""
+        return RunProgress(self.step, self.clock.total, self.examples)
+
+    @property
+    def logged(self) -> bool:
+        """Whether this step's metrics are asked for."""
+        return self._is_logged(self.step)
+
+    def train_step(self) -> dict[str, Tensor]:
+        """A whole step; gives its losses."""
+        self.receive_rows()
+        self.loss()
+        self.backward()
+        self.check_gradients()
+        self.apply_gradients()
+        return self.losses
+
+    def receive_rows(self) -> None:
+        """Begins the next step: waits for its rows and sends the ids of the batch after it."""
+        self._require("receive_rows", "no rows sent", "rows sent")
+        assert self.step < self.total, f"all {self.total} steps are done"
+        if self.state == "no rows sent":
+            self._send_rows()
+        assert self._next
+        self.step += 1
+        self.clock.exact = self.logged
+        self.batch, rows = self._next
+        with self.clock("data"):
+            self._next = self._prefetch(self.step)
+        with self.clock("all_to_all"):
+            self.row_VD = rows.wait()
+            if self._next and not self.model.stream:
+                self._next.rows.send_ids()
+        self._rows, self.state = rows, "rows received"
+
+    def loss(self) -> None:
+        self._require("loss", "rows received")
+        with self.clock("forward"):
+            self.losses = self.model.loss(self.row_VD, self.batch)
+            if self._next:
+                # A CUDA device is busy by now, and sending ids waits for it until these rows are there.
+                self._next.rows.send_ids()
+        self.state = "loss computed"
+
+    def backward(self) -> None:
+        """Gradients of the dense part, summed over the ranks, and of this rank's rows."""
+        self._require("backward", "loss computed")
+        with self.clock("backward"):
+            self.model.backward(self.losses["loss"])
+        self.state = "gradients computed"
+
+    def check_gradients(self) -> None:
+        """Stops all ranks where a rank's loss or a gradient is not finite: on CPU, before any weight moves. A CUDA
+        device would have to be waited for, so it is asked only in steps that are logged and by `require_finite`."""
+        self._require("check_gradients", "gradients computed")
+        with self.clock("backward"):
+            assert self.row_VD.grad is not None
+            parameters = self.model.tower.parameters()
+            self.gradient_norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
+            total = self.losses["loss"].detach() + self.gradient_norm + self.row_VD.grad.sum()
+            nonfinite = ~total.isfinite()
+            first = self._first_nonfinite
+            self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
+            if self.logged or self.model.ranks.device.type == "cpu":
+                self.require_finite()
+        self.state = "gradients checked"
+
+    def require_finite(self) -> None:
+        """ValueError on all ranks where a loss or gradient of a step so far was not finite. Collective."""
+        if step := largest(int(self._first_nonfinite), self.model.ranks):
+            raise ValueError(
+                f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
+                "--tables.lr, or with --train.warmup-steps (what this run has saved is sound)"
+            )
+
+    def apply_gradients(self, prefetch: bool = True) -> None:
+        """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
+        each part as soon as it is updated."""
+        self._require("apply_gradients", "gradients checked")
+        assert self._rows
+        self._set_learning_rates()
+        following = self._next.rows if self._next and prefetch else None
+        with self.clock("all_to_all"):
+            self._rows.send_gradients()
+            self.wire_counts = self.model.wire.pop_counts() if self.logged else None
+            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+            self._rows.apply_gradients(following)
+        with self.clock("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.examples += self.batch.total_positions
+        self.state = "rows sent" if following else "no rows sent"
+
+    def _send_rows(self) -> None:
+        """The rows of the next batch, where no step before has sent them."""
+        if self._next is None:
+            with self.clock("data"):
+                self._next = self._prefetch(self.step)
+            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+        assert self._next
+        with self.clock("all_to_all"):
+            self._next.rows.send_rows()
+
+    def _prefetch(self, number: int) -> Prefetched | None:
+        """Batch `number`, for whose rows the owners hear how many will be asked for; a thread makes the one after."""
+        if number >= self.total:
+            return None
+        making = self._making or self._thread.submit(self.make_batch, number)
+        batch = making.result()
+        self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
+        rows = self.model.row_exchange(batch.id_V)
+        return Prefetched(self.model.to_device(batch), rows)
+
+    def _set_learning_rates(self) -> None:
+        config = self.model.config
+        factor = learning_rate_factor(config.train.schedule, config.train.warmup_steps, self.step, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * config.dense.lr
+        self.model.table_optimizer.begin_step(factor)
+        self.learning_rates = {"dense": factor * config.dense.lr, "tables": factor * config.tables.lr}
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.model.config.train.log_every == 0 or step == self.total
+
+    def _require(self, call: str, *states: State) -> None:
+        needed = " or ".join(map(repr, states))
+        assert self.state in states, f"{call} was called in state {self.state!r}; it needs {needed}"
