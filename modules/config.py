@@ -32,14 +32,30 @@ class DotConfig:
     """phi(x, u), the similarity, of kind «dot»: a dot product."""
 
     kind: Literal["dot"] = "dot"
-    """dot or mol; the other settings are those of the kind."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
     """L2-normalise both embeddings: a cosine, divided by the temperature."""
     temperature: float = 0.05
     """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
 
     def __post_init__(self) -> None:
-        _require_temperature(self.temperature)
+        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """phi(x, u), the similarity, of kind «mlp»: a multilayer perceptron of query and item (appendix A)."""
+
+    kind: Literal["mlp"] = "mlp"
+    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    hidden: int = 512
+    """H: width of the hidden layer."""
+    dropout: float = 0.1
+    """Rate on the hidden layer."""
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "model.similarity.hidden", self.hidden, "at least 1")
+        require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ class MoLConfig:
     """phi(x, u), the similarity, of kind «mol»: the mixture of logits (Algorithm 1, Equation 10)."""
 
     kind: Literal["mol"] = "mol"
-    """dot or mol; the other settings are those of the kind."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
     """L2-normalise components («component-level hypersphere embeddings»)."""
     temperature: float = 0.05
@@ -69,18 +85,14 @@ class MoLConfig:
     """Rate on the inputs of the query's and the item's gating MLPs."""
 
     def __post_init__(self) -> None:
-        _require_temperature(self.temperature)
+        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
         for name in ("query_components", "item_components", "component_dim", "gate_hidden", "projection_hidden"):
             require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
 
 
-def _require_temperature(value: float) -> None:
-    require(0 < value < inf, "model.similarity.temperature", value, "above 0 and finite")
-
-
-SimilarityConfig = DotConfig | MoLConfig
+SimilarityConfig = DotConfig | MLPConfig | MoLConfig
 """One class per kind of similarity; similarity/build.py has the modules."""
 
 
@@ -90,11 +102,14 @@ class HIndexerConfig:
 
     dim: int = 64
     """H: its width."""
+    temperature: float = 0.05
+    """Its cosines are divided by it."""
     weight: float = 0.0
     """Weight of its own sampled softmax in the loss; 0 leaves it out of training, export and retrieval."""
 
     def __post_init__(self) -> None:
         require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")
+        require(0 < self.temperature < inf, "model.hindexer.temperature", self.temperature, "above 0 and finite")
         require(0 <= self.weight < inf, "model.hindexer.weight", self.weight, "0 or more and finite")
 
 

@@ -14,8 +14,8 @@ from .similarity.dot import Dot
 class HIndexer(Dot):
     """Linear projections of query and item to H, L2-normalised; their cosine over a temperature ranks stage 1."""
 
-    def __init__(self, dim: int, config: HIndexerConfig, temperature: float) -> None:
-        super().__init__(config.dim, DotConfig(temperature=temperature))
+    def __init__(self, dim: int, config: HIndexerConfig) -> None:
+        super().__init__(config.dim, DotConfig(temperature=config.temperature))
         self.query_projection = nn.Linear(dim, config.dim, bias=False)
         self.item_projection = nn.Linear(dim, config.dim, bias=False)
 

@@ -61,7 +61,7 @@ class Tower(nn.Module):
         self.similarity = build_similarity(config.dim, config.similarity)
         self.hindexer: HIndexer | None = None
         if config.hindexer.weight > 0:
-            self.hindexer = HIndexer(config.dim, config.hindexer, config.similarity.temperature)
+            self.hindexer = HIndexer(config.dim, config.hindexer)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initial weights, from the generator alone."""

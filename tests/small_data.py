@@ -39,12 +39,17 @@ def in_memory(offsets: np.ndarray, items_flat: np.ndarray, items: int) -> Datase
     )
 
 
-def write_dataset(path: Path, users: int = 60, items: int = ITEMS, seed: int = 0, features: bool = False) -> Path:
-    """Users with 5 to 24 random actions each; `features` adds one of each owner and kind."""
+def write_dataset(
+    path: Path, users: int = 60, items: int = ITEMS, seed: int = 0, features: bool = False, ring: bool = False
+) -> Path:
+    """Users with 5 to 24 random actions each; `features` adds one of each owner and kind; on the ring, each user walks
+    from item to next item."""
     random = np.random.default_rng(seed)
     lengths = random.integers(5, 25, users)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     actions = random.integers(0, items, offsets[-1])
+    if ring:
+        actions = (np.repeat(actions[offsets[:-1]] - offsets[:-1], lengths) + np.arange(offsets[-1])) % items
     names = pa.array([f"item-{index}" for index in range(items)])
     rows = {"item": items, "user": users, "event": int(offsets[-1])}
     schema = FEATURES if features else Schema.of_ids(items)

@@ -8,9 +8,10 @@ from logitmix.common.mappings import classes_by_kind
 from ..config import SimilarityConfig
 from .base import Similarity
 from .dot import Dot
+from .mlp import MLP
 from .mol import MoL
 
-MODULES: dict[str, Callable[[int, Any], Similarity]] = {"dot": Dot, "mol": MoL}
+MODULES: dict[str, Callable[[int, Any], Similarity]] = {"dot": Dot, "mlp": MLP, "mol": MoL}
 """By kind: what is made of a width and a configuration of that kind."""
 assert MODULES.keys() == classes_by_kind(SimilarityConfig).keys()
 

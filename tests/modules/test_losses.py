@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitmix.modules.config import DotConfig, HIndexerConfig, MoLConfig
+from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, MoLConfig
 from logitmix.modules.hindexer import HIndexer
 from logitmix.modules.losses import mol_loss
 from logitmix.modules.losses.blockwise import Examples
@@ -29,6 +29,7 @@ Kind = Literal["softmax", "bce"]
 def make(kind: str, normalize: bool = True) -> Similarity:
     configs = {
         "dot": DotConfig(normalize=normalize, temperature=0.2),
+        "mlp": MLPConfig(hidden=7, dropout=0.0),
         "mol": MoLConfig(
             temperature=0.2,
             query_components=2,
@@ -40,7 +41,7 @@ def make(kind: str, normalize: bool = True) -> Similarity:
         ),
     }
     if kind == "hindexer":
-        similarity: Similarity = HIndexer(DIM, HIndexerConfig(dim=4), 0.2)
+        similarity: Similarity = HIndexer(DIM, HIndexerConfig(dim=4, temperature=0.2))
     else:
         similarity = build_similarity(DIM, configs[kind])
     generator = torch.Generator().manual_seed(5)
@@ -50,7 +51,7 @@ def make(kind: str, normalize: bool = True) -> Similarity:
     return similarity
 
 
-SIMILARITIES = {kind: make(kind) for kind in ("dot", "mol", "hindexer")}
+SIMILARITIES = {kind: make(kind) for kind in ("dot", "mlp", "mol", "hindexer")}
 
 
 def sampled_loss(
@@ -163,7 +164,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, Examples]:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
-@pytest.mark.parametrize("similarity", ["dot", "mol", "hindexer"])
+@pytest.mark.parametrize("similarity", SIMILARITIES)
 @settings(max_examples=100, deadline=None)
 @given(shape=shapes(), gate_dropout=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 10))
 def test_equals_the_sum_without_blocks(
@@ -171,7 +172,7 @@ def test_equals_the_sum_without_blocks(
 ) -> None:
     items, examples = shape
     check_against_plain(
-        kind, SIMILARITIES[similarity], items, examples, gate_dropout if similarity == "mol" else 0, seed
+        kind, SIMILARITIES[similarity], items, examples, gate_dropout if similarity in ("mlp", "mol") else 0, seed
     )
 
 
@@ -272,7 +273,7 @@ def test_dropout_needs_noise_and_a_rate() -> None:
     assert loss(NOISE, 0.5) == loss(Noise(99), 0.5) != loss(Noise(100), 0.5)
 
 
-@pytest.mark.parametrize("similarity", ["dot", "mol", "hindexer"])
+@pytest.mark.parametrize("similarity", SIMILARITIES)
 def test_no_positions_give_no_loss_and_zero_gradients(similarity: str) -> None:
     chosen = SIMILARITIES[similarity]
     query, item = sides(chosen, 0, 3)

@@ -4,7 +4,15 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, MoLConfig
+from logitmix.modules.config import (
+    DotConfig,
+    EncoderConfig,
+    HIndexerConfig,
+    LossConfig,
+    MLPConfig,
+    ModelConfig,
+    MoLConfig,
+)
 
 NAN = float("nan")
 
@@ -26,7 +34,10 @@ NAN = float("nan")
         (MoLConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (MoLConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (MoLConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (MLPConfig, "model.similarity", "hidden", [0], [1]),
+        (MLPConfig, "model.similarity", "dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (HIndexerConfig, "model.hindexer", "dim", [0], [1]),
+        (HIndexerConfig, "model.hindexer", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
         (LossConfig, "model.loss", "negatives", [0], [1]),
     ],

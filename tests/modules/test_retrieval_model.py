@@ -12,7 +12,15 @@ from small_data import in_memory
 from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
-from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, LossConfig, ModelConfig, MoLConfig
+from logitmix.modules.config import (
+    DotConfig,
+    EncoderConfig,
+    HIndexerConfig,
+    LossConfig,
+    MLPConfig,
+    ModelConfig,
+    MoLConfig,
+)
 from logitmix.modules.embeddings import ITEM, item_lookup, item_table
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.similarity.mol import MoL
@@ -42,8 +50,8 @@ def config(
     return ModelConfig(
         dim=16,
         encoder=EncoderConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
-        similarity=mol if similarity == "mol" else DotConfig(temperature=0.2),
-        hindexer=HIndexerConfig(dim=8, weight=0.2),
+        similarity={"dot": DotConfig(temperature=0.2), "mlp": MLPConfig(hidden=9), "mol": mol}[similarity],
+        hindexer=HIndexerConfig(dim=8, temperature=0.2, weight=0.2),
         loss=LossConfig(kind=kind, negatives=6, share=share),
     )
 
@@ -102,6 +110,7 @@ def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
         ("mol", "sequence", "softmax"),
         ("mol", "batch", "softmax"),
         ("mol", "sequence", "bce"),
+        ("mlp", "sequence", "softmax"),
     ],
 )
 def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
@@ -141,7 +150,7 @@ def still(options: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("share", ["sequence", "batch"])
-@pytest.mark.parametrize("similarity", ["dot", "mol"])
+@pytest.mark.parametrize("similarity", ["dot", "mlp", "mol"])
 def test_the_loss_of_a_batch_is_the_mean_over_its_positions(
     similarity: str, share: Literal["sequence", "batch"]
 ) -> None:

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
+from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import Source
 from logitmix.trainer.checkpoint import OfflineModel
@@ -19,13 +18,13 @@ LENGTH = 7
 SOURCE = Source(run="small", step=12, dataset="demo")
 
 
-def small_model(kind: Literal["dot", "mol"], num_items: int, hindexer: bool = True, seed: int = 0) -> OfflineModel:
+def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0) -> OfflineModel:
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
         dim=16,
         encoder=EncoderConfig(blocks=2, heads=2, max_length=LENGTH),
-        similarity=mol if kind == "mol" else DotConfig(),
+        similarity={"dot": DotConfig(), "mlp": MLPConfig(hidden=12), "mol": mol}[kind],
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -38,10 +37,8 @@ def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("exclude_history", [True, False])
 @pytest.mark.parametrize("hindexer", [True, False])
-@pytest.mark.parametrize("kind", ["dot", "mol"])
-def test_top_k_is_the_trained_models(
-    tmp_path: Path, kind: Literal["dot", "mol"], hindexer: bool, exclude_history: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, exclude_history: bool) -> None:
     model = small_model(kind, X, hindexer)
     histories = random_histories(X, LENGTHS)
     found = load(model, tmp_path).retrieve(histories, 10, exclude_history)
@@ -50,9 +47,9 @@ def test_top_k_is_the_trained_models(
 
 
 @pytest.mark.parametrize("numbers", [1, 100, 10_000])
-@pytest.mark.parametrize("kind", ["dot", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
 def test_chunks_do_not_change_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["dot", "mol"], numbers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, numbers: int
 ) -> None:
     model = small_model(kind, X)
     histories = random_histories(X, [3, 9])
@@ -63,8 +60,8 @@ def test_chunks_do_not_change_the_result(
 
 
 @pytest.mark.parametrize("stage1", [10, 40, X - 1])
-@pytest.mark.parametrize("kind", ["dot", "mol"])
-def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: Literal["dot", "mol"], stage1: int) -> None:
+@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: str, stage1: int) -> None:
     model = small_model(kind, X)
     histories = random_histories(X, LENGTHS)
     found = load(model, tmp_path).retrieve(histories, 10, stage1=stage1)
@@ -170,7 +167,7 @@ def test_rows_are_for_reading(tmp_path: Path) -> None:
 
 def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:
     histories = random_histories(X, [1, 4, 20])
-    served = [export_small(small_model(kind, X), tmp_path / kind) for kind in ("dot", "mol")]
+    served = [export_small(small_model(kind, X), tmp_path / kind) for kind in ("dot", "mlp", "mol")]
     result = subprocess.run(
         [sys.executable, "-c", RETRIEVE_ALONE, json.dumps(histories), *served], capture_output=True, text=True
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from logitmix.common.mappings import classes_by_kind
-from logitmix.modules.config import DotConfig, MoLConfig, SimilarityConfig
+from logitmix.modules.config import DotConfig, MLPConfig, MoLConfig, SimilarityConfig
 from logitmix.trainer import cli, loop
 from logitmix.trainer.config import Config, flatten, load_recipe
 
@@ -36,6 +36,7 @@ DEMO = load_recipe("demo-mol").model.similarity
         ("--model.similarity.query_components=5", replace(DEMO, query_components=5)),
         ("--model.similarity.kind dot", DotConfig()),
         ("--model.similarity.kind=dot --model.similarity.no-normalize", DotConfig(normalize=False)),
+        ("--model.similarity.kind mlp --model.similarity.hidden 9", MLPConfig(hidden=9)),
         ("--model.similarity.temperature 0.1 --model.similarity.kind dot", DotConfig(temperature=0.1)),
     ],
 )

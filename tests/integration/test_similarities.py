@@ -1,0 +1,44 @@
+"""Every kind of similarity, trained, evaluated, exported and served."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_data import small_config, write_dataset
+
+from logitmix.common.mappings import classes_by_kind
+from logitmix.modules.config import SimilarityConfig
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluate import HIT_RATES, evaluate_run
+from logitmix.trainer.export import export
+from logitmix.trainer.loop import train
+
+SMALL: dict[str, dict[str, Any]] = {"mlp": {"model.similarity.hidden": 64}}
+"""Settings of the kinds that are large by default."""
+
+
+@pytest.mark.parametrize("kind", classes_by_kind(SimilarityConfig))
+def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", users=120, items=30, ring=True)
+    settings = {"model.similarity.kind": kind, "model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2}
+    schedule = {"train.epochs": 25, "evaluate.every_epochs": 25, "evaluate.exclude_history": "no"}
+    run = tmp_path / "run"
+    results = train(small_config(data, settings | schedule | SMALL.get(kind, {})), run)
+    # The next item follows from the last one.
+    assert results["hr@1"] > 0.9
+
+    again = evaluate_run(run, "test", None, None, "cpu", 1)
+    assert {name: results[name] for name in again} == again
+
+    export(run, tmp_path / "served")
+    users = ranking_users(load_dataset(data), "test", 12)
+    histories = [part.tolist() for part in np.split(users.seen, np.cumsum(users.seen_lengths)[:-1])]
+    retriever = Retriever.load(tmp_path / "served")
+    found = retriever.retrieve(histories, 30).items.numpy()
+    for k in HIT_RATES:
+        assert (found[:, :k] == users.target[:, None]).any(1).mean() == pytest.approx(results[f"hr@{k}"], abs=1e-12)
+    by_way_of_stage_1 = retriever.retrieve(histories, 1, stage1=10).items.numpy()
+    assert (by_way_of_stage_1 == users.target[:, None]).mean() > 0.9
