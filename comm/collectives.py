@@ -5,6 +5,7 @@ With more ranks each is collective: all ranks call it, in the same order. Tensor
 `ranks.device` or on the CPU, alike on all ranks. No gradient passes through.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,28 @@ def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=ranks.group)
     return total
+
+
+def all_gather(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
+    if ranks.world_size == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)]
+    dist.all_gather(gathered, tensor.contiguous(), group=ranks.group)
+    return gathered
+
+
+def all_to_all(parts: Sequence[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
+    """Sends parts[r], flat and of any length, to rank r; gives what each rank sent to this one. One dtype for all."""
+    if ranks.world_size == 1:
+        return list(parts)
+    lengths = torch.tensor([len(part) for part in parts])
+    received = torch.empty_like(lengths)
+    dist.all_to_all_single(received, lengths, group=ranks.group)
+    out = parts[0].new_empty(int(received.sum()))
+    sizes, sent = received.tolist(), lengths.tolist()
+    dist.all_to_all_single(out, torch.cat(list(parts)), sizes, sent, group=ranks.group)
+    return list(out.split(sizes))
 
 
 def broadcast_object(obj: T, ranks: Ranks) -> T:

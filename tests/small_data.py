@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.schema import Feature, Schema, Table
@@ -17,8 +19,6 @@ from logitmix.trainer.data.dataset import Column, Dataset
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from logitmix.trainer.parallelize import ParallelModel
 
 ITEMS = 50
@@ -137,10 +137,15 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
     return from_mapping(Config, tree, "test")
 
 
-def move_rows(model: "ParallelModel", ids: "Tensor", gradient: "Tensor") -> None:
+def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:
     """Rows of sorted ids here and their gradient back: one update of the table, once its optimizer's step has begun."""
     rows = model.row_exchange(ids)
     rows.send_rows()
     rows.wait().grad = gradient
     rows.send_gradients()
     rows.apply_gradients()
+
+
+def gather_table(model: "ParallelModel") -> Tensor:
+    """The whole item table [X, D] on every rank."""
+    return model.item_rows().fetch(torch.arange(model.num_items))

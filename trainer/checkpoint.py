@@ -3,20 +3,29 @@
 A checkpoint is a directory `checkpoints/step-N` that PyTorch's distributed checkpointing (DCP) wrote, plus
 `checkpoint.json` with the digests of its files. It is written under another name and renamed when it is whole, and no
 directory is written twice.
+
+No rank has more of the table in memory than its own rows: it is saved and loaded in blocks, and read by ranges of rows.
 """
 
 import json
 import shutil
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
@@ -25,19 +34,29 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import WEIGHT, ParallelModel
 from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config
+from logitmix.trainer.sharded_rows import ShardedRows, own_range
 
 MANIFEST = "checkpoint.json"
 FORMAT_VERSION = 1
+BLOCK_BYTES = 2**25
+"""Rows that are saved together: DCP copies whole blocks when it writes them, and reads whole ones."""
 
 
 @dataclass(frozen=True)
-class OfflineModel:
-    """A checkpoint without a process group: the whole item table and the tower, on the CPU, in FP32."""
+class SavedModel:
+    """A checkpoint as evaluation and export take it: the tower, on the CPU in FP32, and the item table to be read."""
 
     config: Config
     step: int
-    item_XD: Tensor
     tower: Tower
+    num_items: int
+    read_rows: Callable[[int, int], Tensor]
+    """The rows [R, D] from one item on, before another."""
+
+    def rows(self, ranks: Ranks) -> ShardedRows:
+        """The table in memory, of which each rank reads an equal share."""
+        own = self.read_rows(*own_range(self.num_items, ranks.rank, ranks.world_size))
+        return ShardedRows.of_ranges(self.num_items, own.to(ranks.device), ranks)
 
 
 def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
@@ -47,7 +66,7 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
     out = folder / f"step-{progress.step}"
     staging = broadcast_object(staging_path(out), ranks)
     try:
-        dcp.save(_state(model, optimizer), checkpoint_id=staging, process_group=ranks.group)
+        dcp.save(_in_blocks(_state(model, optimizer)), checkpoint_id=staging, process_group=ranks.group)
     except CheckpointException as error:
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -74,36 +93,80 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
         return RunProgress()
     path, progress = found
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=path, process_group=ranks.group)
+    dcp.load(_in_blocks(state), checkpoint_id=path, process_group=ranks.group)
     model.table_optimizer.restore(state.get("table_optimizer", {}), progress.step)
     return progress
 
 
-def load_offline(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> OfflineModel:
-    """The best checkpoint of a run by its validation metric (or the last one), without a process group.
+def restore_best(run: Path, model: ParallelModel) -> int:
+    """Loads the weights of the best checkpoint in place, and gives its step. The optimizers keep their state, so
+    training must not go on. Collective; raises ValueError as `load_saved` does."""
+    path = _choose(run, model.config.evaluate.metric, "best", model.ranks)
+    weights = {"table": {WEIGHT: model.shard()}, "tower": model.tower.state_dict()}
+    dcp.load(_in_blocks(weights), checkpoint_id=path, process_group=model.ranks.group)
+    return _progress(path).step
 
-    With one, rank 0 chooses for all. Raises ValueError for a run that is not one, has no checkpoint, or whose
+
+def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> SavedModel:
+    """The best checkpoint of a run by its validation metric (or the last one); of the table nothing is read yet.
+
+    With ranks, rank 0 chooses for all. Raises ValueError for a run that is not one, has no checkpoint, or whose
     checkpoint is damaged.
     """
     config = read_config(run)
+    path = _choose(run, config.evaluate.metric, which, ranks)
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"table.{WEIGHT}"]
+    assert isinstance(saved, TensorStorageMetadata)
+    tower = Tower(config.model)
+    _load_alone(path, {"tower": tower.state_dict()})
+    return SavedModel(config, _progress(path).step, tower, saved.size[0], partial(_read_rows, path, saved.size[1]))
+
+
+def _choose(run: Path, metric: str, which: Literal["best", "last"], ranks: Ranks | None) -> Path:
+    """The intact checkpoint that was asked for; rank 0 looks."""
     path: Path | str = ""
     if ranks is None or ranks.rank == 0:
         try:
-            path = best_checkpoint(run, config.evaluate.metric) if which == "best" else _last(run)
+            path = best_checkpoint(run, metric) if which == "best" else _last(run)
             path = _damage(path) or path
         except ValueError as error:
             path = str(error)
     path = path if ranks is None else broadcast_object(path, ranks)
     if isinstance(path, str):
         raise ValueError(path)
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"table.{WEIGHT}"]
-    assert isinstance(metadata, TensorStorageMetadata)
-    item_XD = torch.empty(metadata.size)
-    tower = Tower(config.model)
+    return path
+
+
+def _load_alone(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner | None = None) -> None:
+    """Loads into tensors of this process, whether or not there are other ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load({"table": {WEIGHT: item_XD}, "tower": tower.state_dict()}, checkpoint_id=path, no_dist=True)
-    return OfflineModel(config, _progress(path).step, item_XD, tower)
+        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
+
+
+def _read_rows(path: Path, dim: int, start: int, stop: int) -> Tensor:
+    row_RD = torch.empty(stop - start, dim)
+    _load_alone(path, {"table": {WEIGHT: row_RD}}, _RowRange(start))
+    return row_RD
+
+
+class _RowRange(DefaultLoadPlanner):
+    """Loads as many rows as the one tensor has that is to hold them, from row `start` on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = start
+
+    def create_local_plan(self) -> LoadPlan:
+        ((name, row_RD),) = self.state_dict.items()
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        wanted = ChunkStorageMetadata(torch.Size([self.start, 0]), row_RD.size())
+        return LoadPlan(create_read_items_for_chunk_list(name, saved, [wanted]))
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn]
 
 
 def best_checkpoint(run: Path, metric: str) -> Path:
@@ -127,6 +190,40 @@ def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, 
     # DCP would take an empty mapping for an entry; a rank without shards has some, and so has SGD.
     entries = {part: {name: value for name, value in content.items() if value != {}} for part, content in state.items()}
     return {part: content for part, content in entries.items() if content}
+
+
+def _in_blocks(state: Any) -> Any:
+    """The same state by reference, its sharded tensors cut into blocks of rows."""
+    if isinstance(state, ShardedTensor):
+        return _blocks_of(state)
+    return {name: _in_blocks(value) for name, value in state.items()} if isinstance(state, dict) else state
+
+
+def _blocks_of(sharded: ShardedTensor) -> ShardedTensor:
+    row_bytes = sharded.dtype.itemsize * sharded.size()[1:].numel()
+    cut = partial(_cut, rows=max(1, BLOCK_BYTES // row_bytes))
+    blocks = [
+        Shard(shard.tensor.detach()[start : start + block.shard_sizes[0]], block)
+        for shard in sharded.local_shards()
+        for start, block in cut(shard.metadata)
+    ]
+    whole = sharded.metadata()
+    properties = TensorProperties(dtype=sharded.dtype, requires_grad=False)
+    metadata = replace(
+        whole,
+        shards_metadata=[block for shard in whole.shards_metadata for _, block in cut(shard)],
+        tensor_properties=properties,
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        blocks, metadata, process_group=sharded._process_group
+    )
+
+
+def _cut(shard: ShardMetadata, rows: int) -> Iterator[tuple[int, ShardMetadata]]:
+    """Blocks of a shard, and where in it they begin."""
+    (row, *offsets), (count, *sizes) = shard.shard_offsets, shard.shard_sizes
+    for start in range(0, count, rows):
+        yield start, ShardMetadata([row + start, *offsets], [min(rows, count - start), *sizes], shard.placement)
 
 
 def _write_manifest(staging: Path, progress: RunProgress) -> None:

@@ -1,11 +1,9 @@
-"""Leave-one-out ranking of the whole corpus.
+"""Leave-one-out ranking of the whole corpus: who is ranked, by which rule, and what is reported.
 
-Axes: B users, X items in the corpus, D encoder width.
-
-Every user's rank is computed by one rank, in batches that do not depend on how many ranks there are, so the figures
-do not either.
+Axes: U users, K items at the top.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +12,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.modules.batch import Packing
-from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Tower
-from logitmix.trainer.checkpoint import load_offline
+from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
+from logitmix.trainer.ranking import NOT_SERVED, Rankings, rank_corpus
 from logitmix.trainer.run import read_config, require_same_dataset
+from logitmix.trainer.sharded_rows import ShardedRows
 from logitmix.trainer.telemetry import counting
 
 HIT_RATES = (1, 10, 50, 100, 200, 500)
-ITEMS = 2**13
-"""Items projected at once."""
-NOT_SERVED = torch.iinfo(torch.int64).max
-"""Rank of a target that is excluded: it stands below every item."""
-PAIRS = 2**14
-"""Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
+RECALL_OF = (10, 100)
+"""How many of the similarity's best items are looked for among those that the h-indexer keeps."""
+RECALL_AT = (100, 500, 1000, 5000, 10_000, 50_000, 100_000)
+"""How many items the h-indexer keeps, the paper's k'."""
 
 
 def evaluate_run(
@@ -57,8 +51,8 @@ def evaluate_run(
     require_same_dataset(run, dataset)
     with process_group(device, config.comm.timeout_seconds) as ranks:
         evaluation = Evaluation(replace(config, evaluate=options), dataset, ranks)
-        model = load_offline(run, ranks=ranks)
-        metrics = evaluation(split, model.tower.to(ranks.device), model.item_XD)
+        model = load_saved(run, ranks=ranks)
+        metrics = evaluation(split, model.tower.to(ranks.device), model.rows(ranks))
     return metrics | {"step": model.step}
 
 
@@ -87,97 +81,49 @@ class Evaluation:
         said = Console(stderr=True) if ranks.rank == 0 else None
         self.exclude_history = excludes_history(config.evaluate.exclude_history, dataset, said)
 
-    def __call__(self, split: Split, tower: Tower, item_XD: Tensor) -> dict[str, float]:
+    def __call__(self, split: Split, tower: Tower, rows: ShardedRows) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         users = ranking_users(self.dataset, split, L).sample(options.users, self.config.train.seed)
         with counting(split, len(users), self.ranks.rank == 0) as advance:
-            return evaluate(tower, item_XD, users, options.batch_size, self.exclude_history, self.ranks, advance)
+            return evaluate(
+                tower, rows, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance
+            )
 
 
 def evaluate(
     tower: Tower,
-    item_XD: Tensor,
+    rows: ShardedRows,
+    num_items: int,
     users: RankingUsers,
     batch_size: int,
     exclude_history: bool,
-    ranks: Ranks,
     advance: Callable[[int], None] = lambda users: None,
 ) -> dict[str, float]:
-    """HR@k, NDCG@10 and MRR over all users, and the share of them whose target is in their history; collective, and
-    equal on all ranks."""
-    rank_of = target_ranks(tower, item_XD, users, batch_size, exclude_history, ranks, advance)
-    return summarize(rank_of.numpy(), len(item_XD)) | {"repeated_targets": users.repeated()}
+    """The metrics of both stages over all users, and the share of them whose target is in their history; collective,
+    and equal on all ranks."""
+    rankings = rank_corpus(tower, rows, num_items, users, batch_size, exclude_history, advance)
+    about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+    return metrics_of(rankings, num_items) | about
 
 
-@torch.no_grad()
-def target_ranks(
-    tower: Tower,
-    item_XD: Tensor,
-    users: RankingUsers,
-    batch_size: int,
-    exclude_history: bool,
-    ranks: Ranks,
-    advance: Callable[[int], None] = lambda users: None,
-) -> Tensor:
-    """Rank of each user's target in the corpus, from 1 (int64 [U]), NOT_SERVED where the target is excluded."""
-    device = ranks.device
-    item_XD = item_XD.to(device)
-    rank_of = torch.zeros(len(users), dtype=torch.int64)
-    item = corpus_side(tower.similarity, item_XD)
-    for index, part in enumerate(users.batches(batch_size)):
-        if index % ranks.world_size == ranks.rank:
-            start = index * batch_size
-            packing = Packing(torch.from_numpy(part.lengths)).to(device)
-            query_BD = tower.queries(item_XD[torch.from_numpy(part.history).to(device)], packing)
-            query = tower.similarity.query(query_BD, packing.last_B)
-            score_BX = score_corpus(tower.similarity, query, item)
-            excluded = part.seen if exclude_history else part.seen[:0]
-            lengths = part.seen_lengths if exclude_history else np.zeros_like(part.seen_lengths)
-            tensors = (torch.from_numpy(array).to(device) for array in (part.target, excluded, lengths))
-            rank_of[start : start + len(part)] = rank_targets(score_BX, *tensors).cpu()
-        advance(len(part))
-    return all_reduce_sum(rank_of, ranks)
+def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
+    """HR@k, NDCG@10 and MRR. With an h-indexer also its HR@k, and the share of the similarity's best 10 and 100 items
+    that it leaves among its own best k', for some k' below the corpus."""
+    rank_U = rankings.similarity_U.numpy()
+    metrics = _hit_rates(rank_U)
+    metrics["ndcg@10"] = float(np.mean(np.where(rank_U <= 10, 1 / np.log2(rank_U + 1.0), 0.0)))
+    metrics["mrr"] = float(np.mean(np.where(rank_U < NOT_SERVED, 1 / rank_U, 0.0)))
+    if rankings.hindexer_U is None or rankings.stage1_UK is None:
+        return metrics
+    metrics |= {f"hindexer/{name}": rate for name, rate in _hit_rates(rankings.hindexer_U.numpy()).items()}
+    for top, kept in itertools.product(RECALL_OF, RECALL_AT):
+        if kept < num_items:
+            best_UK = rankings.stage1_UK[:, :top]
+            found, there = int((best_UK <= kept).sum()), int((best_UK < NOT_SERVED).sum())
+            metrics[f"hindexer/recall_of_top{top}@{kept}"] = found / max(1, there)
+    return metrics
 
 
-def corpus_side(similarity: Similarity, item_XD: Tensor) -> Side:
-    """The item's side of the similarity for all X items, made in chunks: projections are wider than what they make."""
-    row_X = torch.arange(len(item_XD), device=item_XD.device)
-    chunks = zip(item_XD.split(ITEMS), row_X.split(ITEMS), strict=True)
-    parts = [similarity.item(item_ND, row_N) for item_ND, row_N in chunks]
-    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
-
-
-def score_corpus(similarity: Similarity, query: Side, item: Side) -> Tensor:
-    """phi(x, u) of B queries with all X items, FP32 [B, X], in chunks of items."""
-    chunk = max(1, PAIRS // max(1, len(query[0])))
-    count = len(item[0])
-    parts = [
-        similarity.all_pairs(query, tuple(side[start : start + chunk] for side in item))
-        for start in range(0, count, chunk)
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def rank_targets(score_BX: Tensor, target_B: Tensor, excluded_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Rank of each user's target among the items that are not excluded, from 1 (int64 [B]); NOT_SERVED where the target
-    is excluded itself.
-
-    Ties count against the model, and so does NaN: whatever is not below the target stands above it.
-    """
-    row_B = torch.arange(len(target_B), device=score_BX.device)
-    row_T = torch.repeat_interleave(row_B, lengths_B)
-    above_BX = ~(score_BX < score_BX[row_B, target_B][:, None])
-    above_BX[row_B, target_B] = False
-    above_BX[row_T, excluded_T] = False
-    rank_B = above_BX.sum(1) + 1
-    rank_B[row_T[excluded_T == target_B[row_T]]] = NOT_SERVED
-    return rank_B
-
-
-def summarize(rank_of: np.ndarray, corpus: int) -> dict[str, float]:
-    """Metrics of the users' ranks, with the numbers of users and items that they were taken over."""
-    metrics: dict[str, float] = {f"hr@{k}": float(np.mean(rank_of <= k)) for k in HIT_RATES}
-    metrics["ndcg@10"] = float(np.mean(np.where(rank_of <= 10, 1 / np.log2(rank_of + 1.0), 0.0)))
-    metrics["mrr"] = float(np.mean(np.where(rank_of < NOT_SERVED, 1 / rank_of, 0.0)))
-    return metrics | {"users": len(rank_of), "corpus": corpus}
+def _hit_rates(rank_U: np.ndarray) -> dict[str, float]:
+    return {f"hr@{k}": float(np.mean(rank_U <= k)) for k in HIT_RATES}

@@ -12,7 +12,7 @@ from torch import Tensor
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import Contents, Source, check_target, write
 from logitmix.serving.model import TABLE, item_cache, item_shapes
-from logitmix.trainer.checkpoint import OfflineModel, load_offline
+from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import require_same_dataset
@@ -29,7 +29,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
     not the one that the run was trained on.
     """
     check_target(out, overwrite)
-    model = load_offline(run, which)
+    model = load_saved(run, which)
     dataset = load_dataset(model.config.data.path)
     require_same_dataset(run, dataset)
     source = Source(run.resolve().name, model.step, dataset.name)
@@ -38,7 +38,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
 
 
 def export_model(
-    model: OfflineModel,
+    model: SavedModel,
     raw_ids: list[str],
     titles: list[str] | None,
     source: Source,
@@ -50,13 +50,13 @@ def export_model(
 
     Raises ValueError as `logitmix.serving.format.write` does.
     """
-    assert len(raw_ids) == len(model.item_XD)
+    assert len(raw_ids) == model.num_items
     tower = model.tower.eval()
     contents = Contents(
         model=model.config.model,
         source=source,
         weights=tower.state_dict(),
-        items=_items(tower, model.item_XD),
+        items=_items(tower, model.read_rows(0, model.num_items)),
         raw_ids=raw_ids,
         titles=titles,
         exclude_history=exclude_history,

@@ -36,7 +36,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
         evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
         done = _steps(run, dataset, model, optimizer, done, evaluation)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
-        results = (_test(run, ranks, evaluation) if evaluation else {"step": done.step}) | speed
+        results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
         if ranks.rank == 0:
             write_results(run, results)
     return results
@@ -75,7 +75,7 @@ def _steps(
                 pipeline.require_finite()
                 done = pipeline.progress
                 if evaluation and evaluating:
-                    done = replace(done, validation=evaluation("validation", model.tower, model.gather_table()))
+                    done = replace(done, validation=evaluation("validation", model.tower, model.item_rows()))
                     telemetry.log_validation(step, epoch, done.validation)
                 if saving or done.validation:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
@@ -88,10 +88,10 @@ def _out_of_time(pipeline: Pipeline) -> bool:
     return minutes > 0 and agreed(pipeline.clock.total >= minutes * 60, pipeline.model.ranks)
 
 
-def _test(run: Path, ranks: Ranks, evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of the best checkpoint on the test items: computed once, at the end."""
-    best = checkpoint.load_offline(run, ranks=ranks)
-    return evaluation("test", best.tower.to(ranks.device), best.item_XD) | {"step": best.step}
+def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
+    """Metrics of the best checkpoint on the test items: computed once, at the end. It takes the model's place."""
+    step = checkpoint.restore_best(run, model)
+    return evaluation("test", model.tower, model.item_rows()) | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

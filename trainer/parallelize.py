@@ -19,7 +19,6 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
-from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
@@ -31,6 +30,7 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizer, fused_params, table_kernel, table_optimizer
 from logitmix.trainer.rows import RowExchange, slices_of
+from logitmix.trainer.sharded_rows import ShardedRows
 
 WEIGHT = f"embeddings.{ITEM}.weight"
 """Name of the item table in state dicts, sharded or not."""
@@ -82,14 +82,9 @@ class ParallelModel:
         """The item table, of which each rank holds its shards."""
         return cast(ShardedTensor, self.table.state_dict()[WEIGHT])
 
-    def gather_table(self) -> Tensor:
-        """The whole item table [X, D] on every rank, in FP32 past the codec; collective."""
-        sharded = self.shard()
-        item_XD = torch.zeros(sharded.size(), device=self.ranks.device)
-        for shard in sharded.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            item_XD[row : row + rows, column : column + columns] = shard.tensor
-        return all_reduce_sum(item_XD, self.ranks)
+    def item_rows(self) -> ShardedRows:
+        """The item table's rows, to be fetched in FP32 past the codec."""
+        return ShardedRows.of_shards(self.shard(), self.ranks)
 
 
 def parallelize(num_items: int, config: Config, ranks: Ranks) -> ParallelModel:

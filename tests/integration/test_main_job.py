@@ -14,7 +14,7 @@ from small_data import small_config, write_dataset
 
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
-from logitmix.trainer.checkpoint import load_offline
+from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_spreads(tmp_path: Path) -> No
     (tmp_path / "recipe.toml").write_text(dump_toml(config))
     said = jobs.refused(["train", "recipe.toml", "--run", "run"], tmp_path)
     assert said.splitlines()[-1].startswith("logitmix: the loss or a gradient is not finite at step 2; train another")
-    assert all(value.isfinite().all() for value in load_offline(tmp_path / "run").tower.state_dict().values())
+    assert all(value.isfinite().all() for value in load_saved(tmp_path / "run").tower.state_dict().values())
 
 
 def test_two_jobs_do_not_share_a_run(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import Source
-from logitmix.trainer.checkpoint import OfflineModel
+from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
 from logitmix.trainer.export import export_model
 
@@ -18,7 +18,22 @@ LENGTH = 7
 SOURCE = Source(run="small", step=12, dataset="demo")
 
 
-def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0) -> OfflineModel:
+@dataclass(frozen=True)
+class SmallModel:
+    """A tower and its table, as if trained."""
+
+    config: ModelConfig
+    item_XD: Tensor
+    tower: Tower
+
+    def saved(self) -> SavedModel:
+        def read_rows(start: int, stop: int) -> Tensor:
+            return self.item_XD[start:stop]
+
+        return SavedModel(Config(model=self.config), SOURCE.step, self.tower, len(self.item_XD), read_rows)
+
+
+def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0) -> SmallModel:
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
@@ -34,16 +49,16 @@ def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0)
         for parameter in tower.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     item_XD = torch.randn(num_items, config.dim, generator=generator)
-    return OfflineModel(Config(model=config), SOURCE.step, item_XD, tower.eval())
+    return SmallModel(config, item_XD, tower.eval())
 
 
 def raw_ids(num_items: int) -> list[str]:
     return [f"id {index * 7}" for index in range(num_items)]
 
 
-def export_small(model: OfflineModel, out: Path) -> Path:
+def export_small(model: SmallModel, out: Path) -> Path:
     ids = raw_ids(len(model.item_XD))
-    export_model(model, ids, [f"«{raw_id}»" for raw_id in ids], SOURCE, out)
+    export_model(model.saved(), ids, [f"«{raw_id}»" for raw_id in ids], SOURCE, out)
     return out
 
 
@@ -63,7 +78,7 @@ class BruteForce:
 
 
 @torch.no_grad()
-def brute_force(model: OfflineModel, histories: list[list[int]], exclude_history: bool = True) -> BruteForce:
+def brute_force(model: SmallModel, histories: list[list[int]], exclude_history: bool = True) -> BruteForce:
     tower, seen = model.tower, [history[-LENGTH:] for history in histories]
     packing = Packing(torch.tensor([len(history) for history in seen]))
     history_T = torch.tensor([item for history in seen for item in history])

@@ -8,20 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import LENGTH, brute_force, export_small, random_histories, raw_ids, small_model
+from small_models import LENGTH, SmallModel, brute_force, export_small, random_histories, raw_ids, small_model
 from torch import Tensor
 
 from logitmix.serving import retriever as retriever_module
 from logitmix.serving.retriever import Retrieved, Retriever
 from logitmix.serving.topk import merge, rank_keys, split_keys
-from logitmix.trainer.checkpoint import OfflineModel
 
 X = 300
 LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
 """More histories than are ranked at once, some longer than the model sees."""
 
 
-def load(model: OfflineModel, folder: Path) -> Retriever:
+def load(model: SmallModel, folder: Path) -> Retriever:
     return Retriever.load(export_small(model, folder / "served"))
 
 

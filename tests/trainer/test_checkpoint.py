@@ -7,7 +7,7 @@ from traceback import StackSummary
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, move_rows, small_config, write_dataset
+from small_data import ITEMS, gather_table, move_rows, small_config, write_dataset
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,7 +38,7 @@ def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> N
 
 def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = {name: value.clone() for name, value in model.tower.state_dict().items()}
-    return state | {"table": model.gather_table()}
+    return state | {"table": gather_table(model)}
 
 
 def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
@@ -112,13 +112,13 @@ def run(tmp_path: Path, data: Path) -> Path:
 
 
 def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
-    model = checkpoint.load_offline(run)
+    model = checkpoint.load_saved(run)
     assert not torch.distributed.is_initialized()
     assert (model.step, model.config) == (3, small_config(data, ADAM))
     with process_group("cpu", 60) as ranks:
         sharded = parallelize(ITEMS, model.config, ranks)
         checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
-        assert torch.equal(model.item_XD, sharded.gather_table())
+        assert torch.equal(model.read_rows(0, ITEMS), gather_table(sharded))
         for name, value in sharded.tower.state_dict().items():
             assert torch.equal(model.tower.state_dict()[name], value)
 
@@ -134,10 +134,10 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
         content[at] ^= bit
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"is damaged or missing; remove .*step-3|has no complete checkpoint"):
-            checkpoint.load_offline(run)
+            checkpoint.load_saved(run)
         content[at] ^= bit
         file.write_bytes(content)
-    checkpoint.load_offline(run)
+    checkpoint.load_saved(run)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, data: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_damaged_manifest_is_passed_over_and_does_not_stop_the_next_save(run: 
         (run / "checkpoints" / f"step-{step}" / checkpoint.MANIFEST).write_text(content)
     assert_equal(resume(run, config), before)
     train_and_save(run, config, 4)
-    assert checkpoint.load_offline(run, "last").step == 4
+    assert checkpoint.load_saved(run, "last").step == 4
 
 
 def test_a_run_whose_manifests_are_all_damaged_does_not_start_over(run: Path, data: Path) -> None:
@@ -201,16 +201,16 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
             metrics = {} if rate is None else {"hr@10": rate}
             checkpoint.save(run, model, optimizer, RunProgress(number, 0.0, 0, metrics), keep=2)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
-    assert checkpoint.load_offline(run).step == 2
-    assert checkpoint.load_offline(run, "last").step == 6
+    assert checkpoint.load_saved(run).step == 2
+    assert checkpoint.load_saved(run, "last").step == 6
 
 
 def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
     with pytest.raises(ValueError, match="is not a run directory"):
-        checkpoint.load_offline(tmp_path)
+        checkpoint.load_saved(tmp_path)
     run = new_run(tmp_path, "run", small_config(data))
     with pytest.raises(ValueError, match="no complete checkpoint yet; train it first"):
-        checkpoint.load_offline(run)
+        checkpoint.load_saved(run)
 
 
 def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
@@ -219,4 +219,4 @@ def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
     manifest = {key: value for key, value in manifest.items() if key != "manifest_sha256"} | {"format_version": 2}
     path.write_text(json.dumps(manifest | {"manifest_sha256": json_digest(manifest)}))
     with pytest.raises(ValueError, match="has format 2, this logitmix reads 1"):
-        checkpoint.load_offline(run)
+        checkpoint.load_saved(run)

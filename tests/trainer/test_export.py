@@ -19,10 +19,10 @@ from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
-from logitmix.trainer.evaluate import NOT_SERVED, target_ranks
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.ranking import NOT_SERVED, rank_corpus
 from logitmix.trainer.run import RunProgress, read_config
 
 X, USERS = 50, 80
@@ -84,17 +84,17 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("exclude_history", [True, False])
 def test_the_retriever_ranks_as_the_evaluation_does(run: Path, tmp_path: Path, exclude_history: bool) -> None:
     """User by user, also those with longer histories than the model encodes."""
-    model = checkpoint.load_offline(run)
+    model = checkpoint.load_saved(run)
     users = ranking_users(load_dataset(tmp_path / "data"), "test", 6)
     with process_group("cpu", 60) as ranks:
-        rank_of = target_ranks(model.tower, model.item_XD, users, 64, exclude_history, ranks)
+        rank_U = rank_corpus(model.tower, model.rows(ranks), X, users, 64, exclude_history).similarity_U
     export(run, tmp_path / "served")
     histories = [part.tolist() for part in np.split(users.seen, np.cumsum(users.seen_lengths)[:-1])]
     found = Retriever.load(tmp_path / "served").retrieve(histories, X, exclude_history).items.tolist()
     ranking = zip(found, users.target.tolist(), strict=True)
     served = [row.index(target) + 1 if target in row else None for row, target in ranking]
-    assert served == [None if rank == NOT_SERVED else rank for rank in rank_of.tolist()]
-    assert served.count(None) == (round(users.repeated() * len(users)) if exclude_history else 0)
+    assert served == [None if rank == NOT_SERVED else rank for rank in rank_U.tolist()]
+    assert served.count(None) == (users.repeats().sum() if exclude_history else 0)
     assert len(set(served)) > 10 and (users.seen_lengths > 6).any()
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_data import ITEMS, move_rows, small_config, write_dataset
+from small_data import ITEMS, gather_table, move_rows, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer import optimizer
@@ -26,7 +26,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
     torch.manual_seed(0)
     with process_group("cpu", 60) as ranks:
         model = parallelize(ITEMS, config, ranks)
-        reference = model.gather_table().clone()
+        reference = gather_table(model).clone()
         first, second = torch.zeros_like(reference), torch.zeros_like(reference)
         tables = config.tables
         for step in range(1, 11):
@@ -38,7 +38,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
             second[ids] = tables.beta2 * second[ids] + (1 - tables.beta2) * gradient.square()
             mean, square = first[ids] / (1 - tables.beta1**step), second[ids] / (1 - tables.beta2**step)
             reference[ids] -= tables.lr * mean / (square.sqrt() + tables.eps)
-        torch.testing.assert_close(model.gather_table(), reference, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(gather_table(model), reference, rtol=1e-6, atol=1e-8)
 
 
 def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
@@ -47,10 +47,10 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
     for ids, gradient in (([3, 3, 5], [1.0, 2.0, 4.0]), ([3, 5], [3.0, 4.0])):
         with process_group("cpu", 60) as ranks:
             model = parallelize(ITEMS, config, ranks)
-            before = model.gather_table()
+            before = gather_table(model)
             model.table_optimizer.begin_step(1.0)
             move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
-            changes.append(model.gather_table() - before)
+            changes.append(gather_table(model) - before)
     assert torch.equal(*changes) and changes[0][[3, 5]].all()
 
 
@@ -59,7 +59,7 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
     torch.manual_seed(0)
     with process_group("cpu", 60) as ranks:
         model = parallelize(ITEMS, config, ranks)
-        expected, sums = model.gather_table().clone(), torch.zeros(ITEMS)
+        expected, sums = gather_table(model).clone(), torch.zeros(ITEMS)
         for _ in range(5):
             ids = torch.randperm(ITEMS)[:10].sort().values
             gradient = torch.randn(len(ids), 8)
@@ -67,6 +67,6 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
             move_rows(model, ids, gradient)
             sums[ids] += gradient.square().mean(1)
             expected[ids] -= 0.1 * gradient / (sums[ids].sqrt()[:, None] + 1e-8)
-        torch.testing.assert_close(model.gather_table(), expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gather_table(model), expected, rtol=1e-5, atol=1e-7)
         (momentum,) = model.table_optimizer.state_dict()["embeddings.item.weight"].values()
         assert sum(shard.tensor.numel() for shard in momentum.local_shards()) == ITEMS

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, gather_table, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -41,7 +41,7 @@ def train_steps(config: Config, steps: int) -> Seen:
         batches = training_batches(config, dataset, ranks)
         model = parallelize(dataset.num_items, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
-        before, losses, touched = model.gather_table(), [], torch.zeros(dataset.num_items, dtype=torch.bool)
+        before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items, dtype=torch.bool)
         gradients, wire_bytes = {}, 0.0
         with Pipeline(model, optimizer, batches.at, steps) as pipeline:
             for _ in range(steps):
@@ -54,7 +54,7 @@ def train_steps(config: Config, steps: int) -> Seen:
                 losses.append(pipeline.losses["loss"].detach())
                 touched[pipeline.batch.id_V.cpu()] = True
                 wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
-        after = model.gather_table()
+        after = gather_table(model)
         shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
         return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
 
@@ -114,7 +114,7 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
             with Pipeline(model, optimizer, batches.at, 2) as pipeline:
                 pipeline.train_step()
                 pipeline.receive_rows()
-                pairs.append((pipeline.row_VD.detach(), model.gather_table()[pipeline.batch.id_V]))
+                pairs.append((pipeline.row_VD.detach(), gather_table(model)[pipeline.batch.id_V]))
     return pairs
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from small_data import small_config, write_dataset
+from small_data import gather_table, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -94,7 +94,7 @@ def losses_and_table(config: Config, prefetch: bool) -> tuple[list[Tensor], Tens
                 getattr(pipeline, name)()
             pipeline.apply_gradients(prefetch)
             losses.append(pipeline.losses["loss"].detach())
-        return losses, pipeline.model.gather_table()
+        return losses, gather_table(pipeline.model)
 
 
 def prefetched_and_not(config: Config) -> bool:
@@ -118,7 +118,7 @@ def left_with_rows_in_flight(config: Config) -> bool:
         rows.leaf_VD.fill_(torch.nan)
         pipeline.__exit__(None, None, None)
         pipeline._next = None
-        return torch.equal(rows.leaf_VD, pipeline.model.gather_table()[batch.id_V])
+        return torch.equal(rows.leaf_VD, gather_table(pipeline.model)[batch.id_V])
 
 
 def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_is_not_finite_stops_the_step_before_a_weight_moves(data: Path, whe
     with a_pipeline(small_config(data, {"train.log_every": 100}), 3) as pipeline:
         pipeline.train_step()
         pipeline.require_finite()
-        before = pipeline.model.gather_table()
+        before = gather_table(pipeline.model)
         for name in ORDER[:3]:
             getattr(pipeline, name)()
         if where == "loss":
@@ -145,7 +145,7 @@ def test_what_is_not_finite_stops_the_step_before_a_weight_moves(data: Path, whe
             pipeline.check_gradients()
         with pytest.raises(AssertionError, match="apply_gradients was called in state 'gradients computed'"):
             pipeline.apply_gradients()
-        assert torch.equal(pipeline.model.gather_table(), before)
+        assert torch.equal(gather_table(pipeline.model), before)
 
 
 def test_learning_rates_follow_the_schedule(data: Path) -> None:

@@ -149,13 +149,14 @@ class RankingUsers:
             return self
         return self.of(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
-    def repeated(self) -> float:
-        """Share of the users whose target stands in their history."""
-        repeats = 0
-        for part in self.batches(2**14):
+    def repeats(self) -> NDArray[np.bool_]:
+        """Whose target stands in their history, [U]."""
+        repeats = np.zeros(len(self), bool)
+        for start in range(0, len(self), 2**14):
+            part = self.of(slice(start, start + 2**14))
             user = np.repeat(np.arange(len(part)), part.seen_lengths)
-            repeats += len(np.unique(user[part.seen == part.target[user]]))
-        return repeats / max(1, len(self))
+            repeats[start + user[part.seen == part.target[user]]] = True
+        return repeats
 
 
 Split = Literal["validation", "test"]

@@ -1,0 +1,262 @@
+"""The whole corpus ranked for many users, with the table sharded: no rank has more of the items than a chunk at a time.
+
+Each rank takes a range of the corpus in chunks, makes the items' sides of a chunk and scores all users with it; what
+the users' ranks follow from are counts, which are summed over the ranks. Users are few and small beside the items:
+every rank has the queries of some thousands at once, each of them encoded by one rank.
+
+Where chunks and batches of users are cut depends on the corpus and on the configuration, not on the number of ranks,
+and all products have one shape. So a pair's score is the same to the last bit whoever computes it, and the figures do
+not depend on the number of ranks.
+
+Axes: U users of a round, B users of a batch, E excluded items of a batch's users, X items in the corpus, N items of a
+chunk, S stages, K items at the top, D encoder width.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logitmix.comm.collectives import all_gather, all_reduce_sum
+from logitmix.modules.batch import Packing
+from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.towers import Tower
+from logitmix.serving.topk import NOTHING, rank_keys
+from logitmix.trainer.data.batches import RankingUsers
+from logitmix.trainer.sharded_rows import ShardedRows, own_range
+
+NOT_SERVED = torch.iinfo(torch.int64).max
+"""Rank of an item that is excluded: it stands below every other."""
+TOP = 100
+"""Items of the similarity's ranking that are looked for in the h-indexer's."""
+CHUNK_ITEMS = (2**8, 2**13)
+"""Fewest and most items whose sides are made at once."""
+CHUNKS = 64
+"""Chunks that a corpus has at least, but for small ones: they are shared out among the ranks."""
+PAIRS = 2**14
+"""Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
+ROUND = 2**13
+"""Users whose queries are held at once, roughly."""
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """What came of ranking U users, on the CPU."""
+
+    similarity_U: Tensor
+    """Rank of each user's target, from 1 (int64); NOT_SERVED where the target is excluded."""
+    hindexer_U: Tensor | None = None
+    """Likewise by the h-indexer."""
+    stage1_UK: Tensor | None = None
+    """Rank by the h-indexer of the similarity's best K items (int64); NOT_SERVED where there are fewer items."""
+
+
+@torch.no_grad()
+def rank_corpus(
+    tower: Tower,
+    rows: ShardedRows,
+    num_items: int,
+    users: RankingUsers,
+    batch_size: int,
+    exclude_history: bool,
+    advance: Callable[[int], None] = lambda users: None,
+) -> Rankings:
+    """Ranks the corpus for all users. Collective; equal on all ranks.
+
+    Ties count against the model, and so does NaN: whatever is not below the target stands above it. Excluded items
+    stand below everything.
+    """
+    ranking = _Ranking(tower, rows, num_items, batch_size, exclude_history)
+    rounds = [ranking.round(part, advance) for part in users.batches(max(1, ROUND // batch_size) * batch_size)]
+    rank_SU = torch.cat([rank_SU for rank_SU, _ in rounds], dim=1)
+    if tower.hindexer is None:
+        return Rankings(rank_SU[0])
+    return Rankings(rank_SU[0], rank_SU[1], torch.cat([stage1 for _, stage1 in rounds if stage1 is not None]))
+
+
+class _Ranking:
+    """How the corpus is ranked: whose stages, where chunks are cut, what is left out."""
+
+    def __init__(self, tower: Tower, rows: ShardedRows, num_items: int, batch_size: int, exclude_history: bool) -> None:
+        self.tower, self.rows, self.ranks, self.num_items = tower, rows, rows.ranks, num_items
+        self.batch_size, self.exclude_history = batch_size, exclude_history
+        stages: list[Similarity | None] = [tower.similarity, tower.hindexer]
+        self.stages = [stage for stage in stages if stage is not None]
+        self.chunk = _power_of_two(num_items // CHUNKS, *CHUNK_ITEMS)
+        self.block = _power_of_two(PAIRS // batch_size, 1, self.chunk)
+
+    def round(self, users: RankingUsers, advance: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
+        """Ranks of the targets [S, U], and by the h-indexer of the similarity's best items [U, K]."""
+        batches, ranked = self._encode(users), 0
+        for number, chunk in enumerate(self._chunks(self.stages), start=1):
+            for batch in batches if chunk.count else ():
+                self._rank(batch, chunk)
+            advance(len(users) * number // self.steps - ranked)
+            ranked = len(users) * number // self.steps
+        above_SU = all_reduce_sum(torch.cat([batch.above_SB for batch in batches], dim=1), self.ranks)
+        rank_SU = (above_SU + 1).cpu()
+        if self.exclude_history:
+            rank_SU[:, torch.from_numpy(users.repeats())] = NOT_SERVED
+        return rank_SU, self._rank_in_stage1(batches) if len(self.stages) > 1 else None
+
+    @property
+    def steps(self) -> int:
+        """Chunks of the rank that has the most."""
+        return -(-self.chunks // self.ranks.world_size)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.num_items // self.chunk)
+
+    def _encode(self, users: RankingUsers) -> list["_Batch"]:
+        """Every rank encodes some of the batches and scores their targets; then all know all."""
+        parts, device = list(users.batches(self.batch_size)), self.ranks.device
+        D, S = self.tower.config.dim, len(self.stages)
+        known_UQ = torch.zeros(len(users), D + S, device=device)
+        for first in range(0, len(parts), self.ranks.world_size):
+            own = slice(first + self.ranks.rank, first + self.ranks.rank + 1)
+            ids = [np.concatenate([part.history, part.target]) for part in parts[own]]
+            id_V = np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int64)
+            row_VD = self.rows.fetch(torch.from_numpy(id_V))
+            for part, known_BQ in zip(parts[own], known_UQ.split(self.batch_size)[own], strict=True):
+                place_T, place_B = (torch.from_numpy(np.searchsorted(id_V, of)) for of in (part.history, part.target))
+                packing = Packing(torch.from_numpy(part.lengths)).to(device)
+                known_BQ[:, :D] = self.tower.queries(row_VD[place_T.to(device)], packing)
+                known_BQ[:, D:] = self._score_targets(known_BQ[:, :D], row_VD[place_B.to(device)])
+        known = all_reduce_sum(known_UQ, self.ranks).split(self.batch_size)
+        return [
+            _Batch(part, self._queries(known_BQ[:, :D]), known_BQ[:, D:].t(), self.exclude_history)
+            for part, known_BQ in zip(parts, known, strict=True)
+        ]
+
+    def _queries(self, query_BD: Tensor) -> list[Side]:
+        row_B = torch.arange(len(query_BD), device=query_BD.device)
+        return [stage.query(query_BD, row_B) for stage in self.stages]
+
+    def _items(self, row_ND: Tensor, stages: list[Similarity]) -> list[Side]:
+        """The items' sides, of as many as a chunk has: zeros follow the rows."""
+        padded_ND = row_ND.new_zeros(self.chunk, row_ND.shape[1])
+        padded_ND[: len(row_ND)] = row_ND
+        item_ND, row_N = self.tower.item_tower(padded_ND), torch.arange(self.chunk, device=row_ND.device)
+        return [stage.item(item_ND, row_N) for stage in stages]
+
+    def _score_targets(self, query_BD: Tensor, target_BD: Tensor) -> Tensor:
+        """Scores [B, S] of each query with its target, by products of the shape that all others have."""
+        queries, scores = self._queries(query_BD), []
+        for start in range(0, len(target_BD), self.chunk):
+            target_ND = target_BD[start : start + self.chunk]
+            sides, N = self._items(target_ND, self.stages), len(target_ND)
+            score_SBN = [self._score(*of_stage, N) for of_stage in zip(self.stages, queries, sides, strict=True)]
+            scores.append(torch.stack([score_BN[start : start + N].diag() for score_BN in score_SBN], dim=1))
+        return torch.cat(scores)
+
+    def _score(self, stage: Similarity, query: Side, item: Side, count: int) -> Tensor:
+        """phi(x, u) of B queries with the first `count` items of a chunk, FP32 [B, count]."""
+        blocks = [
+            stage.all_pairs(query, tuple(part[start : start + self.block] for part in item))
+            for start in range(0, count, self.block)
+        ]
+        return torch.cat(blocks, dim=1)[:, :count]
+
+    def _chunks(self, stages: list[Similarity]) -> Iterator["_Chunk"]:
+        """This rank's range of the corpus, chunk by chunk; empty ones where other ranks have more. Collective."""
+        first, last = own_range(self.chunks, self.ranks.rank, self.ranks.world_size)
+        for number in range(first, first + self.steps):
+            start = min(number * self.chunk, self.num_items)
+            stop = min(start + self.chunk, self.num_items) if number < last else start
+            row_ND = self.rows.fetch(torch.arange(start, stop))
+            yield _Chunk(start, stop - start, self._items(row_ND, stages) if stop > start else [])
+
+    def _rank(self, batch: "_Batch", chunk: "_Chunk") -> None:
+        """Counts what stands above the targets, and keeps the best items where there is an h-indexer."""
+        sides = zip(self.stages, batch.query, chunk.items, strict=True)
+        score_SBN = torch.stack([self._score(*of_stage, chunk.count) for of_stage in sides])
+        out = batch.excluded_in(chunk)
+        above_SBN = ~(score_SBN < batch.score_SB[:, :, None])
+        above_SBN[:, *out] = False
+        above_SBN[:, *batch.targets_in(chunk)] = False
+        batch.above_SB += above_SBN.sum(2)
+        if len(self.stages) > 1:
+            key_SBN = rank_keys(score_SBN, chunk.index_N(score_SBN.device))
+            key_SBN[:, *out] = NOTHING
+            batch.top_SBK = _best(torch.cat([batch.top_SBK, key_SBN], dim=2))
+
+    def _rank_in_stage1(self, batches: list["_Batch"]) -> Tensor:
+        """Ranks by the h-indexer of the similarity's best items [U, K], the best one first."""
+        found_SUK = torch.cat([batch.top_SBK for batch in batches], dim=1)
+        key_SUK = _best(torch.cat(all_gather(found_SUK, self.ranks), dim=2))
+        ordered_UK, order_UK = key_SUK[1].sort(dim=1)
+        above_UK = torch.zeros_like(ordered_UK)
+        for chunk in self._chunks(self.stages[1:]):
+            start = 0
+            for batch in batches if chunk.count else ():
+                users = slice(start, start := start + len(batch.target_B))
+                score_BN = self._score(self.stages[1], batch.query[1], chunk.items[0], chunk.count)
+                key_BN = rank_keys(score_BN, chunk.index_N(score_BN.device))
+                key_BN[batch.excluded_in(chunk)] = NOTHING
+                above_UK[users] += _count_above(key_BN, ordered_UK[users])
+        rank_UK = torch.empty_like(above_UK).scatter_(1, order_UK, all_reduce_sum(above_UK, self.ranks) + 1)
+        return rank_UK.masked_fill(key_SUK[1] == NOTHING, NOT_SERVED).cpu()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive items, and their sides for each stage."""
+
+    start: int
+    count: int
+    items: list[Side]
+
+    def index_N(self, device: torch.device) -> Tensor:
+        return torch.arange(self.start, self.start + self.count, device=device)
+
+
+class _Batch:
+    """Users who are ranked together, and what is found for them."""
+
+    def __init__(self, users: RankingUsers, query: list[Side], score_SB: Tensor, exclude_history: bool) -> None:
+        """`query` are their sides for each stage, and `score_SB` the scores of their targets."""
+        device = score_SB.device
+        self.query, self.score_SB = query, score_SB
+        self.target_B = torch.from_numpy(users.target).to(device)
+        row_E, item_E = np.repeat(np.arange(len(users)), users.seen_lengths), users.seen
+        order_E = np.argsort(item_E) if exclude_history else np.empty(0, np.int64)
+        self.item_E = item_E[order_E]
+        self.excluded = torch.from_numpy(row_E[order_E]).to(device), torch.from_numpy(self.item_E).to(device)
+        self.above_SB = torch.zeros_like(score_SB, dtype=torch.int64)
+        """Items above the target so far."""
+        self.top_SBK = torch.full((*score_SB.shape, TOP), NOTHING, device=device)
+        """Keys for each stage of the similarity's best items so far."""
+
+    def excluded_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """Users and places in the chunk of what is excluded there."""
+        first, last = np.searchsorted(self.item_E, [chunk.start, chunk.start + chunk.count])
+        row_E, item_E = (of[first:last] for of in self.excluded)
+        return row_E, item_E - chunk.start
+
+    def targets_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        place_B = self.target_B - chunk.start
+        (row,) = ((place_B >= 0) & (place_B < chunk.count)).nonzero(as_tuple=True)
+        return row, place_B[row]
+
+
+def _best(key_SUN: Tensor) -> Tensor:
+    """Keys of the items that are best by the first stage, the best one first [S, U, K]."""
+    index_UK = key_SUN[0].topk(TOP, dim=1).indices
+    return key_SUN.gather(2, index_UK.expand(len(key_SUN), -1, -1))
+
+
+def _count_above(key_BN: Tensor, ordered_BK: Tensor) -> Tensor:
+    """How many of the keys are above each of some others that come in rising order [B, K]."""
+    B, K = ordered_BK.shape
+    # A key is above the first `place` of them.
+    place_BN = torch.searchsorted(ordered_BK, key_BN)
+    count_BP = ordered_BK.new_zeros(B, K + 1).scatter_add_(1, place_BN, torch.ones_like(place_BN))
+    return count_BP.flip(1).cumsum(1).flip(1)[:, 1:]
+
+
+def _power_of_two(number: int, least: int, most: int) -> int:
+    """The largest that is no larger than the number, within bounds that are powers of two."""
+    return max(least, min(most, 2 ** max(0, number.bit_length() - 1)))

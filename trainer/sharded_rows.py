@@ -1,0 +1,94 @@
+"""Rows of a table whose shards lie on several ranks, for evaluation: in FP32, past the wire's codec.
+
+Axes: V ids, D width of a row.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
+
+from logitmix.comm.collectives import all_to_all
+from logitmix.comm.process_group import Ranks
+
+
+class Block(NamedTuple):
+    """A rectangle of the table, and the rank that holds it."""
+
+    rank: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def inside(self, id_V: Tensor) -> Tensor:
+        """Which of the ids have their row here, bool [V]."""
+        return (id_V >= self.row) & (id_V < self.row + self.rows)
+
+
+class ShardedRows:
+    """A table [X, D] in blocks, of which each rank holds some."""
+
+    def __init__(self, blocks: Sequence[Block], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
+        """`held` are the tensors of this rank's blocks, in the order of `blocks`."""
+        self.dim, self.ranks = dim, ranks
+        self.of_rank = [[block for block in blocks if block.rank == rank] for rank in range(ranks.world_size)]
+        self.held = list(zip(self.of_rank[ranks.rank], held, strict=True))
+
+    @classmethod
+    def of_shards(cls, sharded: ShardedTensor, ranks: Ranks) -> "ShardedRows":
+        """The rows as they are while the table trains."""
+        blocks = []
+        for shard in sharded.metadata().shards_metadata:
+            (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+            assert shard.placement is not None
+            blocks.append(Block(shard.placement.rank(), row, rows, column, columns))
+        tensors = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in sharded.local_shards()}
+        held = [tensors[block.row, block.column] for block in blocks if block.rank == ranks.rank]
+        return cls(blocks, held, sharded.size()[1], ranks)
+
+    @classmethod
+    def of_ranges(cls, num_rows: int, held_RD: Tensor, ranks: Ranks) -> "ShardedRows":
+        """Rows of which rank r holds `own_range(num_rows, r, …)`."""
+        ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
+        dim = held_RD.shape[1]
+        blocks = [Block(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
+        return cls(blocks, [held_RD], dim, ranks)
+
+    def fetch(self, id_V: Tensor) -> Tensor:
+        """The rows [V, D] of any ids (int64, on the CPU) on this rank's device. Collective: every rank asks for its
+        own, or for none."""
+        wanted = [self._asked(id_V, rank) for rank in range(self.ranks.world_size)]
+        answers = all_to_all(
+            [self._answer(id_A) for id_A in all_to_all([id_V[at] for at in wanted], self.ranks)], self.ranks
+        )
+        row_VD = torch.empty(len(id_V), self.dim, device=self.ranks.device)
+        for blocks, at, answer in zip(self.of_rank, wanted, answers, strict=True):
+            for block in blocks:
+                at_N = at[block.inside(id_V[at])]
+                values, answer = answer.tensor_split([len(at_N) * block.columns])
+                columns = slice(block.column, block.column + block.columns)
+                row_VD[at_N.to(row_VD.device), columns] = values.view(len(at_N), block.columns)
+        return row_VD
+
+    def _asked(self, id_V: Tensor, rank: int) -> Tensor:
+        """Places of the ids of which the rank holds anything."""
+        held = torch.zeros(len(id_V), dtype=torch.bool)
+        for block in self.of_rank[rank]:
+            held |= block.inside(id_V)
+        return held.nonzero().flatten()
+
+    def _answer(self, id_A: Tensor) -> Tensor:
+        """What this rank holds of the rows of some ids, block after block, flat."""
+        parts = [torch.empty(0, device=self.ranks.device)]
+        for block, tensor in self.held:
+            row_N = id_A[block.inside(id_A)] - block.row
+            parts.append(tensor.index_select(0, row_N.to(tensor.device)).float().flatten())
+        return torch.cat(parts)
+
+
+def own_range(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First and last (excluded) of `count` things that are a rank's: as many as any other's, or one less."""
+    return count * rank // world_size, count * (rank + 1) // world_size
