@@ -52,7 +52,7 @@ class Batch:
 
     id_V: ids of the unique items that the batch names (int64, sorted). input_T, target_T: the history's items and
     the items that follow them, as indices into id_V. negatives_GN: the negatives of each group, likewise; a group is
-    a sequence, or the whole batch where it has one row. total_positions: T summed over all ranks.
+    a sequence, or a position, or the whole batch where it has one row. total_positions: T summed over all ranks.
     """
 
     id_V: Tensor
@@ -78,6 +78,8 @@ class Batch:
         bounds, groups = self.packing.bounds, len(self.negatives_GN)
         if groups == len(bounds) - 1:
             return bounds
+        if groups == bounds[-1]:
+            return list(range(groups + 1))
         assert groups == 1
         return [0, bounds[-1]]
 

@@ -34,9 +34,9 @@ class DotConfig:
     kind: Literal["dot"] = "dot"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
-    """L2-normalise both embeddings: a cosine, divided by the temperature."""
+    """L2-normalise both embeddings, which makes the product a cosine."""
     temperature: float = 0.05
-    """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
+    """The product is divided by it, normalised or not. The paper's «temperature» of 20 is its reciprocal."""
 
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
@@ -65,9 +65,9 @@ class MoLConfig:
     kind: Literal["mol"] = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
-    """L2-normalise components («component-level hypersphere embeddings»)."""
+    """L2-normalise components («component-level hypersphere embeddings», section 3.3)."""
     temperature: float = 0.05
-    """Cosines are divided by it. The paper's «tau = 20» is its reciprocal."""
+    """Products of components are divided by it. The paper's «tau = 20» is its reciprocal."""
     query_components: int = 8
     """U: the paper's k_u."""
     item_components: int = 8
@@ -119,8 +119,9 @@ class LossConfig:
     """Sampled softmax, or the binary cross entropy of the paper's baseline."""
     negatives: int = 128
     """N: uniform negatives of a group."""
-    share: Literal["sequence", "batch"] = "sequence"
-    """The group that shares one set of negatives."""
+    share: Literal["position", "sequence", "batch"] = "sequence"
+    """The group that shares one set of negatives: a sequence, or the batch; or none, each position having a set of its
+    own as in SASRec, which takes several times as long and names more items."""
 
     def __post_init__(self) -> None:
         require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")

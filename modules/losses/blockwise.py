@@ -2,8 +2,8 @@
 
 Axes: T positions, G groups of consecutive positions, N shared negatives of a group, V unique items of the batch.
 
-A block is positions with the same negatives. Its backward runs at once, so that nothing of size positions x negatives x
-components outlives it.
+A block is positions with the same negatives, or single positions with negatives of their own. Its backward runs at
+once, so that nothing of size positions x negatives x components outlives it.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def blockwise_loss(
     def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
         target_T = examples.target_T[block.start : block.end]
         row_T = examples.row_T[block.start : block.end]
-        drop_pairs, drop_all = None, None
+        drop_pairs, drop_all, drop_each = None, None, None
         if noise is not None and pair_dropout > 0:
             # One row of the mask for each (position, candidate); candidate 0 is the target.
             pair_T = row_T * (N + 1)
@@ -81,10 +81,16 @@ def blockwise_loss(
             def drop_all(gates: Tensor) -> Tensor:
                 return noise.dropout(gates.flatten(0, 1), pair_dropout, GATES, pair_TN).view_as(gates)
 
+            def drop_each(gates: Tensor) -> Tensor:
+                return noise.dropout(gates, pair_dropout, GATES, pair_TN)
+
         positive_T = similarity.pairs(query, positive, drop_pairs)
-        negative_TN = similarity.all_pairs(query, negative, drop_all)
-        hit_TN = target_T[:, None] == block.negatives_N[None]
-        return reduce(positive_T, negative_TN, hit_TN)
+        if block.shared:
+            negative_TN = similarity.all_pairs(query, negative, drop_all)
+        else:
+            repeated = tuple(side.repeat_interleave(N, 0) for side in query)
+            negative_TN = similarity.pairs(repeated, negative, drop_each).view(-1, N)
+        return reduce(positive_T, negative_TN, target_T[:, None] == block.negatives)
 
     return _Blockwise.apply(block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters())
 
@@ -108,23 +114,32 @@ GATES = "gates"
 
 @dataclass(frozen=True)
 class _Block:
-    """Positions start..end, which share negatives_N."""
+    """Positions start..end, which share negatives [1, N] or have a row of their own each."""
 
     start: int
     end: int
-    negatives_N: Tensor
+    negatives: Tensor
+    shared: bool
 
 
 def _blocks(examples: Examples) -> list[_Block]:
+    """Groups that are all single positions go together; others are a block each, or several."""
+    bounds, negatives_GN = examples.bounds, examples.negatives_GN
+    if len(bounds) - 1 == bounds[-1] > 1 and all(end - start == 1 for start, end in pairwise(bounds)):
+        spans = [(start, min(start + _SINGLE, bounds[-1])) for start in range(0, bounds[-1], _SINGLE)]
+        return [_Block(start, end, negatives_GN[start:end], shared=False) for start, end in spans]
     blocks = []
-    for (first, last), negatives_N in zip(pairwise(examples.bounds), examples.negatives_GN, strict=True):
-        starts = range(first, last, _POSITIONS)
-        blocks += [_Block(start, min(start + _POSITIONS, last), negatives_N) for start in starts]
+    for group, (first, last) in enumerate(pairwise(bounds)):
+        for start in range(first, last, _POSITIONS):
+            end = min(start + _POSITIONS, last)
+            blocks.append(_Block(start, end, negatives_GN[group : group + 1], shared=True))
     return blocks
 
 
 _POSITIONS = 256
 """Most positions of a block. A sequence is mostly shorter; a batch that shares its negatives is longer."""
+_SINGLE = 64
+"""Likewise of a block of single positions: each pair has a copied row of an item."""
 
 
 class _Blockwise(torch.autograd.Function):
@@ -142,9 +157,9 @@ class _Blockwise(torch.autograd.Function):
         total = query[0].new_zeros((), dtype=torch.float32)
         for block in _blocks(examples):
             rows = slice(block.start, block.end)
-            indices = torch.cat([examples.target_T[rows], block.negatives_N])
+            indices = torch.cat([examples.target_T[rows], block.negatives.flatten()])
             leaves = [tensor[rows].detach().requires_grad_(needed) for tensor in query]
-            leaves += [tensor[indices].detach().requires_grad_(needed) for tensor in item]
+            leaves += [tensor.detach().index_select(0, indices).requires_grad_(needed) for tensor in item]
             with torch.set_grad_enabled(needed):
                 count = block.end - block.start
                 positive = tuple(leaf[:count] for leaf in leaves[queries:])

@@ -27,6 +27,8 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
 
 _PAIRS = 2**18
 """Most scores of pieces at once, but that one position may have more: what a core's cache holds."""
+_SINGLE = 2**13
+"""Likewise of single positions: each score has a copied row of an item."""
 _POSITIONS = 256
 """Most positions of a piece."""
 _ALL_PAIRS = 2**22
@@ -79,7 +81,11 @@ def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Ten
     """Groups side by side, each position scored with its group's negatives. Adds to the gradients."""
     for at_PL, real_PL, group_P in _pieces(examples):
         target_PL, negative_PN = examples.target_T[at_PL], examples.negatives_GN[group_P]
-        query_PLH, target_PLH, negative_PNH = query_TH[at_PL], item_VH[target_PL], item_VH[negative_PN]
+        query_PLH, target_PLH, negative_PNH = (
+            _rows(query_TH, at_PL),
+            _rows(item_VH, target_PL),
+            _rows(item_VH, negative_PN),
+        )
         score_PLN = torch.bmm(query_PLH, negative_PNH.mT)
         score_PLN.masked_fill_(target_PL[:, :, None] == negative_PN[:, None], -torch.inf)
         positive_PL = (query_PLH * target_PLH).sum(2)
@@ -92,6 +98,11 @@ def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Ten
             gradients[0].index_add_(0, at_PL.flatten(), d_query_PLH.flatten(0, 1))
             gradients[1].index_add_(0, negative_PN.flatten(), torch.bmm(d_score_PLN.mT, query_PLH).flatten(0, 1))
             gradients[1].index_add_(0, target_PL.flatten(), (d_positive_PL1 * query_PLH).flatten(0, 1))
+
+
+def _rows(of: Tensor, index: Tensor) -> Tensor:
+    """of[index], in a fifth of its time."""
+    return of.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
 def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -108,7 +119,8 @@ def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     pieces.sort(key=lambda piece: piece[1] - piece[0])
     while pieces:
         longest = pieces[-1][1] - pieces[-1][0]
-        count = max(1, _PAIRS // (longest * max(1, N)))
+        pairs = _PAIRS if longest > 1 else min(_PAIRS, _SINGLE)
+        count = max(1, pairs // (longest * max(1, N)))
         starts_P, ends_P, group_P = torch.tensor(pieces[-count:]).to(examples.target_T.device).t()
         at_PL = starts_P[:, None] + torch.arange(longest, device=starts_P.device)
         real_PL = at_PL < ends_P[:, None]

@@ -17,16 +17,15 @@ from .base import PairDropout, Similarity
 
 
 class Dot(Similarity):
-    """Cosine divided by a temperature, or the plain dot product where `normalize` is off."""
+    """Cosine, or the plain dot product where `normalize` is off, divided by a temperature."""
 
     def __init__(self, dim: int, config: DotConfig) -> None:
         super().__init__()
         self.normalize, self.temperature = config.normalize, config.temperature
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
-        if self.normalize:
-            query_TD = l2_normalize(query_TD, 1 / self.temperature)
-        return (query_TD,)
+        scale = 1 / self.temperature
+        return (l2_normalize(query_TD, scale) if self.normalize else query_TD * scale,)
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
         return (l2_normalize(item_ND) if self.normalize else item_ND,)

@@ -76,6 +76,7 @@ def check_groups(device: str) -> None:
         ([4, 9, 5], 16, (4, 3, 5, 7)),
         ([3, 1, 0, 2, 0], 11, (2, 8, 4, 33)),
         ([6, 2], 12, (8, 8, 32, 128)),
+        ([1] * 7, 11, (4, 3, 5, 7)),
     ):
         for rate in (0.0, 0.2):
             check(make(lengths, N, 60, shape, rate), device)

@@ -32,6 +32,7 @@ def sides(positions: int, items: int) -> list[Tensor]:
 
 CASES = {
     "sequences": ([5, 0, 1, 40, 17, 300, 2], 24, 100),
+    "positions": ([1] * 300, 24, 100),
     "batch, most items": ([70], 90, 120),
     "batch, few of the items": ([70], 20, 120),
 }
@@ -43,6 +44,7 @@ def test_equals_the_block_form(case: str, limit: int, monkeypatch: pytest.Monkey
     lengths, negatives, items = CASES[case]
     examples, (query, item) = examples_of(lengths, negatives, items), sides(sum(lengths), items)
     monkeypatch.setattr(dot_loss, "_PAIRS", limit)
+    monkeypatch.setattr(dot_loss, "_SINGLE", limit)
     monkeypatch.setattr(dot_loss, "_ALL_PAIRS", limit)
     loss = dot_loss.dot_sampled_softmax(query, item, examples)
     plain = blockwise_loss(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, MoLConfig
 from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.losses import mol_loss
+from logitmix.modules.losses import blockwise, mol_loss
 from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.base import Similarity
@@ -215,6 +215,34 @@ def test_blocks_of_any_size_give_the_same(kind: Kind, gate_dropout: float) -> No
         for got, should in zip(result, results[0], strict=True):
             # FP32 sums in another order: of 24 positions and 17 candidates each.
             torch.testing.assert_close(got, should, rtol=0, atol=float(should.abs().max()) * 50 * EPS)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "bce"])
+@pytest.mark.parametrize(
+    ("similarity", "gate_dropout"), [*((name, 0.0) for name in SIMILARITIES), ("mlp", 0.3), ("mol", 0.3)]
+)
+def test_positions_with_negatives_of_their_own(
+    similarity: str, kind: Kind, gate_dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of four: the last is smaller."""
+    monkeypatch.setattr(blockwise, "_SINGLE", 4)
+    generator = torch.Generator().manual_seed(1)
+    negatives = torch.randint(0, 12, (10, 5), generator=generator).tolist()
+    targets = torch.randint(0, 12, (10,), generator=generator).tolist()
+    examples = examples_of([1] * 10, negatives, targets, first_row=7)
+    check_against_plain(kind, SIMILARITIES[similarity], 12, examples, gate_dropout)
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_single_positions_are_scored_many_at_once(similarity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, calls = copy(SIMILARITIES[similarity]), []
+    pairs = chosen.pairs
+    monkeypatch.setattr(chosen, "pairs", lambda *sides: calls.append(1) or pairs(*sides))
+    examples = examples_of([1] * 100, [[1, 2]] * 100, [0] * 100)
+    query, item = sides(chosen, 100, 3)
+    sampled_loss("bce", chosen, tuple(query), tuple(item), examples, None)
+    # Of 64 positions and of the rest: targets, then negatives.
+    assert len(calls) == 4
 
 
 def test_order_and_company_of_positions_do_not_matter() -> None:

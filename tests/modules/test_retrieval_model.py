@@ -33,9 +33,10 @@ EPS = 2**-24
 """Largest relative error of rounding to FP32."""
 
 
-def config(
-    similarity: str, share: Literal["sequence", "batch"] = "sequence", kind: Literal["softmax", "bce"] = "softmax"
-) -> ModelConfig:
+Share = Literal["position", "sequence", "batch"]
+
+
+def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", "bce"] = "softmax") -> ModelConfig:
     mol = MoLConfig(
         temperature=0.2,
         query_components=2,
@@ -110,11 +111,14 @@ def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
         ("mol", "sequence", "softmax"),
         ("mol", "batch", "softmax"),
         ("mol", "sequence", "bce"),
+        ("dot", "position", "softmax"),
+        ("mol", "position", "softmax"),
+        ("mol", "position", "bce"),
         ("mlp", "sequence", "softmax"),
     ],
 )
 def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
-    similarity: str, share: Literal["sequence", "batch"], kind: Literal["softmax", "bce"], world_size: int, step: int
+    similarity: str, share: Share, kind: Literal["softmax", "bce"], world_size: int, step: int
 ) -> None:
     options = config(similarity, share, kind)
     tower = tower_of(options)
@@ -149,11 +153,9 @@ def still(options: ModelConfig) -> ModelConfig:
     return replace(options, encoder=replace(options.encoder, dropout=0.0), similarity=similarity)
 
 
-@pytest.mark.parametrize("share", ["sequence", "batch"])
+@pytest.mark.parametrize("share", ["position", "sequence", "batch"])
 @pytest.mark.parametrize("similarity", ["dot", "mlp", "mol"])
-def test_the_loss_of_a_batch_is_the_mean_over_its_positions(
-    similarity: str, share: Literal["sequence", "batch"]
-) -> None:
+def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, share: Share) -> None:
     """Written out from its parts, one position after the other: value and gradients."""
     options = still(config(similarity, share))
     tower, batch = tower_of(options), batches(options).at(1)
@@ -163,8 +165,8 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_positions(
     inputs, targets = batch.id_V[batch.input_T], batch.id_V[batch.target_T]
     bounds = batch.packing.bounds
     for group, (start, end) in enumerate(itertools.pairwise(bounds)):
-        negatives = batch.id_V[batch.negatives_GN[group if share == "sequence" else 0]]
         for t in range(start, end):
+            negatives = batch.id_V[batch.negatives_GN[{"position": t, "sequence": group, "batch": 0}[share]]]
             history = inputs[start : t + 1]
             query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)])))
             counted = [int(targets[t]), *(int(n) for n in negatives if n != targets[t])]

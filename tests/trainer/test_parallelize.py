@@ -82,6 +82,9 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
         configs[f"{sharding} in parts"] = small_config(data, settings)
     configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
     configs["batch"] = small_config(data, SGD | FP32 | {"model.loss.share": "batch"})
+    for kind in ("softmax", "bce"):
+        settings = SGD | FP32 | {"model.loss.share": "position", "model.loss.kind": kind}
+        configs[f"position, {kind}"] = small_config(data, settings)
     configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
     configs["bf16 dense"] = small_config(data, SGD | FP32 | {"comm.dense": "bf16"})
     configs["fp8"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True})
@@ -90,7 +93,14 @@ def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
 
 
-@pytest.mark.parametrize("name", [*SHARDINGS, *(f"{name} in parts" for name in SHARDINGS), "dot", "batch", "uneven"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SHARDINGS,
+        *(f"{name} in parts" for name in SHARDINGS),
+        *("dot", "batch", "position, softmax", "position, bce", "uneven"),
+    ],
+)
 def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     first, second, alone = sharded[name]
     assert torch.equal(first.before, alone.before)

@@ -35,7 +35,7 @@ class TrainingBatches:
         batch_size: int,
         max_length: int,
         negatives: int,
-        share: Literal["sequence", "batch"],
+        share: Literal["position", "sequence", "batch"],
         seed: int,
         rank: int = 0,
         world_size: int = 1,
@@ -60,23 +60,18 @@ class TrainingBatches:
         epoch, index = divmod(step, self.steps_per_epoch)
         part = slice(index * self.batch_size, (index + 1) * self.batch_size)
         users = self.users[self._order(epoch)[part]]
-        random = np.random.default_rng([self.seed, epoch, index + 1])
-        groups = len(users) if self.share == "sequence" else 1
-        negatives = random.integers(0, self.dataset.num_items, size=(groups, self.negatives))
-
         bounds = np.concatenate([[0], np.cumsum(self.length[users])])
         first, last = self._part(bounds)
+        negatives = self._negatives([self.seed, epoch, index + 1], self.length[users], first, last)
         users = users[first:last]
-        if self.share == "sequence":
-            negatives = negatives[first:last]
         lengths = self.length[users]
         inputs = ranges(self.end[users] - 1 - lengths, lengths)
         items = self.dataset.items_flat
         named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
-        unique, inverse = np.unique(named, return_inverse=True)
+        unique, inverse = unique_inverse(named, self.dataset.num_items)
         input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
         return Batch(
-            id_V=torch.from_numpy(unique.astype(np.int64)),
+            id_V=torch.from_numpy(unique),
             packing=Packing(torch.from_numpy(lengths), first_row=int(bounds[first])),
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_T),
@@ -84,6 +79,19 @@ class TrainingBatches:
             noise=Noise(derive_key("dropout", self.seed, step)),
             total_positions=int(bounds[-1]),
         )
+
+    def _negatives(self, key: list[int], lengths: Ints, first: int, last: int) -> Ints:
+        """Negatives [G, N] of a global batch's sequences first..last, of which `lengths` has all; the key names it."""
+        items, N = self.dataset.num_items, self.negatives
+        if self.share == "position":
+            # Each sequence from a key of its own: they are many, and no rank need draw those of others.
+            places = range(first, last)
+            drawn = [np.random.default_rng([*key, at]).integers(0, items, (lengths[at], N)) for at in places]
+            return np.concatenate([np.zeros((0, N), np.int64), *drawn])
+        random = np.random.default_rng(key)
+        if self.share == "batch":
+            return random.integers(0, items, (1, N))
+        return random.integers(0, items, (len(lengths), N))[first:last]
 
     def _order(self, epoch: int) -> Ints:
         """The users' places in an epoch."""
@@ -168,6 +176,17 @@ def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUse
     users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
     place = dataset.offsets[users + 1] - (1 if split == "test" else HELD_OUT)
     return RankingUsers(dataset.items_flat, dataset.offsets[users], place, max_length)
+
+
+def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
+    """Sorted unique numbers, all from 0 to count - 1, and where each of the named ones stands among them."""
+    if count > 4 * len(named):
+        unique, inverse = np.unique(named, return_inverse=True)
+        return unique.astype(np.int64), inverse
+    # A pass over all numbers costs less than sorting.
+    present = np.zeros(count, dtype=bool)
+    present[named] = True
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[named]
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

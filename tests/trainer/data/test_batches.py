@@ -1,7 +1,8 @@
 """Batches against each user's sequence cut by hand."""
 
 import itertools
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from logitmix.modules.batch import Batch
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users
 from logitmix.trainer.data.dataset import Dataset
 
-Share = Literal["sequence", "batch"]
+Share = Literal["position", "sequence", "batch"]
+SHARES: tuple[Share, ...] = get_args(Share)
 LENGTHS = [4, 9, 0, 3, 25, 5, 1, 12, 2, 4, 7, 30, 6, 4, 8]
 """Actions of each user; those with fewer than four give no training position."""
 TRAINABLE = [user for user, length in enumerate(LENGTHS) if length >= 4]
@@ -138,7 +140,7 @@ def test_a_batch_follows_from_seed_and_step_alone() -> None:
     assert len(set(negatives)) == 20 and len({source.at(step).noise for step in range(20)}) == 20
 
 
-@pytest.mark.parametrize("share", ["sequence", "batch"])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 40])
 def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size: int) -> None:
     for step in (0, 1, 2, 5):
@@ -148,7 +150,7 @@ def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size:
         together = [items_of(part) for part in parts]
         for key in ("inputs", "targets", "rows", "positions"):
             assert [entry for part in together for entry in part[key]] == expected[key]
-        if share == "sequence":
+        if share != "batch":
             assert [entry for part in together for entry in part["negatives"]] == expected["negatives"]
         else:
             assert len(expected["negatives"]) == 1
@@ -175,9 +177,11 @@ def test_ranks_get_about_as_many_positions_each() -> None:
 
 
 def test_unique_items_are_sorted_and_are_those_named() -> None:
-    for share in ("sequence", "batch"):
+    for share, items in itertools.product(SHARES, (None, 10**5)):
+        # Few items and many: one pass over all of them, or sorted.
+        dataset = replace(of_lengths(LENGTHS), num_items=items) if items else None
         for rank in range(2):
-            batch = batches(share=share, rank=rank, world_size=2).at(1)
+            batch = batches(dataset, share=share, rank=rank, world_size=2).at(1)
             named = torch.cat([batch.input_T, batch.target_T, batch.negatives_GN.flatten()])
             assert batch.id_V.dtype == torch.int64 and named.dtype == torch.int64
             assert batch.id_V.tolist() == sorted(set(batch.id_V.tolist()))
@@ -195,6 +199,21 @@ def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items() -> None
     assert 99 - 5 * 14 < float(((count - 400) ** 2 / 400).sum()) < 99 + 5 * 14
     shared = batches(dataset, batch_size=25, negatives=40, share="batch")
     assert shared.at(0).negatives_GN.shape == (1, 40)
+
+
+def test_every_position_can_have_negatives_of_its_own() -> None:
+    dataset = of_lengths([12] * 10)
+    source = batches(dataset, batch_size=10, max_length=9, negatives=40, share="position")
+    drawn = np.array([items_of(source.at(step))["negatives"] for step in range(10)])
+    assert drawn.shape == (10, 90, 40)
+    assert len(np.unique(drawn.reshape(-1, 40), axis=0)) == 900
+    count = np.bincount(drawn.ravel(), minlength=120)
+    # 300 times each: 119 degrees of freedom, a standard deviation of 15.
+    assert 119 - 5 * 15 < float(((count - 300) ** 2 / 300).sum()) < 119 + 5 * 15
+    batch = source.at(0)
+    assert batch.bounds == list(range(91))
+    assert batches(dataset, share="sequence").at(0).bounds == [0, 6, 12, 18, 24]
+    assert batches(dataset, share="batch").at(0).bounds == [0, 24]
 
 
 def test_no_user_with_enough_actions_is_an_error_that_says_what_to_do() -> None:
