@@ -18,8 +18,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from logitmix.common.mappings import class_of_kind, of_class
+from logitmix.common.mappings import class_of_kind, from_mapping, of_class
 from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, HistoryRule, load_recipe, recipe_names
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
@@ -47,6 +48,14 @@ BOX = " ╭╮╰╯─│"
 """What tyro frames its messages with."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PrepareCommand(PrepareOptions):
+    """Raw files in, dataset directory out."""
+
+    json: bool = False
+    """Print the dataset's description as JSON."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +141,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare(words: list[str]) -> None:
-    options = _parse(PrepareOptions, "prepare", words)
+    command = _parse(PrepareCommand, "prepare", words)
     from logitmix.trainer.data.prepare import prepare
 
-    description = prepare(options)
+    description = prepare(command)
+    if command.json:
+        print(json.dumps(description))
+        return
     shown = {name: description[name] for name in ("users", "items", "actions", "rejected_lines")}
-    print(f"{options.directory}: " + ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in shown.items()))
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in shown.items())
+    repeated = description["repeated_targets"]["test"]
+    print(f"{command.directory}: {counts}; {repeated:.1%} of the test targets are in their user's history")
+    schema = from_mapping(Schema, description["schema"], "schema")
+    table = Table("feature", "owner", "kind", "table", "rows")
+    for feature in schema.features:
+        rows = f"{schema.table(feature.table).rows:,}" if feature.sparse else ""
+        table.add_row(feature.name, feature.owner, feature.kind, feature.table, rows)
+    Console().print(table)
 
 
 def _train(words: list[str]) -> None:
@@ -225,7 +245,7 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
                 prog=f"logitmix {command}",
                 args=words,
                 default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareOptions else (tyro.conf.AvoidSubcommands,),
+                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareCommand else (tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if not stop.code:

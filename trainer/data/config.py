@@ -22,6 +22,15 @@ class PrepareOptions:
     """Leave out users with fewer actions, counted after the item filter."""
     min_item_actions: int = 0
     """Leave out items with fewer actions, counted over all users; 0 keeps all."""
+    items: str = ""
+    """File or folder with what is known about items. table: CSV or Parquet, by the item column, or else the first;
+    amazon-*: the metadata, JSON a line, plain or .gz."""
+    users: str = ""
+    """Likewise about users (table only)."""
+    schema: str = ""
+    """TOML file that says what columns are: [features.NAME] with owner, kind, table, use."""
+    min_feature_count: int = 1
+    """Values of features that occur less often become unknown."""
     max_rejects: float = 0.01
     """Share of malformed lines above which the job stops."""
     seed: int = 0
@@ -42,12 +51,16 @@ class PrepareOptions:
             raise ValueError(f"no data format named {self.name!r}{nearest(self.name, list(NAMES))}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
+        require(self.min_feature_count >= 1, "--min-feature-count", self.min_feature_count, "1 or more")
         require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
         require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
         require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
-        if source.generated and self.source:
+        if "source" not in source.takes and self.source:
             raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
+        for name in ("items", "users"):
+            if name not in source.takes and getattr(self, name):
+                raise ValueError(f"{self.name} takes no --{name}; leave it out, or read the files as `table`")
 
     @property
     def directory(self) -> Path:

@@ -184,7 +184,7 @@ class _SequenceReader:
         self.num_users, self.num_items, self.actions = num_users, num_items, actions
         self.user = self.action = 0
         """Those read so far."""
-        self.items_flat = np.empty(actions, _index_type(num_items))
+        self.items_flat = np.empty(actions, index_type(num_items))
         self.offsets = np.zeros(num_users + 1, np.int64)
         self.times = _Times(actions)
         self.users = {f.name: _ColumnReader(f, schema, num_users) for f in schema.of("user")}
@@ -237,7 +237,7 @@ class _ColumnReader:
             self.values = np.zeros(rows + 1, np.int64)
             """ids: the offsets."""
         elif feature.kind == "id":
-            self.values = np.empty(rows, _index_type(self.table_rows))
+            self.values = np.empty(rows, index_type(self.table_rows))
         else:
             self.values = np.empty(rows if feature.kind == "number" else (rows, feature.width), np.float32)
 
@@ -245,7 +245,7 @@ class _ColumnReader:
         name, start, stop = self.feature.name, self.filled, self.filled + len(array)
         if self.feature.kind == "ids":
             lengths, rows = _list(name, array)
-            self.parts.append(_indices(name, rows, self.table_rows).astype(_index_type(self.table_rows)))
+            self.parts.append(_indices(name, rows, self.table_rows).astype(index_type(self.table_rows)))
             self.values[start + 1 : stop + 1] = self.values[start] + np.cumsum(lengths)
         elif self.feature.kind == "id":
             self.values[start:stop] = _indices(name, array, self.table_rows)
@@ -261,10 +261,11 @@ class _ColumnReader:
     def column(self) -> Column:
         if self.feature.kind != "ids":
             return Column(self.values)
-        return Column(np.concatenate([np.empty(0, _index_type(self.table_rows)), *self.parts]), self.values)
+        return Column(np.concatenate([np.empty(0, index_type(self.table_rows)), *self.parts]), self.values)
 
 
-def _index_type(count: int) -> type[np.signedinteger[Any]]:
+def index_type(count: int) -> type[np.signedinteger[Any]]:
+    """What holds indices below a count."""
     return np.int32 if count <= 2**31 else np.int64
 
 

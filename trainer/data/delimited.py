@@ -5,8 +5,8 @@ whole number in the unit of the source (`12.0` is whole).
 """
 
 import csv
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.raw import ActionBlock, accept, as_numpy
+from logitmix.trainer.data.raw import ActionBlock, accept, as_numbers, as_numpy
 from logitmix.trainer.data.rejects import Rejects
 
 BLOCK_BYTES = 4 << 20
@@ -34,6 +34,8 @@ class Layout:
     """Field with the time; None takes the line number."""
     header: str = ""
     """First line that has to be there."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Fields with a number that is known of an action, by the name of its column."""
 
 
 def read_delimited(file: InputFile, layout: Layout, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
@@ -149,6 +151,7 @@ def _split_lines(
         return flat.take(pa.array(np.arange(position, len(flat), layout.fields)))
 
     stamps = None if layout.timestamp is None else column(layout.timestamp)
+    known = {name: as_numbers(column(place)) for name, place in layout.numbers.items()}
     return accept(
-        label, numbers, column(layout.user), column(layout.item), stamps, lambda row: lines[row].as_py(), rejects
+        label, numbers, column(layout.user), column(layout.item), stamps, lambda row: lines[row].as_py(), rejects, known
     )

@@ -6,7 +6,7 @@ A compressed file is told by its first bytes, not by its name. Reading moves a b
 import gzip
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,10 @@ def single_file(source: Path) -> InputFile:
     return InputFile(source)
 
 
-def digests(source: Path, files: list[InputFile]) -> dict[str, str]:
-    """sha256 of the source file, or of those files of a source folder that were read, by name relative to it."""
+def digests(source: Path, files: Sequence[InputFile] = ()) -> dict[str, str]:
+    """sha256 of the source file, or of those files of a source folder that were read (all where none is named), by name
+    relative to it."""
     if not source.is_dir():
         return {source.name: file_digest(source)}
+    files = files or [InputFile(path) for path in sorted(source.iterdir()) if path.is_file()]
     return {file.path.relative_to(source).as_posix(): file_digest(file.path) for file in files}

@@ -1,13 +1,15 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
 One pass over the source codes users and items as integers; then the item filter, the user filter (each once: this is no
-iterated core), a stable sort by user and time, and the writing. Nothing is cut off here: a trainer takes the last
-actions it wants. Memory peaks at about 40 bytes an action, beside every distinct raw id (about 150 bytes each) and one
-block of the file; there is no Python object per action.
+iterated core), a stable sort by user and time, the features (features.py), and the writing. Nothing is cut off here: a
+trainer takes the last actions it wants. Memory peaks at about 60 bytes an action and 15 for each further column of the
+actions, beside every distinct raw id (about 150 bytes each) and one block of the file; there is no Python object per
+action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
 """
 
+import tomllib
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -15,18 +17,29 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import whole_directory
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import is_dataset
+from logitmix.trainer.data.dataset import COMMON_REPEATS, is_dataset
+from logitmix.trainer.data.features import (
+    FeaturesOptions,
+    RawColumn,
+    apply_options,
+    last_values,
+    make_features,
+    name_features,
+)
 from logitmix.trainer.data.files import digests
-from logitmix.trainer.data.raw import RawDataset
+from logitmix.trainer.data.raw import Actions, RawDataset, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+
+FILTERS = ("min_user_actions", "min_item_actions", "min_feature_count")
 
 
 def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
@@ -41,6 +54,10 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     _check_out(out, options.overwrite)
     if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
+    for setting in ("items", "users", "schema"):
+        if (path := getattr(options, setting)) and not Path(path).exists():
+            raise ValueError(f"no file at {path}; --{setting} must name one")
+    said = _read_schema(options.schema)
     with (
         whole_directory(out) as staging,
         closing(Rejects(staging / "rejects.tsv", options.max_rejects, console)) as rejects,
@@ -48,12 +65,22 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
         try:
             with _progress(console) as progress:
                 raw = _read(options, rejects, progress)
-                return _write(staging, options, raw, rejects)
+                return _write(staging, options, said, raw, rejects, console)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
             rejects.path.replace(kept)
             raise ValueError(f"{error}; they are listed in {kept}") from None
+
+
+def _read_schema(path: str) -> FeaturesOptions:
+    if not path:
+        return FeaturesOptions()
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    return from_mapping(FeaturesOptions, tree, path)
 
 
 def _progress(console: Console) -> Progress:
@@ -89,63 +116,114 @@ def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawD
     return raw
 
 
-def _write(directory: Path, options: PrepareOptions, raw: RawDataset, rejects: Rejects) -> dict[str, Any]:
+def _write(
+    directory: Path, options: PrepareOptions, said: FeaturesOptions, raw: RawDataset, rejects: Rejects, console: Console
+) -> dict[str, Any]:
     actions = raw.actions
     read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
     origin = raw.source and {"name": raw.source.name, "sha256": digests(raw.source, raw.files)}
-    contents = _arrange(raw, options.min_user_actions, options.min_item_actions)
-    return write_dataset(
+    for setting in ("items", "users", "schema"):
+        if path := getattr(options, setting):
+            origin = {**(origin or {}), setting: {"name": Path(path).name, "sha256": digests(Path(path))}}
+    contents, unused = _arrange(raw, options, said)
+    if unused:
+        names = ", ".join(unused)
+        _say(console, f"not used, as their values do not tell a kind: {names} (--schema FILE can state it)")
+    description = write_dataset(
         directory,
         contents,
         options.name,
-        filters={"min_user_actions": options.min_user_actions, "min_item_actions": options.min_item_actions},
+        filters={name: getattr(options, name) for name in FILTERS},
         read=read,
         rejected_lines=rejects.count,
         source=origin,
         generator=raw.generator,
     )
-
-
-def _arrange(raw: RawDataset, min_user_actions: int, min_item_actions: int) -> DatasetContents:
-    """Filters, numbers and sorts. Takes the action arrays out of `raw`, to free each as soon as it is done with."""
-    actions = raw.actions
-    kept = np.bincount(actions.items, minlength=len(actions.item_ids))[actions.items] >= min_item_actions
-    user_counts = np.bincount(actions.users[kept], minlength=len(actions.user_ids))
-    user_kept = user_counts >= max(min_user_actions, 1)
-    if not user_kept.any():
-        raise ValueError(
-            f"no user has {max(min_user_actions, 1)} or more actions (there were {len(actions.user_ids):,} users with "
-            f"{len(actions.users):,} actions); lower --min-user-actions or --min-item-actions"
+    repeated = description["repeated_targets"]["validation"]
+    if repeated >= COMMON_REPEATS:
+        _say(
+            console,
+            f"{repeated:.0%} of the validation targets are in their user's history: evaluation will not leave the "
+            "history out of its ranking",
         )
-    kept &= user_kept[actions.users]
+    return description
+
+
+def _say(console: Console, message: str) -> None:
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _arrange(raw: RawDataset, options: PrepareOptions, said: FeaturesOptions) -> tuple[DatasetContents, list[str]]:
+    """Filters, numbers and sorts; the columns that are not used. Takes the actions out of `raw`, to free each array as
+    soon as it is done with."""
+    actions = raw.actions
+    kept, user_kept = _filter(actions, options)
     user_order = _order_of_ids(actions.user_ids, user_kept)
     item_order = _order_of_ids(actions.item_ids, np.bincount(actions.items[kept], minlength=len(actions.item_ids)) > 0)
     users = _ranks(user_order, len(actions.user_ids))[actions.users[kept]]
     items = _ranks(item_order, len(actions.item_ids))[actions.items[kept]]
     timestamps = actions.timestamps[kept]
+    rows = np.flatnonzero(kept) if actions.columns else np.empty(0, np.int64)
     actions.users = actions.items = actions.timestamps = kept = np.empty(0)
     # lexsort is stable: actions of one user at one time stay in file order.
     order = np.lexsort((timestamps, users))
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(users))))
+    users, items, timestamps = users[order], items[order], timestamps[order]
+    rows = rows[order] if actions.columns else rows
+    del order
     user_ids, item_ids = actions.user_ids.take(pa.array(user_order)), actions.item_ids.take(pa.array(item_order))
-    return DatasetContents(
-        offsets=np.concatenate(([0], np.cumsum(np.bincount(users)))),
-        items=items[order],
-        timestamps=timestamps[order],
-        item_ids=item_ids,
-        user_ids=user_ids,
-        titles=raw.items.of(item_ids).get("title"),
+    known: dict[Owner, dict[str, pa.Array]] = {"item": raw.items.of(item_ids), "user": raw.users.of(user_ids)}
+    known["event"] = {name: actions.columns.pop(name).take(pa.array(rows)) for name in list(actions.columns)}
+    titles = known["item"].pop("title", None)
+    owners = {"item": (items, len(item_ids)), "user": (users, len(user_ids))}
+
+    def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
+        owner_of_action, count = owners[owner]
+        return last_values(values, owner_of_action, timestamps, count)
+
+    columns = [
+        RawColumn(name, owner, values, raw.kinds.get(name))
+        for owner, named in known.items()
+        for name, values in named.items()
+    ]
+    columns = apply_options(name_features(columns), said, options.schema, of_owner)
+    try:
+        made = make_features(columns, item_ids, options.min_feature_count)
+    except ValueError as error:
+        # A column may have been called what it cannot be.
+        raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None
+    contents = DatasetContents(
+        offsets,
+        items,
+        timestamps,
+        item_ids,
+        user_ids,
+        titles if titles is None else titles.cast(pa.string()),
+        made.schema,
+        made.columns,
+        made.vocabularies,
     )
+    return contents, made.unused
+
+
+def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Which actions [actions] and users [users] are kept."""
+    counts = np.bincount(actions.items, minlength=len(actions.item_ids))
+    kept = counts[actions.items] >= options.min_item_actions
+    fewest = max(options.min_user_actions, 1)
+    user_kept = np.bincount(actions.users[kept], minlength=len(actions.user_ids)) >= fewest
+    if not user_kept.any():
+        raise ValueError(
+            f"no user has {fewest} or more actions (there were {len(actions.user_ids):,} users with "
+            f"{len(actions.users):,} actions); lower --min-user-actions or --min-item-actions"
+        )
+    return kept & user_kept[actions.users], user_kept
 
 
 def _order_of_ids(ids: pa.StringArray, kept: np.ndarray) -> np.ndarray:
-    """Codes of the kept ids: by number where all are digits (up to 18), else by their UTF-8 bytes."""
+    """Codes of the kept ids, in order."""
     codes = np.flatnonzero(kept)
-    texts = ids.take(pa.array(codes))
-    keys = {"text": texts}
-    if pc.all(pc.match_substring_regex(texts, "^[0-9]{1,18}$")).as_py():
-        keys = {"number": texts.cast(pa.int64()), "text": texts}
-    order = pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys])
-    return codes[order.to_numpy()]
+    return codes[order_of_texts(ids.take(pa.array(codes)))]
 
 
 def _ranks(order: np.ndarray, size: int) -> np.ndarray:

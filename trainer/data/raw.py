@@ -1,7 +1,7 @@
 """What a source hands to `prepare`: actions with users and items as codes, and tables of what it says about them.
 
 There is no Python object per action: a source reads blocks of rows into Arrow arrays (`ActionBlock`), and `gather`
-joins them as integers.
+joins them as integers, and columns of text as dictionaries.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,20 +13,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.modules.schema import Kind
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
 
 _WHOLE = r"^-?[0-9]{1,18}(\.0*)?$"
+_NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 @dataclass(frozen=True)
 class ActionBlock:
-    """Actions in file order: three arrays of one length."""
+    """Actions in file order: arrays of one length."""
 
     users: pa.StringArray
     items: pa.StringArray
     timestamps: np.ndarray
     """int64"""
+    columns: Mapping[str, pa.Array] = field(default_factory=dict)
+    """What else is known of an action."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Actions:
     """int64."""
     user_ids: pa.StringArray
     item_ids: pa.StringArray
+    columns: dict[str, pa.Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class SideTable:
     """What a source says about users or about items, whether they act or not."""
 
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
-    """Of the last rows count, where an id is there several times."""
-    columns: Mapping[str, pa.Array] = field(default_factory=dict)
+    """Of the last row counts, where an id is there several times."""
+    columns: dict[str, pa.Array] = field(default_factory=dict)
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
         """The columns with one value for each of `ids`, null where the table has none."""
@@ -67,8 +72,11 @@ class RawDataset:
     """Those in `source` that were read."""
     generator: dict[str, Any] | None = None
     """The entry of dataset.json where it was generated."""
-    users: SideTable = field(default_factory=SideTable)
     items: SideTable = field(default_factory=SideTable)
+    """A column named title is text to show, no feature."""
+    users: SideTable = field(default_factory=SideTable)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Kinds of columns by name; the others are inferred from the values."""
 
 
 class IdCodes:
@@ -87,22 +95,68 @@ class IdCodes:
         return pa.array(self._codes, pa.string())
 
 
+class ColumnBuilder:
+    """Columns that grow block by block. Text becomes dictionaries, so that a value that comes again takes 4 bytes."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._parts: dict[str, list[pa.Array]] = {}
+
+    def append(self, columns: Mapping[str, pa.Array], rows: int) -> None:
+        """Some more rows; a column that is missing here, or was before, has nulls there."""
+        for name in columns:
+            if name not in self._parts:
+                self._parts[name] = [pa.nulls(self.rows)]
+        for name, parts in self._parts.items():
+            parts.append(_compact(columns[name]) if name in columns else pa.nulls(rows))
+        self.rows += rows
+
+    def join(self) -> dict[str, pa.Array]:
+        """ValueError where blocks have values of types that cannot be one column."""
+        joined = {}
+        while self._parts:
+            # The parts would otherwise live on beside the whole until the last column is joined.
+            name, parts = self._parts.popitem()
+            joined[name] = _concatenate(name, parts)
+        return dict(reversed(joined.items()))
+
+
+def _compact(values: pa.Array) -> pa.Array:
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return values.cast(pa.string()).dictionary_encode()
+    return values.cast(kind)
+
+
+def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
+    types = {part.type for part in parts if not pa.types.is_null(part.type)}
+    if len(types) > 1:
+        # CSV beside Parquet, or integers of two widths: what is a number is told from the text again.
+        if any(pa.types.is_nested(kind) for kind in types):
+            raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(str, types)))} there")
+        parts = [part.cast(pa.string()).dictionary_encode() for part in parts]
+        types = {parts[0].type}
+    kind = types.pop() if types else pa.null()
+    parts = [part if part.type == kind else pa.nulls(len(part), kind) for part in parts]
+    return pa.chunked_array(parts, kind).unify_dictionaries().combine_chunks()
+
+
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
-    user_codes, item_codes = IdCodes(), IdCodes()
+    user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
     parts: tuple[list[np.ndarray], ...] = ([], [], [])
     for block in blocks:
         for part, values in zip(
             parts, (user_codes.encode(block.users), item_codes.encode(block.items), block.timestamps), strict=True
         ):
             part.append(values)
+        columns.append(block.columns, len(block.users))
     users, items, timestamps = (_join(part, kind) for part, kind in zip(parts, ("i4", "i4", "i8"), strict=True))
-    return Actions(users, items, timestamps, user_codes.ids(), item_codes.ids())
+    return Actions(users, items, timestamps, user_codes.ids(), item_codes.ids(), columns.join())
 
 
 def _join(parts: list[np.ndarray], kind: str) -> np.ndarray:
     joined = np.concatenate([np.empty(0, kind), *parts], dtype=kind)
-    # The pieces would otherwise live on beside the whole until the last column is joined.
     parts.clear()
     return joined
 
@@ -115,12 +169,13 @@ def accept(
     stamps: pa.Array | None,
     text: Callable[[int], str | bytes],
     rejects: Rejects,
+    columns: Mapping[str, pa.Array] | None = None,
 ) -> ActionBlock:
     """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`.
 
     `numbers` are the rows' places in the file `label`, and the times where `stamps` is None.
     """
-    user_ok, item_ok = _filled(users), _filled(items)
+    user_ok, item_ok = filled(users), filled(items)
     times, time_ok = (numbers, np.ones(len(numbers), bool)) if stamps is None else _whole_numbers(stamps)
     accepted = user_ok & item_ok & time_ok
     for row in np.flatnonzero(~accepted):
@@ -134,10 +189,12 @@ def accept(
         rejects.add(label, int(numbers[row]), reason, text(int(row)))
     rejects.check_format(label)
     mask = pa.array(accepted)
-    return ActionBlock(users.filter(mask), items.filter(mask), times[accepted].astype(np.int64))
+    kept = {name: column.filter(mask) for name, column in (columns or {}).items()}
+    return ActionBlock(users.filter(mask), items.filter(mask), times[accepted].astype(np.int64), kept)
 
 
-def _filled(ids: pa.StringArray) -> np.ndarray:
+def filled(ids: pa.StringArray) -> np.ndarray:
+    """Where there is an id."""
     return as_numpy(pc.fill_null(pc.not_equal(ids, ""), False))
 
 
@@ -157,34 +214,13 @@ def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return pc.if_else(pa.array(ok), digits, None).cast(pa.int64()).fill_null(0).to_numpy(), ok
 
 
+def as_numbers(texts: pa.StringArray) -> pa.FloatArray:
+    """null where a text is no number."""
+    return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(pa.float32())
+
+
 def as_numpy(array: pa.Array) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False)
-
-
-class RowBuffer:
-    """Gathers rows that Python parsed one by one, and hands them on in blocks."""
-
-    def __init__(self, label: str, rejects: Rejects, timed: bool) -> None:
-        self.label, self.rejects, self.timed = label, rejects, timed
-        self._rows: list[tuple[int, str, str, str, str | bytes]] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, number: int, user: str, item: str, stamp: str, text: str | bytes) -> None:
-        if is_encodable(user) and is_encodable(item):
-            self._rows.append((number, user, item, stamp, text))
-        else:
-            self.rejects.add(self.label, number, "not UTF-8", text)
-
-    def take(self) -> ActionBlock:
-        rows, self._rows = self._rows, []
-        users, items = (pa.array([row[at] for row in rows], pa.string()) for at in (1, 2))
-        stamps = None
-        if self.timed:
-            stamps = pa.array([row[3] if row[3].isascii() else "" for row in rows], pa.string())
-        numbers = np.array([row[0] for row in rows], np.int64)
-        return accept(self.label, numbers, users, items, stamps, lambda row: rows[row][4], self.rejects)
 
 
 def is_encodable(text: str) -> bool:
@@ -196,3 +232,11 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def order_of_texts(texts: pa.StringArray) -> np.ndarray:
+    """Places in order: by number where all are digits (up to 18), else by their UTF-8 bytes."""
+    keys = {"text": texts}
+    if pc.all(pc.match_substring_regex(texts, "^[0-9]{1,18}$")).as_py():
+        keys = {"number": texts.cast(pa.int64()), "text": texts}
+    return pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys]).to_numpy()

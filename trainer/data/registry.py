@@ -14,18 +14,20 @@ class Source:
     module: str
     names: tuple[str, ...]
     """What NAME of `logitmix prepare` may be."""
+    takes: tuple[str, ...] = ("source",)
+    """The settings with files for it."""
     others: str = ""
     """Regular expression of further names."""
-    generated: bool = False
-    """It takes no --source."""
 
 
 SOURCES = (
-    Source("demo", ("demo", "demo-low-rank"), generated=True),
+    Source("demo", ("demo", "demo-low-rank"), ()),
     Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
-    Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), others="amazon-[a-z0-9][a-z0-9-]*"),
+    Source(
+        "amazon", ("amazon-beauty", "amazon-games", "amazon-books"), ("source", "items"), "amazon-[a-z0-9][a-z0-9-]*"
+    ),
     Source("sequences", ("sequences",)),
-    Source("table", ("table",)),
+    Source("table", ("table",), ("source", "items", "users")),
 )
 
 NAMES = tuple(name for source in SOURCES for name in source.names)

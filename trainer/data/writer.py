@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitmix.modules.schema import ITEM, Feature, Schema
-from logitmix.trainer.data.dataset import FORMAT_VERSION, SEQUENCE_COLUMNS, Column
+from logitmix.trainer.data.dataset import FORMAT_VERSION, SEQUENCE_COLUMNS, Column, index_type
 
 USERS_PER_FILE = 100_000
 
@@ -83,7 +83,7 @@ def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]
         target = np.maximum(offsets[1:] - held_out, 0)
         same = items == np.repeat(items[target], lengths)
         # What a user's history has is a difference of running sums.
-        sums = np.concatenate([[0], np.cumsum(same)])
+        sums = np.concatenate([[0], np.cumsum(same, dtype=index_type(len(items)))])
         shares[split] = float(np.mean(sums[target[users]] > sums[offsets[users]]))
     return shares
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import decoded
 from rich.console import Console
 
 from logitmix.modules.schema import Schema
@@ -78,7 +79,7 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         "actions": 6,
         "schema": Schema.of_ids(3).to_mapping(),
         "repeated_targets": {"validation": 0.0, "test": 0.0},
-        "filters": {"min_user_actions": 1, "min_item_actions": 0},
+        "filters": {"min_user_actions": 1, "min_item_actions": 0, "min_feature_count": 1},
         "read": {"users": 3, "items": 3, "actions": 6},
         "rejected_lines": 0,
         "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
@@ -125,7 +126,11 @@ def test_filters(
     made = run("table", table, out, min_user_actions=users_at_least, min_item_actions=items_at_least)
     assert {user: "".join(item for item, _ in actions) for user, actions in sequences(out).items()} == expected
     assert load_dataset(out).raw_ids() == sorted(set("".join(expected.values())))
-    assert made["filters"] == {"min_user_actions": users_at_least, "min_item_actions": items_at_least}
+    assert made["filters"] == {
+        "min_user_actions": users_at_least,
+        "min_item_actions": items_at_least,
+        "min_feature_count": 1,
+    }
     assert made["read"] == {"users": 3, "items": 3, "actions": 6}
 
 
@@ -192,9 +197,17 @@ def test_movielens(name: str, files: dict[str, bytes], form: str, tmp_path: Path
     made = run(name, source, tmp_path / "out")
     assert sequences(tmp_path / "out") == {"1": [("3", 10), ("20", 30)], "2": [("3", 1000000007)]}
     assert pq.read_table(tmp_path / "out" / "items.parquet").to_pylist() == [
-        {"item_index": 0, "raw_id": "3", "title": "Café, Le (1801)"},
-        {"item_index": 1, "raw_id": "20", "title": "Éva"},
+        {"item_index": 0, "raw_id": "3", "title": "Café, Le (1801)", "genres": [1, 2], "year": 1},
+        {"item_index": 1, "raw_id": "20", "title": "Éva", "genres": [1], "year": 2 if name == "ml-100k" else 0},
     ]
+    loaded = load_dataset(tmp_path / "out")
+    assert loaded.vocabulary("genres") == ["", "Drama", "Musical"]
+    assert loaded.vocabulary("year") == (["", "1801", "1995"] if name == "ml-100k" else ["", "1801"])
+    assert loaded.event_features["rating"].values.tolist() == [4.5 if name in ("ml-20m", "ml-latest") else 4, 5, 1]
+    if name in ("ml-1m", "ml-100k"):
+        assert decoded(loaded, "user") == {"gender": ["F", "M"], "age": ["33", "44"], "occupation": ["3", "4"]} | {
+            "zip": ["01234-5", "06789"]
+        }
     inside = {Path(member).name for member in files}
     assert {Path(read).name for read in made["source"]["sha256"]} == ({"in.zip"} if form == "zip" else inside)
     assert made["rejected_lines"] == 0
@@ -205,6 +218,8 @@ def test_ratings_alone_make_a_dataset(tmp_path: Path) -> None:
     run("ml-1m", tmp_path / "ratings.dat", tmp_path / "out")
     assert sequences(tmp_path / "out")["1"] == [("3", 10), ("20", 30)]
     assert pq.read_schema(tmp_path / "out" / "items.parquet").names == ["item_index", "raw_id"]
+    schema = load_dataset(tmp_path / "out").schema
+    assert [feature.name for feature in schema.features] == ["item", "rating"]
 
 
 def test_amazon(tmp_path: Path) -> None:
@@ -230,7 +245,7 @@ def test_a_folder_of_parts_is_one_table(tmp_path: Path) -> None:
 
 
 def test_malformed_lines_are_shown_and_kept(tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("a x\n" * 71 + "only\n" * 29)
+    (tmp_path / "in.txt").write_text("".join(f"a {item}\n" for item in range(71)) + "only\n" * 29)
     shown = io.StringIO()
     options = PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out"), max_rejects=0.29)
     made = prepare(options, Console(file=shown))

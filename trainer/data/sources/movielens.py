@@ -4,13 +4,16 @@ ml-1m has `ratings.dat` (`user::item::rating::timestamp`), ml-100k `u.data` (the
 ml-latest `ratings.csv`. Titles, genres and what is known about users are read where their files are there.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
 from rich.progress import Progress
 
+from logitmix.modules.schema import Kind
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.delimited import Layout, read_delimited, read_rows
 from logitmix.trainer.data.download import Download, find_source
@@ -18,9 +21,10 @@ from logitmix.trainer.data.files import InputFile, find_files, magic
 from logitmix.trainer.data.raw import RawDataset, SideTable, gather
 from logitmix.trainer.data.rejects import Rejects
 
-RATINGS_DAT = Layout("::", fields=4, timestamp=3)
-U_DATA = Layout("\t", fields=4, timestamp=3)
-RATINGS_CSV = Layout(",", fields=4, timestamp=3, header="userId,movieId,rating,timestamp")
+RATING = {"rating": 2}
+RATINGS_DAT = Layout("::", fields=4, timestamp=3, numbers=RATING)
+U_DATA = Layout("\t", fields=4, timestamp=3, numbers=RATING)
+RATINGS_CSV = Layout(",", fields=4, timestamp=3, header="userId,movieId,rating,timestamp", numbers=RATING)
 
 _URL = "https://files.grouplens.org/datasets/movielens"
 DOWNLOADS = {
@@ -36,42 +40,46 @@ GENRES_100K = (
 )  # fmt: skip
 """The 0/1 fields at the end of a line of u.item, in order."""
 
-Fields = list[str]
+TEXT, LIST = pa.string(), pa.list_(pa.string())
+KINDS: dict[str, Kind] = {
+    "genres": "ids", "year": "id", "gender": "id", "age": "id", "occupation": "id", "zip": "id", "rating": "number",
+}  # fmt: skip
+
+Row = list[str]
+Value = int | tuple[pa.DataType, Callable[[Row], object]]
 
 
-@dataclass(frozen=True)
-class SideFile:
-    """A file about users or items, and what of its rows is kept."""
-
-    name: str
-    delimiter: str
-    fields: int
-    columns: dict[str, tuple[pa.DataType, Callable[[Fields], object]]]
-    """Name -> type, and value of a row."""
-    encoding: str = "latin-1"
-    header: bool = False
+def _genres(row: Row) -> list[str]:
+    return [] if row[2] == "(no genres listed)" else row[2].split("|")
 
 
-def _field(place: int) -> tuple[pa.DataType, Callable[[Fields], object]]:
-    return pa.string(), lambda row: row[place]
-
-
-def _genres(of: Callable[[Fields], list[str]]) -> tuple[pa.DataType, Callable[[Fields], object]]:
-    return pa.list_(pa.string()), of
-
-
-def _flagged(row: Fields) -> list[str]:
+def _flagged_genres(row: Row) -> list[str]:
     flags = zip(row[-len(GENRES_100K) :], GENRES_100K, strict=True)
     return [genre for flag, genre in flags if flag == "1"]
 
 
-def _listed(row: Fields) -> list[str]:
-    return [] if row[2] == "(no genres listed)" else row[2].split("|")
+def _year(row: Row) -> str | None:
+    """That of the title, «Name (1995)», or of ml-100k's release date, 01-Jan-1995."""
+    found = re.search(r"\((\d{4})\)\s*$", row[1]) or re.fullmatch(r"\d\d-[A-Z][a-z]{2}-(\d{4})", row[2])
+    return found[1] if found else None
 
 
 @dataclass(frozen=True)
-class Files:
-    """What a release consists of."""
+class SideFile:
+    """A file about users or items, and what of its rows is kept. The id is their first field."""
+
+    name: str
+    delimiter: str
+    fields: int
+    columns: Mapping[str, Value]
+    """By name: the field, or the type and the value of a row."""
+    encoding: str = "latin-1"
+    header: bool = False
+
+
+@dataclass(frozen=True)
+class Release:
+    """The files of one."""
 
     ratings: str
     layout: Layout
@@ -79,23 +87,20 @@ class Files:
     users: SideFile | None = None
 
 
-_ML_100K = Files(
+_MOVIES: dict[str, Value] = {"title": 1, "genres": (LIST, _genres), "year": (TEXT, _year)}
+_ML_100K = Release(
     "u.data",
     U_DATA,
-    SideFile("u.item", "|", 24, {"title": _field(1), "genres": _genres(_flagged)}),
-    SideFile("u.user", "|", 5, {"gender": _field(2), "age": _field(1), "occupation": _field(3), "zip": _field(4)}),
+    SideFile("u.item", "|", 24, _MOVIES | {"genres": (LIST, _flagged_genres)}),
+    SideFile("u.user", "|", 5, {"gender": 2, "age": 1, "occupation": 3, "zip": 4}),
 )
-_ML_1M = Files(
+_ML_1M = Release(
     "ratings.dat",
     RATINGS_DAT,
-    SideFile("movies.dat", "::", 3, {"title": _field(1), "genres": _genres(_listed)}),
-    SideFile("users.dat", "::", 5, {"gender": _field(1), "age": _field(2), "occupation": _field(3), "zip": _field(4)}),
+    SideFile("movies.dat", "::", 3, _MOVIES),
+    SideFile("users.dat", "::", 5, {"gender": 1, "age": 2, "occupation": 3, "zip": 4}),
 )
-_CSV = Files(
-    "ratings.csv",
-    RATINGS_CSV,
-    SideFile("movies.csv", ",", 3, {"title": _field(1), "genres": _genres(_listed)}, "utf-8-sig", header=True),
-)
+_CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", ",", 3, _MOVIES, "utf-8-sig", header=True))
 RELEASES = {"ml-100k": _ML_100K, "ml-1m": _ML_1M, "ml-20m": _CSV, "ml-latest": _CSV}
 
 
@@ -109,10 +114,10 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
         for side in (release.items, release.users)
     ]
     actions = gather(read_delimited(found[release.ratings], release.layout, rejects, progress))
-    return RawDataset(actions, source, list(found.values()), items=tables[0], users=tables[1])
+    return RawDataset(actions, source, list(found.values()), items=tables[0], users=tables[1], kinds=KINDS)
 
 
-def _find(name: str, source: Path, release: Files) -> dict[str, InputFile]:
+def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:
     """By name: the ratings, and the side files that are there."""
     if source.is_file() and magic(source)[:2] != b"PK":
         return {release.ratings: InputFile(source)}
@@ -125,8 +130,9 @@ def _find(name: str, source: Path, release: Files) -> dict[str, InputFile]:
 
 
 def _read_side(file: InputFile, side: SideFile, rejects: Rejects, progress: Progress) -> SideTable:
-    rows: Sequence[Fields] = list(
-        read_rows(file, side.delimiter, side.fields, side.encoding, rejects, progress, side.header)
-    )
-    columns = {name: pa.array([of(row) for row in rows], kind) for name, (kind, of) in side.columns.items()}
+    rows = list(read_rows(file, side.delimiter, side.fields, side.encoding, rejects, progress, side.header))
+    columns = {}
+    for name, of in side.columns.items():
+        kind, value = (TEXT, itemgetter(of)) if isinstance(of, int) else of
+        columns[name] = pa.array([value(row) for row in rows], kind)
     return SideTable(pa.array([row[0] for row in rows], pa.string()), columns)

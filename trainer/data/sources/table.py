@@ -1,24 +1,23 @@
-"""A table: CSV with a header, or Parquet, one file or a folder of parts, its columns named."""
+"""Tables of actions: CSV with a header, or Parquet, one file or a folder of parts; and tables of items and of users.
 
-import csv
-import io
+Columns of the actions beyond user, item and time become features of the event; those of the files that --items and
+--users name become features of items and users.
+"""
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
-from logitmix.trainer.data.files import InputFile, magic
-from logitmix.trainer.data.raw import ActionBlock, RawDataset, RowBuffer, accept, gather
+from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.raw import ActionBlock, ColumnBuilder, RawDataset, SideTable, accept, filled, gather
 from logitmix.trainer.data.rejects import Rejects
-
-BLOCK_ROWS = 1 << 16
+from logitmix.trainer.data.tabular import as_ids, read_blocks
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,28 @@ class ColumnNames:
     timestamp: str = "timestamp"
     """Empty: the order of the rows is the time."""
 
-    @property
-    def named(self) -> dict[str, str]:
-        """The setting that names it -> the column's name."""
+    def keys(self, label: str, header: list[str]) -> list[str]:
+        """Those that are named. ValueError where the file has no such column."""
         columns = {"--user-column": self.user, "--item-column": self.item, "--timestamp-column": self.timestamp}
-        return {flag: name for flag, name in columns.items() if name}
+        for flag, name in columns.items():
+            if name and name not in header:
+                order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
+                there = f"there are: {', '.join(header)}"
+                raise ValueError(f"{label}: no column {name!r}; {there}. Name the right one with {flag}{order}")
+        return [name for name in columns.values() if name]
 
 
 def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
     source = find_source(options, progress, reason="is a format, not one data set")
-    files = _table_files(source)
+    files = _parts(source, "--source")
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
-    return RawDataset(gather(read_actions(files, names, rejects, progress)), source, files)
+    return RawDataset(
+        gather(read_actions(files, names, rejects, progress)),
+        source,
+        files,
+        items=read_side(options.items, "--items", names.item, rejects, progress),
+        users=read_side(options.users, "--users", names.user, rejects, progress),
+    )
 
 
 def read_actions(
@@ -50,94 +59,51 @@ def read_actions(
     """The actions of CSV or Parquet parts, in the given order. ValueError when a column is missing or unfit."""
     taken = 0
     for file in files:
-        read = _read_parquet if magic(file.path) == b"PAR1" else _read_csv
-        for block in read(file, names, rejects, progress):
-            if not names.timestamp:
-                order = np.arange(taken, taken + len(block.users))
-                block = replace(block, timestamps=order)
+        for rows in read_blocks(file, names.keys, rejects, progress):
+            users, items = (
+                as_ids(file.label, name, column)
+                for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
+            )
+            stamps = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else None
+            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns)
+            if stamps is None:
+                block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
             yield block
 
 
-def _table_files(source: Path) -> list[InputFile]:
+def read_side(path: str, flag: str, id_column: str, rejects: Rejects, progress: Progress) -> SideTable:
+    """A table of items or users by id, which is the column of that name, or else the first."""
+    if not path:
+        return SideTable()
+
+    def id_of(label: str, header: list[str]) -> list[str]:
+        if not header:
+            raise ValueError(f"{label}: has no columns; give a table with {flag}")
+        return [id_column if id_column in header else header[0]]
+
+    ids: list[pa.StringArray] = []
+    columns = ColumnBuilder()
+    for file in _parts(Path(path), flag):
+        for rows in read_blocks(file, id_of, rejects, progress):
+            found = as_ids(file.label, id_column, rows.keys[0])
+            there = filled(found)
+            for row in np.flatnonzero(~there):
+                rejects.add(file.label, int(rows.numbers[row]), "the id is empty", rows.text(int(row)))
+            mask = pa.array(there)
+            ids.append(found.filter(mask))
+            columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
+    return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join())
+
+
+def _parts(source: Path, flag: str) -> list[InputFile]:
     if not source.is_dir():
         return [InputFile(source)]
     names = sorted(path for path in source.iterdir() if path.name.endswith((".parquet", ".csv", ".csv.gz")))
     parts = [InputFile(path) for path in names if not path.name.startswith((".", "_"))]
     if not parts:
-        raise ValueError(f"{source}: no .parquet, .csv or .csv.gz file in this folder; give a table with --source")
+        raise ValueError(f"{source}: no .parquet, .csv or .csv.gz file in this folder; give a table with {flag}")
     return parts
-
-
-def _read_csv(file: InputFile, names: ColumnNames, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
-    rows = RowBuffer(file.label, rejects, timed=bool(names.timestamp))
-    with file.open(progress) as stream:
-        # surrogateescape keeps undecodable bytes apart, so that only their row is rejected.
-        text = io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", errors="surrogateescape", newline="")  # type: ignore[type-var]
-        parsed = _csv_rows(csv.reader(text))
-        _, _, header = next(parsed, (1, 1, []))
-        positions = _positions(file.label, header, names)
-        for number, spans, row in parsed:
-            rejects.lines += 1
-            if len(row) != len(header):
-                # A stray quote swallows lines up to the next one: they are all lost, and so all count.
-                rejects.lines += spans - 1
-                rejects.count += spans - 1
-                rejects.add(file.label, number, f"has {len(row)} fields, not {len(header)}", ",".join(row))
-                continue
-            user, item, *stamp = (row[at] for at in positions)
-            rows.add(number, user, item, stamp[0] if stamp else "", ",".join(row))
-            if len(rows) >= BLOCK_ROWS:
-                yield rows.take()
-    yield rows.take()
-
-
-def _csv_rows(reader: Any) -> Iterator[tuple[int, int, list[str]]]:
-    """First line, number of lines and fields of each row that is not blank; no fields where it is no CSV."""
-    while True:
-        before = reader.line_num
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error:
-            yield before + 1, reader.line_num - before, []
-            continue
-        if row:
-            yield before + 1, reader.line_num - before, row
-
-
-def _read_parquet(file: InputFile, names: ColumnNames, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
-    try:
-        with pq.ParquetFile(file.path) as table:
-            present = table.schema_arrow.names
-            wanted = [present[at] for at in _positions(file.label, present, names)]
-            task = progress.add_task(file.label, total=table.metadata.num_rows)
-            first = 1
-            for batch in table.iter_batches(batch_size=BLOCK_ROWS, columns=wanted):
-                yield _parquet_block(file.label, batch, wanted, first, rejects)
-                first += batch.num_rows
-                progress.update(task, completed=first - 1)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file.path}: no readable Parquet ({str(error).splitlines()[0]})") from None
-
-
-def _parquet_block(label: str, batch: pa.RecordBatch, wanted: list[str], first: int, rejects: Rejects) -> ActionBlock:
-    rejects.lines += batch.num_rows
-    users, items = (_as_ids(label, name, batch.column(name)) for name in wanted[:2])
-    stamps = _as_stamps(label, wanted[2], batch.column(wanted[2])) if len(wanted) == 3 else None
-    numbers = np.arange(first, first + batch.num_rows)
-    columns = [batch.column(name) for name in wanted]
-    return accept(
-        label, numbers, users, items, stamps, lambda row: ",".join(str(column[row]) for column in columns), rejects
-    )
-
-
-def _as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise ValueError(f"{label}: column {name} is of type {column.type}; ids must be integers or text")
-    return column.cast(kind).cast(pa.string())
 
 
 def _as_stamps(label: str, name: str, column: pa.Array) -> pa.Array:
@@ -151,13 +117,3 @@ def _as_stamps(label: str, name: str, column: pa.Array) -> pa.Array:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_string(kind)):
         raise ValueError(f"{label}: column {name} is of type {kind}; times must be numbers, dates or timestamps")
     return column
-
-
-def _positions(label: str, header: list[str], names: ColumnNames) -> list[int]:
-    for flag, name in names.named.items():
-        if name not in header:
-            order = '; for the order of the rows write --timestamp-column ""' if flag == "--timestamp-column" else ""
-            raise ValueError(
-                f"{label}: no column {name!r}; there are: {', '.join(header)}. Name the right one with {flag}{order}"
-            )
-    return [header.index(name) for name in names.named.values()]

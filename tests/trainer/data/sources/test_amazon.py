@@ -4,8 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reading import PROGRESS, actions, file_of, listed
+from reading import PROGRESS, actions, decoded, file_of, listed
+from rich.console import Console
 
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.amazon import read_actions
 
@@ -53,3 +57,44 @@ def test_amazon_ratings(pack: Callable[[bytes], bytes], tmp_path: Path, rejects:
 def test_amazon_ratings_with_the_item_first_are_refused(item: bytes, tmp_path: Path, rejects: Rejects) -> None:
     with pytest.raises(ValueError, match=r"^in\.txt: its lines are item,user,rating,timestamp \(the 2018 files\)"):
         read_actions(file_of(tmp_path, item + b",A0000000000MARY,1.0,1300000005\n"), rejects, PROGRESS)
+
+
+PRODUCTS = [
+    json.dumps({"asin": "B1", "title": "Öl", "category": ["Beauty", "Hair"], "price": "$1,012.50", "brand": "x"}),
+    json.dumps({"asin": "B2", "category": [], "price": ".a-box-inner{background-color:#fff}"}),
+    str({"asin": "B3", "title": "It's", "categories": [["Beauty", "Skin"], ["Beauty", "Hair"]], "price": 12.5}),
+    str({"asin": "B4", "title": None, "related": {"also_viewed": ["B1"]}}),
+    '{"title": "no id"}',
+    "{'asin': open('x')}",
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_products(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    lines = "".join(f"U{user},B{item},{item},{item}\n" for user in (1, 2) for item in range(1, 6))
+    (tmp_path / "ratings.csv").write_text(lines)
+    (tmp_path / "meta.json.gz").write_bytes(pack("\n".join(PRODUCTS).encode()))
+    given = {"items": str(tmp_path / "meta.json.gz"), "max_rejects": 0.5}
+    options = PrepareOptions("amazon-beauty", str(tmp_path / "ratings.csv"), str(tmp_path / "out"), **given)
+    prepare(options, Console(quiet=True))
+    dataset = load_dataset(tmp_path / "out")
+    assert dataset.titles() == ["Öl", "", "It's", "", ""]
+    price = pytest.approx((1012.5 + 12.5) / 2)
+    assert decoded(dataset, "item") == {
+        "category": [["Beauty", "Hair"], [], ["Beauty", "Skin", "Hair"], [], []],
+        "price": [1012.5, price, 12.5, price, price],
+    }
+    assert decoded(dataset, "event") == {"rating": [1, 2, 3, 4, 5] * 2}
+    rejects = [line.split("\t")[1:3] for line in (tmp_path / "out" / "rejects.tsv").read_text().splitlines()[1:]]
+    assert rejects == [["5", "no asin that is text"], ["6", "not JSON in UTF-8"], ["7", "JSON nested too deeply"]]
+
+
+def test_ratings_of_reviews(tmp_path: Path) -> None:
+    """What is no number is missing, and no reason to leave the action out."""
+    ratings = {"a": 1.0, "b": 4, "c": "x", "d": None}
+    reviews = [REVIEW | {"asin": item, "overall": rating} for item, rating in ratings.items()]
+    (tmp_path / "reviews.json").write_text("\n".join(map(json.dumps, reviews)))
+    options = PrepareOptions("amazon-books", str(tmp_path / "reviews.json"), str(tmp_path / "out"), min_user_actions=1)
+    assert prepare(options, Console(quiet=True))["rejected_lines"] == 0
+    assert load_dataset(tmp_path / "out").event_features["rating"].values.tolist() == [1, 4, 2.5, 2.5]

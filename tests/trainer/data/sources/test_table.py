@@ -1,13 +1,21 @@
+import hashlib
+import io
+import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import PROGRESS, actions, file_of, listed
+from reading import PROGRESS, actions, decoded, file_of, listed
+from rich.console import Console
 
+from logitmix.trainer.data import tabular
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources import table
 from logitmix.trainer.data.sources.table import ColumnNames, read_actions
 
 
@@ -39,7 +47,7 @@ def test_lines_that_a_stray_quote_swallows_all_count(tmp_path: Path, rejects: Re
 
 
 def test_rows_over_chunk_borders(tmp_path: Path, rejects: Rejects) -> None:
-    count = 2 * table.BLOCK_ROWS + 5
+    count = 2 * tabular.BLOCK_ROWS + 5
     content = "user,item,timestamp\n" + "".join(f"{row},i,{-row}\n" for row in range(count))
     read = actions(read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS))
     assert read == [(str(row), "i", -row) for row in range(count)]
@@ -70,11 +78,11 @@ def test_parquet_tables(
 
 
 def test_parquet_rows_keep_their_numbers_over_batches(tmp_path: Path, rejects: Rejects) -> None:
-    users = pa.array(["a"] * table.BLOCK_ROWS + ["", "b"])
+    users = pa.array(["a"] * tabular.BLOCK_ROWS + ["", "b"])
     numbers = range(len(users))
     pq.write_table(pa.table({"user": users, "item": numbers, "timestamp": numbers}), tmp_path / "in.parquet")
     read = actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
-    assert read[-1] == ("b", str(table.BLOCK_ROWS + 1), table.BLOCK_ROWS + 1)
+    assert read[-1] == ("b", str(tabular.BLOCK_ROWS + 1), tabular.BLOCK_ROWS + 1)
     assert listed(rejects) == [["in.parquet", "65537", "the user is empty", ",65536,65536"]]
 
 
@@ -125,3 +133,200 @@ def test_a_damaged_parquet_file_is_one_line(tmp_path: Path, rejects: Rejects) ->
     file = file_of(tmp_path, (tmp_path / "in.parquet").read_bytes()[:-20], "in.parquet")
     with pytest.raises(ValueError, match=r"in\.parquet: no readable Parquet"):
         actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
+
+
+ACTIONS = """user,item,timestamp,action,seconds,session,shelf
+u1,a,1,click,0.5,s1,top
+u1,b,2,buy,1.5,s2,low
+u1,c,3,click,,s3,top
+u2,a,1,,2.5,s4,low
+u2,c,2,click,3.5,s5,
+u2,d,3,buy,4.5,s6,top
+"""
+ITEMS = """sku,title,brand,tags,price,notes
+a,Ärmel,acme,red|new,1.5,first
+b,,acme,new,,second
+c,Crème,bolt,red,2.5,third
+x,Unseen,bolt,new,9.5,fourth
+a,Apple,acme,red|new,3.5,fifth
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    (tmp_path / "clicks.csv").write_text(ACTIONS)
+    (tmp_path / "catalog.csv").write_text(ITEMS)
+    users = {"name": ["Ann", "Bob"], "user": ["u2", "u1"], "taste": [[0.5, 1.0], [1.5, 2.0]], "favorite": ["x", "acme"]}
+    pq.write_table(pa.table(users), tmp_path / "users.parquet")
+    return tmp_path
+
+
+def prepared(shop: Path, schema: str = "", **options: Any) -> tuple[Dataset, str]:
+    """The dataset, and what prepare said."""
+    said = io.StringIO()
+    if schema:
+        (shop / "schema.toml").write_text(schema)
+        options["schema"] = str(shop / "schema.toml")
+    given = {"items": str(shop / "catalog.csv"), "users": str(shop / "users.parquet"), "min_user_actions": 1} | options
+    prepare(
+        PrepareOptions("table", str(shop / "clicks.csv"), str(shop / "out"), **given), Console(file=said, width=200)
+    )
+    return load_dataset(shop / "out"), said.getvalue()
+
+
+def test_items_users_and_further_columns_become_features(shop: Path) -> None:
+    dataset, said = prepared(shop)
+    assert dataset.raw_ids() == ["a", "b", "c", "d"]
+    assert dataset.titles() == ["Apple", "", "Crème", ""]
+    kinds = {feature.name: (feature.owner, feature.kind) for feature in dataset.schema.features[1:]}
+    assert kinds == {
+        "tags": ("item", "ids"),
+        "price": ("item", "number"),
+        "taste": ("user", "vector"),
+        "action": ("event", "id"),
+        "seconds": ("event", "number"),
+        "shelf": ("event", "id"),
+    }
+    assert said == (
+        "not used, as their values do not tell a kind: brand, notes, name, favorite, session "
+        "(--schema FILE can state it)\n"
+    )
+    # The last row of an item counts; b has no price, and d is in no row.
+    assert decoded(dataset, "item") == {"tags": [["red", "new"], ["new"], ["red"], []], "price": [3.5, 3, 2.5, 3]}
+    assert decoded(dataset, "user") == {"taste": [[1.5, 2.0], [0.5, 1.0]]}
+    assert decoded(dataset, "event") == {
+        "action": ["click", "buy", "click", "", "click", "buy"],
+        "seconds": [0.5, 1.5, 2.5, 2.5, 3.5, 4.5],
+        "shelf": ["top", "low", "top", "low", "", "top"],
+    }
+    description = json.loads(dataset.description())
+    digest = hashlib.sha256(ITEMS.encode()).hexdigest()
+    assert description["source"]["items"] == {"name": "catalog.csv", "sha256": {"catalog.csv": digest}}
+    assert set(description["source"]) == {"name", "sha256", "items", "users"}
+
+
+def test_a_file_says_what_columns_are(shop: Path) -> None:
+    dataset, said = prepared(
+        shop,
+        """
+        [features.brand]
+        kind = "id"
+        [features.favorite]
+        kind = "id"
+        table = "brand"
+        [features.shelf]
+        owner = "item"
+        kind = "id"
+        [features.price]
+        kind = "ids"
+        [features.session]
+        use = false
+        [features.notes]
+        use = false
+        """,
+    )
+    assert said == "not used, as their values do not tell a kind: name (--schema FILE can state it)\n"
+    assert dataset.vocabulary("brand") == ["", "acme", "bolt", "x"]
+    assert decoded(dataset, "user")["favorite"] == ["acme", "x"]
+    assert decoded(dataset, "item")["brand"] == ["acme", "acme", "bolt", ""]
+    assert decoded(dataset, "item")["price"] == [["3.5"], [], ["2.5"], []]
+    # Each item's last in time: a's is u1's or u2's at time 1, whichever comes later among equals.
+    assert decoded(dataset, "item")["shelf"] == ["low", "low", "top", "top"]
+    assert set(decoded(dataset, "event")) == {"action", "seconds"}
+    assert json.loads(dataset.description())["source"]["schema"]["name"] == "schema.toml"
+
+
+def test_rare_values_are_unknown(shop: Path) -> None:
+    dataset, _ = prepared(shop, min_feature_count=3)
+    assert dataset.vocabulary("shelf") == ["", "top"] and dataset.vocabulary("action") == ["", "click"]
+    assert json.loads(dataset.description())["filters"]["min_feature_count"] == 3
+
+
+def test_features_keep_to_the_actions_that_the_filters_leave(shop: Path) -> None:
+    dataset, _ = prepared(shop, min_item_actions=2)
+    assert dataset.raw_ids() == ["a", "c"]
+    assert decoded(dataset, "event")["action"] == ["click", "click", "", "click"]
+    assert decoded(dataset, "event")["seconds"] == pytest.approx([0.5, 6.5 / 3, 2.5, 3.5])
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("[features.brnd]", r"no column brnd \(did you mean brand\?\); there are: brand, tags, price, notes, "),
+        ("[features.brand]\nkinds = 'id'", r"unknown key features\.brand\.kinds \(did you mean kind\?\)"),
+        ("[features.brand]\nkind = 'word'", r"features\.brand\.kind is 'word'; it must be one of auto, id, ids"),
+        ("[features.notes]\ntable = 'words'", r"the kind of features\.notes cannot be told from its values"),
+        ("[features.notes]\nkind = 'number'", r"feature notes has the value 'f\w+', which is no number"),
+        ("[features.price]\ntable = 'prices'", "feature price of kind number names a table"),
+        ("[features.brand]\nkind = 'id'\ntable = 'my brands'", "table 'my brands': a name has letters"),
+        ("[features.price]\nowner = 'user'", r"features\.price is a column of items; leave its owner out"),
+        ("features = ", "not valid TOML"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named(shop: Path, schema: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{shop}/schema\.toml: {message}"):
+        prepared(shop, schema)
+    assert not (shop / "out").exists()
+
+
+def test_the_id_is_the_first_column_or_the_named_one(shop: Path) -> None:
+    pq.write_table(pa.table({"price": [1.0, 2.0, 4.0], "item": ["a", "b", "c"]}), shop / "named.parquet")
+    (shop / "folder").mkdir()
+    (shop / "folder" / "1.csv").write_text("code,price\na,1\n,5\n")
+    (shop / "folder" / "2.csv").write_text("code,price\nb,2\nc,4\n")
+    for name in ("named.parquet", "folder"):
+        dataset, _ = prepared(shop, items=str(shop / name), users="", overwrite=True, max_rejects=0.5)
+        assert decoded(dataset, "item")["price"] == [1, 2, 4, pytest.approx(7 / 3)]
+    assert (shop / "out" / "rejects.tsv").read_text().splitlines()[1:] == ["1.csv\t3\tthe id is empty\t,5"]
+
+
+def test_columns_of_parts_are_joined(shop: Path) -> None:
+    """A column that a part has not is missing there; CSV and Parquet may call a number differently."""
+    parts = shop / "parts"
+    parts.mkdir()
+    (parts / "1.csv").write_text("user,item,timestamp,price,extra\nu,a,1,1.5,x\nu,b,2,2.5,x\n")
+    rows = {"user": ["u", "u"], "item": ["c", "d"], "timestamp": [3, 4], "price": pa.array([3.5, 4.5], pa.float32())}
+    pq.write_table(pa.table(rows), parts / "2.parquet")
+    prepare(PrepareOptions("table", str(parts), str(shop / "out"), min_user_actions=1), Console(quiet=True))
+    dataset = load_dataset(shop / "out")
+    assert decoded(dataset, "event") == {"price": [1.5, 2.5, 3.5, 4.5], "extra": ["x", "x", "", ""]}
+    pq.write_table(pa.table(rows | {"price": [[1.0], [2.0]]}), parts / "2.parquet")
+    with pytest.raises(ValueError, match=r"column price is of type dictionary.* here and list.* there"):
+        prepare(PrepareOptions("table", str(parts), str(shop / "other"), min_user_actions=1), Console(quiet=True))
+
+
+def test_values_that_are_not_utf_8_are_missing(shop: Path) -> None:
+    (shop / "clicks.csv").write_bytes(ACTIONS.encode().replace(b"click", b"cl\xffck", 1))
+    dataset, _ = prepared(shop)
+    assert decoded(dataset, "event")["action"] == ["", "buy", "click", "", "click", "buy"]
+
+
+@pytest.mark.parametrize("name", ["items", "users", "schema"])
+def test_files_that_are_not_there_are_named(shop: Path, name: str) -> None:
+    options = PrepareOptions("table", str(shop / "clicks.csv"), str(shop / "out"), **{name: "nowhere"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^no file at nowhere; --{name} must name one$"):
+        prepare(options, Console(quiet=True))
+
+
+def test_an_empty_table_of_items_is_named(shop: Path) -> None:
+    (shop / "catalog.csv").write_text("")
+    with pytest.raises(ValueError, match=r"^catalog\.csv: has no columns; give a table with --items"):
+        prepared(shop)
+
+
+@pytest.mark.parametrize(("name", "option"), [("ml-1m", "items"), ("sequences", "users"), ("amazon-books", "users")])
+def test_other_sources_take_no_such_files(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} takes no --{option}; leave it out"):
+        PrepareOptions(name, "source", **{option: "x.csv"})  # type: ignore[arg-type]
+
+
+def test_repeats_are_said(shop: Path) -> None:
+    (shop / "clicks.csv").write_text(
+        "user,item,timestamp\n" + "".join(f"u,{item},{at}\n" for at, item in enumerate("abab"))
+    )
+    dataset, said = prepared(shop, items="", users="")
+    assert dataset.repeated_targets == {"validation": 1.0, "test": 1.0}
+    assert said == (
+        "100% of the validation targets are in their user's history: evaluation will not leave the history out of its "
+        "ranking\n"
+    )

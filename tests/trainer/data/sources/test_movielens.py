@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reading import decoded
+from rich.console import Console
+
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.sources.movielens import GENRES_100K
+
+
+def real(name: str, real_data: Path, folder: Path) -> Dataset:
+    prepare(PrepareOptions(name, str(real_data / f"{name}.zip"), str(folder / name)), Console(quiet=True))
+    return load_dataset(folder / name)
+
+
+def item(dataset: Dataset, title: str) -> dict[str, object]:
+    titles = dataset.titles()
+    assert titles
+    return {name: values[titles.index(title)] for name, values in decoded(dataset, "item").items()}
+
+
+def test_what_ml_100k_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:
+    dataset = real("ml-100k", real_data, tmp_path)
+    rows = {table.name: table.rows for table in dataset.schema.tables}
+    assert rows == {"item": 1683, "genres": 20, "year": 72, "gender": 3, "age": 62, "occupation": 22, "zip": 796}
+    assert sorted(dataset.vocabulary("genres")[1:]) == sorted(GENRES_100K)
+    users = decoded(dataset, "user")
+    assert (users["gender"].count("F"), users["gender"].count("M")) == (273, 670)
+    assert {name: values[0] for name, values in users.items()} == {
+        "gender": "M",
+        "age": "24",
+        "occupation": "technician",
+        "zip": "85711",
+    }
+    story = {"genres": ["Animation", "Children's", "Comedy"], "year": "1995"}
+    assert item(dataset, "Toy Story (1995)") == story
+    assert item(dataset, "unknown") == {"genres": ["unknown"], "year": ""}
+    # Its title does not end with the year, but it has a release date.
+    assert item(dataset, "Land Before Time III: The Time of the Great Giving (1995) (V)")["year"] == "1995"
+    ratings = dataset.event_features["rating"].values
+    assert np.bincount(ratings.astype(int)).tolist() == [0, 6110, 11370, 27145, 34174, 21201]
+    assert dataset.schema.of("event")[0].mean == pytest.approx(3.52986, abs=1e-9)
+
+
+def test_what_ml_1m_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:
+    dataset = real("ml-1m", real_data, tmp_path)
+    rows = {table.name: table.rows for table in dataset.schema.tables}
+    assert rows == {"item": 3616, "genres": 19, "year": 82, "gender": 3, "age": 8, "occupation": 22, "zip": 3440}
+    users = decoded(dataset, "user")
+    assert (users["gender"].count("F"), users["gender"].count("M")) == (1709, 4331)
+    assert sorted(set(users["age"])) == ["1", "18", "25", "35", "45", "50", "56"]
+    story = {"genres": ["Animation", "Children's", "Comedy"], "year": "1995"}
+    assert item(dataset, "Toy Story (1995)") == story
+    assert "" not in decoded(dataset, "item")["year"]
+    assert len(dataset.event_features["rating"].values) == 999_917

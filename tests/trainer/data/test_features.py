@@ -1,0 +1,335 @@
+import datetime
+from collections import Counter
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitmix.modules.schema import Feature, Kind, Owner, Table
+from logitmix.trainer.data.features import (
+    FeatureOptions,
+    Features,
+    FeaturesOptions,
+    RawColumn,
+    apply_options,
+    infer_kind,
+    last_values,
+    make_features,
+    name_features,
+)
+
+ITEMS = pa.array(["x", "y", "z"])
+OWNERS: tuple[Owner, ...] = ("item", "user", "event")
+
+
+def made(*columns: RawColumn, min_count: int = 1) -> Features:
+    return make_features(columns, ITEMS, min_count)
+
+
+def texts_of(features: Features, name: str) -> list[Any]:
+    """What the rows of a sparse feature are, "" for the unknown one."""
+    feature = next(feature for feature in features.schema.features if feature.name == name)
+    column = features.columns[name]
+    if feature.table == "item":
+        vocabulary = [*ITEMS.to_pylist(), ""]
+    else:
+        vocabulary = [value or "" for value in features.vocabularies[feature.table].to_pylist()]
+    values = [vocabulary[row] for row in column.values]
+    return values if column.offsets is None else [values[start:stop] for start, stop in pairwise(column.offsets)]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["a", "b", "a", "b"], "id"),
+        (["a", "b", "a", "c"], None),
+        (["a", "b", None, "a", "b", ""], "id"),
+        (["a", "a", "a"], None),
+        (["a", "a", None], "id"),
+        (["3", "4", "4", "3"], "id"),
+        (["3", "4", "-5", "0"], "number"),
+        (["3", "4.5", "-5e-1", ".5"], "number"),
+        (["3.5", "3.5", "4.0", "4.0"], "number"),
+        (["01", "02", "03", "04"], None),
+        (["01", "02", "01", "02"], "id"),
+        (["3", "4", "x", "5"], None),
+        (["a|b", "b | a", "a", ""], "ids"),
+        (["a|b", "c|d", "e"], None),
+        ([3, 4, 4, 3], "id"),
+        ([3, 4, 5, 6], "number"),
+        ([3, 3, 3], None),
+        ([1.0, 2.0, 2.0, 1.0], "number"),
+        ([1.0, float("nan"), 1.0], "number"),
+        ([1.0, 1.0], None),
+        ([True, False, True], "id"),
+        ([Decimal("1.5"), Decimal("2.5")], "number"),
+        ([["a"], [], None], "ids"),
+        ([[1, 2], [3]], "ids"),
+        ([[1.0, 2.0], None, [3.0, 4.0]], "vector"),
+        ([[1.0, 2.0], [3.0]], None),
+        ([[], []], None),
+        ([[[1.0]], [[2.0]]], None),
+        ([datetime.datetime(2020, 1, 1), datetime.datetime(2021, 1, 1)], None),
+        ([{"a": 1}, {"a": 2}], None),
+        ([None, None], None),
+    ],
+)
+def test_kinds_are_told_from_values(values: list[Any], kind: Kind | None) -> None:
+    column = pa.array(values)
+    features = made(RawColumn("given", "item", column))
+    assert [feature.kind for feature in features.schema.features[1:]] == ([kind] if kind else [])
+    assert features.unused == ([] if kind else ["given"])
+    if column.type == pa.string():
+        encoded = column.dictionary_encode()
+        assert [f.kind for f in made(RawColumn("given", "item", encoded)).schema.features[1:]] == ([kind] * bool(kind))
+
+
+def test_lists_of_a_fixed_length_are_vectors() -> None:
+    values = pa.array([[1.0, 2.0], None, [3.0, 5.0]], pa.list_(pa.float32(), 2))
+    assert infer_kind(values) == "vector"
+    features = made(RawColumn("given", "item", values))
+    mean = (1 + 2 + 3 + 5) / 4
+    assert features.columns["given"].values.tolist() == [[1, 2], [mean, mean], [3, 5]]
+    deviation = float(np.std([1, 2, 3, 5]))
+    assert features.schema.features[1] == Feature("given", "item", "vector", "", 2, mean, deviation)
+
+
+def test_each_kind_with_what_is_missing() -> None:
+    features = made(
+        RawColumn("brand", "item", pa.array(["b", None, "a", ""]), "id"),
+        RawColumn("tags", "user", pa.array(["b|a", None, "", "c||a|c"]), "ids"),
+        RawColumn("sizes", "user", pa.array([[10, None, 9], None, [], [9]])),
+        RawColumn("price", "item", pa.array([1.0, None, float("nan"), float("inf"), 4.0])),
+        RawColumn("shape", "event", pa.array([[1.0, None], None, [4.0, 4.0]])),
+    )
+    assert texts_of(features, "brand") == ["b", "", "a", ""]
+    assert features.columns["brand"].values.tolist() == [2, 0, 1, 0]
+    assert texts_of(features, "tags") == [["b", "a"], [], [], ["c", "a", "c"]]
+    assert texts_of(features, "sizes") == [["10", "9"], [], [], ["9"]]
+    assert features.vocabularies["sizes"].to_pylist() == [None, "9", "10"], "in the order of numbers"
+    assert features.columns["price"].values.tolist() == [1, 2.5, 2.5, 2.5, 4]
+    assert features.columns["shape"].values.tolist() == [[1, 3], [3, 3], [4, 4]]
+    for name in ("price", "shape"):
+        assert features.columns[name].values.dtype == np.float32
+    assert features.schema.features == (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("tags", "user", "ids", "tags"),
+        Feature("sizes", "user", "ids", "sizes"),
+        Feature("price", "item", "number", mean=2.5, deviation=1.5),
+        Feature("shape", "event", "vector", width=2, mean=3.0, deviation=float(np.sqrt(2))),
+    )
+    assert features.schema.tables == (Table("item", 4), Table("brand", 3), Table("tags", 4), Table("sizes", 3))
+
+
+@pytest.mark.parametrize("values", [[None, None], [2.0, 2.0, None]])
+def test_numbers_that_say_nothing_are_not_divided_by_nothing(values: list[float | None]) -> None:
+    features = made(RawColumn("price", "item", pa.array(values, pa.float64()), "number"))
+    mean = values[0] or 0.0
+    assert features.schema.features[1] == Feature("price", "item", "number", mean=mean, deviation=1.0)
+    assert features.columns["price"].values.tolist() == [mean] * len(values)
+
+
+def test_features_share_a_table_by_its_name() -> None:
+    features = made(
+        RawColumn("brand", "item", pa.array(["b", "a", "b"])),
+        RawColumn("favorites", "user", pa.array(["c|b", "a"]), "ids", "brand"),
+    )
+    assert features.schema.tables[1:] == (Table("brand", 4),)
+    assert features.vocabularies["brand"].to_pylist() == [None, "a", "b", "c"]
+    assert texts_of(features, "favorites") == [["c", "b"], ["a"]]
+
+
+def test_items_are_a_table_as_well() -> None:
+    """Its rows are item indices, and the last one is for items that are not in the dataset."""
+    features = made(
+        RawColumn("like", "item", pa.array([["z", "x"], None, ["w", "y"]]), "ids", "item"),
+        RawColumn("first", "user", pa.array(["y", None, "w"]), "id", "item"),
+    )
+    assert features.columns["like"].values.tolist() == [2, 0, 3, 1]
+    assert features.columns["first"].values.tolist() == [1, 3, 3]
+    assert features.schema.tables == (Table("item", 4),) and not features.vocabularies
+
+
+def test_rare_values_become_unknown_counted_over_all_features_of_a_table() -> None:
+    columns = (
+        RawColumn("brand", "item", pa.array(["b", "a", "b", "c"]), "id"),
+        RawColumn("favorites", "user", pa.array(["c|a|d", "c"]), "ids", "brand"),
+    )
+    features = made(*columns, min_count=3)
+    assert features.vocabularies["brand"].to_pylist() == [None, "c"]
+    assert (texts_of(features, "brand"), texts_of(features, "favorites")) == (["", "", "", "c"], [["c", "", ""], ["c"]])
+    assert made(*columns, min_count=2).vocabularies["brand"].to_pylist() == [None, "a", "b", "c"]
+
+
+def test_values_that_no_row_has_are_no_part_of_a_vocabulary() -> None:
+    """The dictionary of a column may know more than the rows that the filters have left."""
+    column = pa.array(["b", "a", "c", "b"]).dictionary_encode().take(pa.array([0, 3, 1]))
+    features = made(RawColumn("brand", "item", column, "id"))
+    assert features.vocabularies["brand"].to_pylist() == [None, "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "texts"),
+    [
+        (pa.array([3, 10, 3]), "id", ["3", "10", "3"]),
+        (pa.array([1.0, 2.5, None]), "id", ["1", "2.5", ""]),
+        (pa.array([True, None, False]), "id", ["true", "", "false"]),
+        (pa.array([3, None, 10]), "ids", [["3"], [], ["10"]]),
+        (pa.array(["a", "", "b"]), "ids", [["a"], [], ["b"]]),
+        (pa.array(["a|b", "a", None]), "id", ["a|b", "a", ""]),
+    ],
+)
+def test_stated_kinds_of_sparse_features(values: pa.Array, kind: Kind, texts: list[Any]) -> None:
+    assert texts_of(made(RawColumn("given", "item", values, kind)), "given") == texts
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "numbers"),
+    [
+        (pa.array(["1", "2.5", ""]), "number", [1, 2.5, 1.75]),
+        (pa.array([1, 3, None]), "number", [1, 3, 2]),
+        (pa.array([True, False]), "number", [1, 0]),
+        (pa.array([Decimal("1.50"), Decimal("2.50")]), "number", [1.5, 2.5]),
+        (pa.array([1, 3], pa.date32()), "number", [1, 3]),
+        (pa.array([1, 3], pa.timestamp("s")), "number", [1, 3]),
+        (pa.array(["1|2", "", "3|5.5"]), "vector", [[1, 2], [2.875, 2.875], [3, 5.5]]),
+        (pa.array([[1, 2], [3, 4]]), "vector", [[1, 2], [3, 4]]),
+        (pa.array([[7.0], [8.0]]), "vector", [[7], [8]]),
+    ],
+)
+def test_stated_kinds_of_numbers(values: pa.Array, kind: Kind, numbers: list[Any]) -> None:
+    assert made(RawColumn("given", "item", values, kind)).columns["given"].values.tolist() == numbers
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        (pa.array(["1", "two"]), "number", "feature given has the value 'two', which is no number"),
+        (pa.array([[1.0]]), "number", "feature given has values of type list<.*>, which are no numbers"),
+        (pa.array([{"a": 1}]), "number", "which are no numbers"),
+        (pa.array([["a"]]), "id", "feature given has lists of values: its kind can be ids or vector, not id"),
+        (pa.array([{"a": 1}]), "id", "given has values of type struct<.*>, which are no ids"),
+        (pa.array([[["a"]]]), "ids", "feature given has values of type list<.*>, which are no ids"),
+        (
+            pa.array([[1.0], [1.0, 2.0, 3.0]]),
+            "vector",
+            "feature given has lists of 1, 3 numbers; a vector needs one width",
+        ),
+        (pa.array([[], None], pa.list_(pa.float32())), "vector", "feature given has lists of 0 numbers"),
+        (pa.array(["1|x"]), "vector", "feature given has the value 'x', which is no number"),
+        (pa.array([1.0]), "vector", "feature given has values of type double; a vector needs lists of numbers"),
+    ],
+)
+def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: Kind, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(RawColumn("given", "item", values, kind))
+
+
+def test_a_table_belongs_to_sparse_features() -> None:
+    with pytest.raises(ValueError, match="feature price of kind number names a table"):
+        made(RawColumn("price", "item", pa.array([1.0, 2.0]), "number", "prices"))
+
+
+value = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="|"), max_size=3).map(str.strip)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.none() | value, min_size=1), st.lists(st.none() | st.lists(value)), st.integers(1, 3))
+def test_any_text_comes_back(single: list[str | None], lists: list[list[str] | None], min_count: int) -> None:
+    joined = [None if row is None else "|".join(row) for row in lists]
+    features = made(
+        RawColumn("one", "item", pa.array(single, pa.string()), "id"),
+        RawColumn("some", "user", pa.array(lists, pa.list_(pa.string())), "ids", "one"),
+        RawColumn("split", "event", pa.array(joined, pa.string()), "ids"),
+        min_count=min_count,
+    )
+    plain = [[text for text in row or [] if text] for row in lists]
+    split_counts = Counter(text for row in plain for text in row)
+    counts = split_counts + Counter(text for text in single if text)
+
+    def known(text: str | None, counts: Counter[str]) -> str:
+        return text if text and counts[text] >= min_count else ""
+
+    assert texts_of(features, "one") == [known(text, counts) for text in single]
+    assert texts_of(features, "some") == [[known(text, counts) for text in row] for row in plain]
+    assert texts_of(features, "split") == [[known(text, split_counts) for text in row] for row in plain]
+
+
+def named(*names: tuple[str, Owner]) -> list[str]:
+    return [column.name for column in name_features([RawColumn(name, owner, pa.nulls(1)) for name, owner in names])]
+
+
+def test_names_are_made_to_fit() -> None:
+    assert named(("Average price ($)", "item"), ("2nd", "user"), ("größe", "item"), ("a.b", "event")) == [
+        "Average_price",
+        "_2nd",
+        "größe",
+        "a_b",
+    ]
+
+
+def test_names_of_several_owners_and_of_the_dataset_are_told_apart() -> None:
+    assert named(
+        ("country", "item"), ("country", "user"), ("title", "user"), ("item", "event"), ("raw_id", "item")
+    ) == [
+        "item_country",
+        "user_country",
+        "user_title",
+        "event_item",
+        "item_raw_id",
+    ]
+    with pytest.raises(ValueError, match="columns 'a b' and 'a-b' would both be feature a_b; rename one"):
+        named(("a b", "item"), ("a-b", "item"))
+
+
+def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
+    return pa.array([f"of {owner}", f"of {owner}"])
+
+
+def options(**said: FeatureOptions) -> FeaturesOptions:
+    return FeaturesOptions(said)
+
+
+COLUMNS = [
+    RawColumn("price", "item", pa.array(["1.5", "2.5"])),
+    RawColumn("notes", "item", pa.array(["a", "b"])),
+    RawColumn("shop", "event", pa.array(["a", "a", "b", "b"])),
+]
+
+
+def test_options_change_kinds_tables_owners_and_use() -> None:
+    said = options(
+        notes=FeatureOptions(kind="ids", table="words"),
+        price=FeatureOptions(use=False),
+        shop=FeatureOptions(owner="user", kind="id"),
+    )
+    notes, shop = apply_options(COLUMNS, said, "s.toml", of_owner)
+    assert (notes.kind, notes.table, notes.owner) == ("ids", "words", "item")
+    assert (shop.kind, shop.table, shop.owner, shop.values.to_pylist()) == ("id", "", "user", ["of user"] * 2)
+    assert apply_options(COLUMNS, options(), "", of_owner) == COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (options(prize=FeatureOptions()), r"no column prize \(did you mean price\?\); there are: price, notes, shop"),
+        (options(notes=FeatureOptions()), "the kind of features.notes cannot be told from its values; set its kind"),
+        (options(price=FeatureOptions(owner="user")), "features.price is a column of items; leave its owner out"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(said: FeaturesOptions, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^s.toml: {message}"):
+        apply_options(COLUMNS, said, "s.toml", of_owner)
+
+
+def test_an_owner_takes_the_last_value_in_time() -> None:
+    values = pa.array(["a", "b", None, "d", "e", ""])
+    owners = np.array([0, 0, 0, 1, 1, 3])
+    assert last_values(values, owners, np.array([1, 3, 5, 9, 2, 0]), 4).to_pylist() == ["b", "d", None, None]
+    assert last_values(values, owners, np.zeros(6), 4).to_pylist() == ["b", "e", None, None]

@@ -1,0 +1,395 @@
+"""Columns of a source -> features: their kinds, vocabularies, indices and statistics.
+
+A kind that neither the source nor --schema states is inferred from the values:
+
+    integers, text                id where a value occurs at least twice on average; otherwise integers are numbers
+                                  (not those with leading zeros, which are codes), and text is not used
+    true and false                id
+    other numbers                 number
+    text with «|»                 ids, the parts, where a part occurs at least twice on average
+    lists of text or integers     ids
+    lists of other numbers        vector, where all are equally long
+
+A column is not used either where it has one value everywhere, or where it is of another type.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from logitmix.common.mappings import nearest
+from logitmix.modules.schema import ITEM, SPARSE, Feature, Kind, Owner, Schema, Table
+from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.raw import as_numbers, as_numpy, order_of_texts
+
+SEPARATOR = "|"
+RESERVED = {ITEM, "title", "raw_user_id", *ITEM_COLUMNS, *SEQUENCE_COLUMNS}
+"""Names that the dataset directory has for other columns."""
+
+_INTEGER = "^(-?[1-9][0-9]{0,17}|0)$"
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """What --schema can say about a column."""
+
+    owner: Literal["auto", "item", "user", "event"] = "auto"
+    """A column of the actions can be given to their items or users, who take its last value in time."""
+    kind: Literal["auto", "id", "ids", "number", "vector"] = "auto"
+    table: str = ""
+    """Of an id or ids; the feature's name when left empty. Features that name the same one share it."""
+    use: bool = True
+
+
+@dataclass(frozen=True)
+class FeaturesOptions:
+    """The file that --schema names: a section [features.NAME] for each column that it says something about."""
+
+    features: dict[str, FeatureOptions] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RawColumn:
+    """One value for each row of its owner, null where it is missing: items and users by index, and actions ordered by
+    user, then time."""
+
+    name: str
+    owner: Owner
+    values: pa.Array
+    kind: Kind | None = None
+    """None: to be inferred."""
+    table: str = ""
+    """The feature's name when left empty."""
+
+
+@dataclass(frozen=True)
+class Features:
+    schema: Schema
+    columns: dict[str, Column]
+    """Of all features but the item id."""
+    vocabularies: dict[str, pa.Array]
+    """Of all tables but the items', null in row 0."""
+    unused: list[str]
+    """Columns whose kind is neither known nor told by their values."""
+
+
+def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_count: int) -> Features:
+    """Values that occur less than `min_count` times, over all features that share the table, become unknown.
+
+    Raises ValueError where values do not fit the kind that was stated.
+    """
+    columns = [replace(column, values=_filled(column.values)) for column in columns]
+    columns = [replace(column, kind=column.kind or infer_kind(column.values)) for column in columns]
+    used = [column for column in columns if column.kind]
+    coded = {column.name: _code(column) for column in used if column.kind in SPARSE}
+    sharing: dict[str, list[_Codes]] = {}
+    for column in used:
+        if column.name in coded:
+            sharing.setdefault(column.table or column.name, []).append(coded[column.name])
+    values = {ITEM: item_ids} | {
+        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
+    }
+    tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
+    features, made = [Feature(ITEM, "item", "id", ITEM)], {}
+    for column in used:
+        assert column.kind is not None
+        if column.name in coded:
+            table = column.table or column.name
+            features.append(Feature(column.name, column.owner, column.kind, table))
+            made[column.name] = _look_up(coded.pop(column.name), values[table], tables[table])
+        else:
+            numbers = _numbers(column) if column.kind == "number" else _vectors(column)
+            mean, deviation = _statistics(numbers)
+            width = 1 if column.kind == "number" else numbers.shape[1]
+            features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
+            numbers[np.isnan(numbers)] = mean
+            made[column.name] = Column(numbers)
+    vocabularies = {
+        name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
+    }
+    unused = [column.name for column in columns if not column.kind]
+    return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused)
+
+
+def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
+    """The columns under names that features can have: letters, digits and underscores; and OWNER_NAME where two owners
+    have a column of one name, or where the name is taken by the dataset's own columns. ValueError where one owner's
+    columns come to the same name."""
+    plain = [re.sub(r"\W+", "_", column.name).strip("_") for column in columns]
+    plain = [name if name.isidentifier() else f"_{name}" for name in plain]
+    named = []
+    for column, name in zip(columns, plain, strict=True):
+        owners = {other.owner for other, same in zip(columns, plain, strict=True) if same == name}
+        named.append(f"{column.owner}_{name}" if len(owners) > 1 or name in RESERVED else name)
+    for place, name in enumerate(named):
+        if name in named[:place]:
+            twin = columns[named.index(name)].name
+            raise ValueError(f"columns {twin!r} and {columns[place].name!r} would both be feature {name}; rename one")
+    return [replace(column, name=name) for column, name in zip(columns, named, strict=True)]
+
+
+def apply_options(
+    columns: Sequence[RawColumn], options: FeaturesOptions, source: str, of_owner: Callable[[pa.Array, Owner], pa.Array]
+) -> list[RawColumn]:
+    """What the file `source` says about the columns; those that it does not use are left out. `of_owner` gives a column
+    of the actions to their items or users.
+
+    ValueError where it names a column that is not there or an owner that cannot be, or where a kind is neither stated
+    nor can be inferred.
+    """
+    names = [column.name for column in columns]
+    for name in options.features:
+        if name not in names:
+            raise ValueError(f"{source}: no column {name}{nearest(name, names)}; there are: {', '.join(names)}")
+    changed = []
+    for column in columns:
+        said = options.features.get(column.name, FeatureOptions())
+        if not said.use:
+            continue
+        if said.owner != "auto" and said.owner != column.owner:
+            if column.owner != "event":
+                raise ValueError(
+                    f"{source}: features.{column.name} is a column of {column.owner}s; leave its owner out"
+                )
+            column = replace(column, owner=said.owner, values=of_owner(column.values, said.owner))
+        kind = column.kind if said.kind == "auto" else said.kind
+        if column.name in options.features and not (kind or infer_kind(_filled(column.values))):
+            raise ValueError(
+                f"{source}: the kind of features.{column.name} cannot be told from its values; "
+                "set its kind to id, ids, number or vector, or use = false"
+            )
+        changed.append(replace(column, kind=kind, table=said.table))
+    return changed
+
+
+def last_values(values: pa.Array, owners: np.ndarray, timestamps: np.ndarray, count: int) -> pa.Array:
+    """The value of each owner's last action in time that has one; null for owners without."""
+    there = np.flatnonzero(as_numpy(_filled(values).is_valid()))
+    there = there[np.argsort(timestamps[there], kind="stable")]
+    rows = np.full(count, -1)
+    # Of several assignments to one place the last holds.
+    rows[owners[there]] = there
+    return values.take(pa.array(rows, mask=rows < 0))
+
+
+def infer_kind(values: pa.Array) -> Kind | None:
+    """By the rules above; None where the column is not used."""
+    kind = values.type
+    if values.null_count == len(values):
+        return None
+    if _is_list(kind):
+        if _is_integer_or_text(kind.value_type):
+            return "ids"
+        widths = np.unique(_lengths(values)[as_numpy(values.is_valid())])
+        return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
+    if not _is_scalar(kind) or (not values.null_count and _is_constant(values)):
+        return None
+    if pa.types.is_boolean(kind):
+        return "id"
+    if pa.types.is_dictionary(kind):
+        return _infer_text(values)
+    return "id" if pa.types.is_integer(kind) and _comes_again(values) else "number"
+
+
+def _infer_text(values: pa.DictionaryArray) -> Kind | None:
+    texts = values.dictionary.take(pc.unique(values.indices).drop_null())
+    again = _comes_again(values)
+    if _all_match(texts, _INTEGER):
+        return "id" if again else "number"
+    if not as_numbers(texts).null_count and not _all_match(texts, "^[0-9]+$"):
+        return "number"
+    if pc.any(pc.match_substring(texts, SEPARATOR)).as_py():
+        parts = _code_text_lists(values).codes
+        return "ids" if 2 * len(np.unique(parts)) <= len(parts) else None
+    return "id" if again else None
+
+
+def _all_match(texts: pa.StringArray, pattern: str) -> bool:
+    return pc.all(pc.match_substring_regex(texts, pattern)).as_py()
+
+
+def _comes_again(values: pa.Array) -> bool:
+    """Whether a value occurs at least twice on average."""
+    # Arrow's unique takes several times the memory of numpy's where all are distinct.
+    distinct = np.unique(as_numpy(_plain(values).drop_null()))
+    return 2 * len(distinct) <= len(values) - values.null_count
+
+
+def _is_constant(values: pa.Array) -> bool:
+    bounds = pc.min_max(_plain(values))
+    return bounds["min"] == bounds["max"]
+
+
+def _plain(values: pa.Array) -> pa.Array:
+    return values.indices if pa.types.is_dictionary(values.type) else values
+
+
+def _filled(values: pa.Array) -> pa.Array:
+    """Text as a dictionary; null for empty text and for what is not a number among numbers."""
+    if _is_text(values.type):
+        values = values.cast(pa.string()).dictionary_encode()
+    if pa.types.is_floating(values.type):
+        return pc.if_else(pc.is_nan(values), None, values)
+    if not pa.types.is_dictionary(values.type):
+        return values
+    empty = pc.index(values.dictionary, "").as_py()
+    indices = values.indices if empty < 0 else pc.if_else(pc.equal(values.indices, empty), None, values.indices)
+    return pa.DictionaryArray.from_arrays(indices, values.dictionary)
+
+
+def _is_scalar(kind: pa.DataType) -> bool:
+    return pa.types.is_boolean(kind) or pa.types.is_dictionary(kind) or pa.types.is_integer(kind) or _is_fraction(kind)
+
+
+def _is_fraction(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def _is_integer_or_text(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _lengths(values: pa.Array) -> np.ndarray:
+    """Of lists; 0 where there is none."""
+    return pc.fill_null(pc.list_value_length(values), 0).to_numpy().astype(np.int64)
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """The values of a sparse feature, as places in a list of distinct texts."""
+
+    codes: np.ndarray
+    """Integer: [R], -1 where missing; or of all rows' lists, one after the other."""
+    texts: pa.StringArray
+    offsets: np.ndarray | None = None
+    """Of lists: int64 [R + 1]."""
+
+
+def _code(column: RawColumn) -> _Codes:
+    values, lists = column.values, _is_list(column.values.type)
+    kind = values.type.value_type if lists else values.type
+    if not (_is_scalar(kind) or _is_text(kind)):
+        raise ValueError(f"feature {column.name} has values of type {kind}, which are no ids")
+    if column.kind == "id" and lists:
+        raise ValueError(f"feature {column.name} has lists of values: its kind can be ids or vector, not id")
+    if column.kind == "id":
+        return _code_values(values)
+    if lists:
+        return _code_lists(values)
+    if pa.types.is_dictionary(values.type):
+        return _code_text_lists(values)
+    single = _code_values(values)
+    there = single.codes >= 0
+    return _Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
+
+
+def _code_values(values: pa.Array) -> _Codes:
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    return _Codes(encoded.indices.fill_null(-1).to_numpy(), encoded.dictionary.cast(pa.string()))
+
+
+def _code_lists(lists: pa.Array) -> _Codes:
+    """Missing elements are left out."""
+    flat = _code_values(_filled(lists.flatten()))
+    there = flat.codes >= 0
+    rows = np.repeat(np.arange(len(lists)), _lengths(lists))
+    counts = np.bincount(rows[there], minlength=len(lists))
+    return _Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _code_text_lists(values: pa.DictionaryArray) -> _Codes:
+    """The parts of each text between separators. Each distinct text is split once."""
+    split = pc.split_pattern(values.dictionary, SEPARATOR)
+    split = pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
+    distinct = _code_lists(split)
+    assert distinct.offsets is not None
+    texts = values.indices.fill_null(-1).to_numpy()
+    lengths = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])
+    ends = np.cumsum(lengths)
+    places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(distinct.offsets[texts] - (ends - lengths), lengths)
+    return _Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], ends]))
+
+
+def _vocabulary(features: Sequence[_Codes], min_count: int) -> pa.StringArray:
+    """The values that all features of a table together have often enough, in order."""
+    counts = [np.bincount(each.codes[each.codes >= 0], minlength=len(each.texts)) for each in features]
+    table = pa.table(
+        {"value": pa.concat_arrays([each.texts for each in features]), "count": np.concatenate(counts)},
+        schema=pa.schema({"value": pa.string(), "count": pa.int64()}),
+    )
+    summed = table.group_by("value").aggregate([("count", "sum")])
+    often = summed.filter(pc.greater_equal(summed["count_sum"], max(min_count, 1)))["value"].combine_chunks()
+    return often.take(pa.array(order_of_texts(often)))
+
+
+def _look_up(coded: _Codes, vocabulary: pa.StringArray, table: Table) -> Column:
+    """Rows of the table: after the unknown one but for items."""
+    first = 0 if table.name == ITEM else 1
+    rows = pc.index_in(coded.texts, value_set=vocabulary).cast(pa.int64())
+    rows_of_codes = pc.fill_null(pc.add(rows, first), table.unknown).to_numpy()
+    # Code -1, a missing value, takes the last place.
+    return Column(np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))[coded.codes], coded.offsets)
+
+
+def _numbers(column: RawColumn) -> np.ndarray:
+    """float32 [R], NaN where missing or infinite."""
+    values, kind = column.values, column.values.type
+    if pa.types.is_dictionary(kind):
+        used = values.dictionary.take(pc.unique(values.indices).drop_null())
+        wrong = used.filter(as_numbers(used).is_null())
+        if len(wrong):
+            raise ValueError(f"feature {column.name} has the value {wrong[0].as_py()!r}, which is no number")
+        values = as_numbers(values.dictionary).take(values.indices)
+    elif pa.types.is_date32(kind):
+        values = values.cast(pa.int32())
+    elif pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
+        values = values.cast(pa.int64())
+    elif _is_list(kind) or pa.types.is_nested(kind) or pa.types.is_binary(kind):
+        raise ValueError(f"feature {column.name} has values of type {kind}, which are no numbers")
+    return _floats(values)
+
+
+def _vectors(column: RawColumn) -> np.ndarray:
+    """float32 [R, width], NaN where missing or infinite."""
+    values = column.values
+    if pa.types.is_dictionary(values.type):
+        values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
+    if not _is_list(values.type):
+        raise ValueError(f"feature {column.name} has values of type {values.type}; a vector needs lists of numbers")
+    there = as_numpy(values.is_valid())
+    widths = np.unique(_lengths(values)[there])
+    if len(widths) != 1 or not widths[0]:
+        found = ", ".join(map(str, widths[:5])) or "no"
+        raise ValueError(f"feature {column.name} has lists of {found} numbers; a vector needs one width above 0")
+    flat = replace(column, values=_filled(values.flatten()))
+    made = np.full((len(values), int(widths[0])), np.nan, np.float32)
+    made[there] = _numbers(flat).reshape(-1, int(widths[0]))
+    return made
+
+
+def _floats(values: pa.Array) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+    numbers[np.isinf(numbers)] = np.nan
+    return numbers
+
+
+def _statistics(numbers: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of those that are there; 0 and 1 where that says nothing."""
+    there = numbers[np.isfinite(numbers)]
+    if not len(there):
+        return 0.0, 1.0
+    return float(there.mean(dtype=np.float64)), float(there.std(dtype=np.float64)) or 1.0
