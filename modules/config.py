@@ -9,7 +9,7 @@ from logitmix.common.mappings import require
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """SASRec, the user side (appendix A)."""
+    """SASRec, the user side; the paper's settings are in appendix A."""
 
     blocks: int = 2
     """b: attention blocks."""
@@ -60,7 +60,7 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class MoLConfig:
-    """phi(x, u), the similarity, of kind «mol»: the mixture of logits (Algorithm 1, Equation 10)."""
+    """phi(x, u), the similarity, of kind «mol»: the mixture of logits (final MoL algorithm, section 3.4)."""
 
     kind: Literal["mol"] = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
@@ -69,13 +69,13 @@ class MoLConfig:
     temperature: float = 0.05
     """Products of components are divided by it. The paper's «tau = 20» is its reciprocal."""
     query_components: int = 8
-    """U: the paper's k_u."""
+    """U: the paper's k_u (section 3.1)."""
     item_components: int = 8
     """I: the paper's k_x."""
     component_dim: int = 32
     """C: width of a component."""
     gate_hidden: int = 128
-    """Hidden width of the three gating MLPs."""
+    """Hidden width of the three gating MLPs (gating function decomposition, section 3.2)."""
     projection_hidden: int = 512
     """Hidden width of the two projections to components."""
     projection_dropout: float = 0.1
@@ -116,7 +116,7 @@ class HIndexerConfig:
 @dataclass(frozen=True)
 class LossConfig:
     kind: Literal["softmax", "bce"] = "softmax"
-    """Sampled softmax, or the binary cross entropy of the paper's baseline."""
+    """Sampled softmax, or the binary cross entropy of the paper's baseline (section 5.1.2)."""
     negatives: int = 128
     """N: uniform negatives of a group."""
     share: Literal["position", "sequence", "batch"] = "sequence"

@@ -1,4 +1,4 @@
-"""History -> query -> h-indexer over the corpus -> similarity over what is left -> top-k (section 3.1 of the paper).
+"""History -> query -> h-indexer over the corpus -> similarity over what is left -> top-k (overall flow, section 2.2).
 
 Axes: B histories, T their positions, packed, N items of a chunk, X items in the corpus, K items that stage 1 keeps
 (the paper's k'), D encoder width.

@@ -102,7 +102,7 @@ def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
 
 
 def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
-    """Binary cross entropy of the target and the mean one of the negatives (the paper's baseline)."""
+    """Binary cross entropy of the target and the mean one of the negatives (the paper's baseline, section 5.1.2)."""
     valid_TN = (~hit_TN).float()
     negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)
     return (F.softplus(-positive_T) + negative_T).sum()

@@ -1,4 +1,4 @@
-"""Dot product of query and item, the paper's «Dot product» (Equation 2).
+"""Dot product of query and item, the two-tower setup of section 2.1.
 
 Axes: T queries, N items, D width.
 """

@@ -1,4 +1,4 @@
-"""Mixture of logits (MoL): Algorithm 1 and Equation 10 of the paper.
+"""Mixture of logits (MoL): the paper's final similarity (section 3.3) and algorithm (section 3.4).
 
 Axes: T queries, N items, D width, U query components (k_u), I item components (k_x), C component width,
 M = U * I mixture components.

@@ -1,4 +1,4 @@
-"""The fused MoL loss against Equation 10 and the sampled softmax written out densely, in FP64.
+"""The fused MoL loss against the final similarity (section 3.3) and the sampled softmax, written out densely in FP64.
 
 Axes as in mol_loss.py.
 """

@@ -1,4 +1,4 @@
-"""The dot product, Equation 2, against sums written out in FP64."""
+"""The dot product against sums written out in FP64."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""MoL against Algorithm 1 and Equation 10, one pair after the other and one component after the other, in FP64."""
+"""MoL against the final similarity (section 3.3) and algorithm (section 3.4), pair by pair and component by component,
+in FP64."""
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def sides(mol: MoL, query_TD: Tensor, item_ND: Tensor, noise: Noise | None = Non
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_equals_equation_10_written_out(normalize: bool) -> None:
+def test_equals_the_final_similarity_written_out(normalize: bool) -> None:
     mol = make(normalize=normalize, temperature=0.05 if normalize else 1.0)
     query_TD, item_ND = vectors(5, 1), vectors(6, 2)
     query, item = sides(mol, query_TD, item_ND)
@@ -107,7 +108,7 @@ def test_equals_equation_10_written_out(normalize: bool) -> None:
     assert float(expected.std()) > 10 * bound
 
 
-def test_gradients_are_those_of_equation_10_in_fp64() -> None:
+def test_gradients_are_those_of_the_final_similarity_in_fp64() -> None:
     mol = make()
     query_TD, item_ND = vectors(3, 1).requires_grad_(), vectors(4, 2).requires_grad_()
     weight_TN = vectors(3, 5, dim=4)
@@ -243,7 +244,8 @@ def test_mixing_raises_the_rank_only_where_the_gates_see_both_sides() -> None:
 
     assert rank(query[0][:, 0] @ item[0][:, 0].T) == C
     assert rank(mol.all_pairs(query, item)) > M * C
-    # Equation 5: gates of the user alone leave sum over i of <sum over u of pi_ui(u) f_u, g_i>, of rank at most I C.
+    # The low-rank variant (section 3): gates of the user alone leave sum over i of <sum over u of pi_ui(u) f_u, g_i>,
+    # of rank at most I C.
     with torch.no_grad():
         mol.cross_gate[2].weight.zero_()
     item_blind = (item[0], torch.ones_like(item[1]))
