@@ -9,6 +9,10 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
+OTHER_SECTIONS = {"other_sections": True}
+"""Metadata of a dictionary field that takes the sections which no other field is named after, as they are; what they
+hold is for the class to check."""
+
 
 def require(holds: bool, flag: str, value: object, needs: str) -> None:
     """ValueError that names the flag to change, its value, and what works."""
@@ -25,18 +29,38 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
     refuses.
     """
     hints = typing.get_type_hints(cls)
+    others = next((entry.name for entry in _fields(cls) if entry.metadata == OTHER_SECTIONS), None)
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if key not in hints:
+        if others and isinstance(value, Mapping) and (key == others or key not in hints):
+            values.setdefault(others, {})[key] = dict(value)
+            continue
+        if key not in hints or key == others:
             raise ValueError(f"{source}: unknown key {prefix}{key}{nearest(key, list(hints))}")
         values[key] = _convert(hints[key], value, source, prefix + key)
-    for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for entry in _fields(cls):
         if entry.name not in tree and entry.default is entry.default_factory is dataclasses.MISSING:
             raise ValueError(f"{source}: {prefix}{entry.name} is missing")
     try:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """Nested mappings that `from_mapping` makes the same dataclass of."""
+    tree: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if entry.metadata == OTHER_SECTIONS:
+            tree |= value
+        else:
+            tree[entry.name] = to_mapping(value) if dataclasses.is_dataclass(value) else value
+    return tree
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
 
 
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:

@@ -1,24 +1,26 @@
-"""RetrievalModel: the item table and the towers put together; and the losses of the towers.
+"""RetrievalModel: the tables and the towers put together; and the losses of the towers.
 
 Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder width.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from .batch import Batch
 from .config import ModelConfig
-from .embeddings import item_table
+from .embeddings import EmbeddingTable, embedding_collections
 from .losses.blockwise import Examples
 from .similarity.base import Similarity
 from .towers import Tower
 
 
 class RetrievalModel(nn.Module):
-    """The model-parallel table and the data-parallel tower; the rows of a batch pass from one to the other."""
+    """The model-parallel tables and the data-parallel tower; the rows of a batch pass from one to the other."""
 
-    def __init__(self, num_items: int, config: ModelConfig) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], config: ModelConfig) -> None:
         super().__init__()
-        self.table = item_table(num_items, config.dim)
+        self.tables = embedding_collections(tables)
         self.tower = Tower(config)
 
 

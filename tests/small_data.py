@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from logitmix.common.mappings import from_mapping
-from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import Column, Dataset
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
+from logitmix.trainer.sharded_rows import ShardedRows
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallelize import ParallelModel
@@ -138,14 +139,22 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
 
 
 def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:
-    """Rows of sorted ids here and their gradient back: one update of the table, once its optimizer's step has begun."""
-    rows = model.row_exchange(ids)
-    rows.send_rows()
-    rows.wait().grad = gradient
-    rows.send_gradients()
-    rows.apply_gradients()
+    """Rows of sorted ids here and their gradient back: one update of the item table, once its optimizer's step has
+    begun."""
+    move_tables(model, {ITEM: ids}, {ITEM: gradient})
 
 
-def gather_table(model: "ParallelModel") -> Tensor:
-    """The whole item table [X, D] on every rank."""
-    return model.item_rows().fetch(torch.arange(model.num_items))
+def move_tables(model: "ParallelModel", ids: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """The same for several tables."""
+    exchange = model.row_exchange(ids)
+    exchange.send_rows()
+    for name, leaf in exchange.wait().items():
+        leaf.grad = gradients[name]
+    exchange.send_gradients()
+    exchange.apply_gradients()
+
+
+def gather_table(model: "ParallelModel", name: str = ITEM) -> Tensor:
+    """A whole table [rows, D] on every rank."""
+    sharded = model.shards()[name]
+    return ShardedRows.of_shards(sharded, model.ranks).fetch(torch.arange(sharded.size()[0]))

@@ -30,14 +30,15 @@ from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, json_digest, publish, staging_path
+from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
-from logitmix.trainer.parallelize import WEIGHT, ParallelModel
+from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 
 MANIFEST = "checkpoint.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK_BYTES = 2**25
 """Rows that are saved together: DCP copies whole blocks when it writes them, and reads whole ones."""
 
@@ -94,7 +95,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     path, progress = found
     state = _state(model, optimizer)
     dcp.load(_in_blocks(state), checkpoint_id=path, process_group=ranks.group)
-    model.table_optimizer.restore(state.get("table_optimizer", {}), progress.step)
+    model.table_optimizers.restore(state.get("table_optimizers", {}), progress.step)
     return progress
 
 
@@ -102,7 +103,7 @@ def restore_best(run: Path, model: ParallelModel) -> int:
     """Loads the weights of the best checkpoint in place, and gives its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
     path = _choose(run, model.config.evaluate.metric, "best", model.ranks)
-    weights = {"table": {WEIGHT: model.shard()}, "tower": model.tower.state_dict()}
+    weights = {"tables": dict(model.shards()), "tower": model.tower.state_dict()}
     dcp.load(_in_blocks(weights), checkpoint_id=path, process_group=model.ranks.group)
     return _progress(path).step
 
@@ -115,7 +116,7 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     """
     config = read_config(run)
     path = _choose(run, config.evaluate.metric, which, ranks)
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"table.{WEIGHT}"]
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"tables.{ITEM}"]
     assert isinstance(saved, TensorStorageMetadata)
     tower = Tower(config.model)
     _load_alone(path, {"tower": tower.state_dict()})
@@ -146,7 +147,7 @@ def _load_alone(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner |
 
 def _read_rows(path: Path, dim: int, start: int, stop: int) -> Tensor:
     row_RD = torch.empty(stop - start, dim)
-    _load_alone(path, {"table": {WEIGHT: row_RD}}, _RowRange(start))
+    _load_alone(path, {"tables": {ITEM: row_RD}}, _RowRange(start))
     return row_RD
 
 
@@ -180,8 +181,8 @@ def best_checkpoint(run: Path, metric: str) -> Path:
 def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a checkpoint holds, by reference: loading into it in place restores the model."""
     state: dict[str, dict[str, Any]] = {
-        "table": {WEIGHT: model.shard()},
-        "table_optimizer": model.table_optimizer.state_dict(),
+        "tables": dict(model.shards()),
+        "table_optimizers": dict(model.table_optimizers.state_dict()),
         "tower": model.tower.state_dict(),
         "dense_optimizer": {
             name: dict(optimizer.state[parameter]) for name, parameter in model.tower.named_parameters()

@@ -21,7 +21,14 @@ from rich.table import Table
 from logitmix.common.mappings import class_of_kind, from_mapping, of_class
 from logitmix.modules.config import SimilarityConfig
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, HistoryRule, load_recipe, recipe_names
+from logitmix.trainer.config import (
+    Config,
+    HistoryRule,
+    load_recipe,
+    recipe_names,
+    take_table_words,
+    with_tables_by_name,
+)
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 
@@ -167,9 +174,14 @@ def _train(words: list[str]) -> None:
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     recipe = _with_similarity(load_recipe(words[0]), words[1:])
-    default = TrainCommand(**{entry.name: getattr(recipe, entry.name) for entry in dataclasses.fields(recipe)})
-    command = _parse(TrainCommand, f"train {words[0]}", words[1:], default)
+    others, by_name = take_table_words(words[1:])
+    # tyro would make flags of its own for the recipe's settings of single tables.
+    tables = dataclasses.replace(recipe.tables, by_name={})
+    default = TrainCommand(**vars(dataclasses.replace(recipe, tables=tables)))
+    command = _parse(TrainCommand, f"train {words[0]}", others, default)
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
+    config = with_tables_by_name(config, recipe.tables.by_name)
+    config = with_tables_by_name(config, by_name)
     run = Path(command.run or f"runs/{Path(words[0]).stem}")
     _quiet()
     from logitmix.trainer.loop import train

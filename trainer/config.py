@@ -2,6 +2,8 @@
 
 import dataclasses
 import tomllib
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from math import inf
@@ -11,7 +13,7 @@ from typing import Any, Literal
 import tomli_w
 
 from logitmix.comm.config import WireConfig
-from logitmix.common.mappings import from_mapping, nearest, require
+from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, nearest, require, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.trainer.schedule import ScheduleName
 
@@ -23,10 +25,15 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TablesConfig:
-    """The sharded embedding tables."""
+class TableSettings:
+    """One sharded embedding table."""
 
-    sharding: Literal["row_wise", "table_wise", "column_wise"] = "row_wise"
+    sharding: Literal["auto", "row_wise", "table_wise", "column_wise"] = "auto"
+    """Where its rows lie; auto leaves it to TorchRec's planner, with a word from trainer/plan.py."""
+    dim: int = 0
+    """D: width of its rows; 0 takes model.dim."""
+    precision: Literal["fp32", "fp16"] = "fp32"
+    """Of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
     optimizer: Literal["adam", "rowwise_adagrad", "sgd"] = "adam"
     """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
     lr: float = 1e-3
@@ -36,12 +43,37 @@ class TablesConfig:
     init_std: float = 0.02
     """Standard deviation of the truncated normal that rows start from."""
 
+    def check(self, prefix: str) -> None:
+        needs = "0 (that of the model) or a positive multiple of 4, as FBGEMM's rows are"
+        require(self.dim >= 0 and self.dim % 4 == 0, f"{prefix}.dim", self.dim, needs)
+        require(0 < self.lr < inf, f"{prefix}.lr", self.lr, "above 0 and finite")
+        require(0 <= self.beta1 < 1, f"{prefix}.beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, f"{prefix}.beta2", self.beta2, "in [0, 1)")
+        require(self.eps > 0, f"{prefix}.eps", self.eps, "above 0")
+        require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
+        if (self.sharding, self.optimizer) == ("column_wise", "rowwise_adagrad"):
+            raise ValueError(
+                f"{prefix}.sharding is column_wise and {prefix}.optimizer rowwise_adagrad, whose one number for a row "
+                "each shard of its columns would have for itself; choose another sharding or optimizer"
+            )
+
+
+@dataclass(frozen=True)
+class TablesConfig(TableSettings):
+    """The sharded embedding tables. A table by itself: --tables.NAME.SETTING, or a section [tables.NAME]."""
+
+    by_name: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=OTHER_SECTIONS)
+    """Settings of single tables, where they are not those of all."""
+
     def __post_init__(self) -> None:
-        require(0 < self.lr < inf, "tables.lr", self.lr, "above 0 and finite")
-        require(0 <= self.beta1 < 1, "tables.beta1", self.beta1, "in [0, 1)")
-        require(0 <= self.beta2 < 1, "tables.beta2", self.beta2, "in [0, 1)")
-        require(self.eps > 0, "tables.eps", self.eps, "above 0")
-        require(self.init_std >= 0, "tables.init_std", self.init_std, "0 or more")
+        self.check("tables")
+        for name in self.by_name:
+            self.of(name).check(f"tables.{name}")
+
+    def of(self, name: str) -> TableSettings:
+        """The settings of the table of that name."""
+        settings = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(TableSettings)}
+        return from_mapping(TableSettings, settings | self.by_name.get(name, {}), f"table {name}", f"tables.{name}.")
 
 
 @dataclass(frozen=True)
@@ -168,16 +200,54 @@ def load_toml(text: str, source: str) -> Config:
 
 
 def dump_toml(config: Config) -> str:
-    return tomli_w.dumps(dataclasses.asdict(config))
+    return tomli_w.dumps(to_mapping(config))
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     """{"model.encoder.heads": 1, …}"""
     flat: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, entry.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{entry.name}.")
+    for name, value in (config if isinstance(config, Mapping) else to_mapping(config)).items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + entry.name] = value
+            flat[prefix + name] = value
     return flat
+
+
+def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The words of a command line without `--tables.NAME.SETTING VALUE`, and these settings by the table's name: the
+    command line's parser cannot know the names of tables.
+
+    Raises ValueError for a setting that there is not, a value that is missing, and a number that is none.
+    """
+    left: list[str] = []
+    by_name: dict[str, dict[str, Any]] = {}
+    coming = iter(words)
+    for word in coming:
+        flag, equals, value = word.partition("=")
+        parts = flag.split(".")
+        if parts[0] != "--tables" or len(parts) != 3:
+            left.append(word)
+            continue
+        if not equals and (value := next(coming, "--")).startswith("--"):
+            raise ValueError(f"{flag} needs a value")
+        setting = parts[2].replace("-", "_")
+        by_name.setdefault(parts[1], {})[setting] = _table_value(flag, setting, value)
+    return left, by_name
+
+
+def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -> Config:
+    """The configuration with these settings of single tables on top of those that it has."""
+    before = config.tables.by_name
+    merged = before | {name: before.get(name, {}) | settings for name, settings in by_name.items()}
+    return dataclasses.replace(config, tables=dataclasses.replace(config.tables, by_name=merged))
+
+
+def _table_value(flag: str, setting: str, text: str) -> Any:
+    kinds = typing.get_type_hints(TableSettings)
+    if setting not in kinds:
+        raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
+    try:
+        return kinds[setting](text) if kinds[setting] in (int, float) else text
+    except ValueError:
+        raise ValueError(f"{flag} is {text!r}; it must be of type {kinds[setting].__name__}") from None

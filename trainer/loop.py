@@ -7,6 +7,7 @@ import torch
 
 from logitmix.comm.collectives import agreed
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.modules.schema import ITEM, Table
 from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
@@ -16,7 +17,7 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.run import RunProgress, run_lock, start_run, write_results
+from logitmix.trainer.run import RunProgress, run_lock, start_run, write_plan, write_results
 from logitmix.trainer.telemetry import Telemetry
 
 
@@ -30,7 +31,9 @@ def train(config: Config, run: Path) -> dict[str, float]:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks, run_lock(run, ranks):
         start_run(run, config, dataset, ranks)
-        model = parallelize(dataset.num_items, config, ranks)
+        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
+        if ranks.rank == 0:
+            write_plan(run, model.plan)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None

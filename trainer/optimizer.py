@@ -4,12 +4,11 @@ Tables: TorchRec fuses most optimizers into the backward of the lookup, but FBGE
 tables take another route with the same meaning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.adam import adam
@@ -18,49 +17,39 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import Shard, ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from logitmix.trainer.config import DenseConfig, TablesConfig
+from logitmix.trainer.config import DenseConfig, TablesConfig, TableSettings
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "sgd": torch.optim.SGD,
+}
+"""What TorchRec knows FBGEMM's fused optimizers by."""
 
 
-class TableOptimizer(Protocol):
-    def begin_step(self, rate: float) -> None:
-        """Before the gradients of a step are applied: its learning rate is `rate` times the configured one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sharded state, by reference: what is loaded into its tensors in place takes effect."""
-
-    def restore(self, state: dict[str, Any], steps: int) -> None:
-        """Take up the state that was loaded into `state_dict()`, after this many steps."""
-
-
-def table_optimizer(table: ShardedEmbeddingCollection, weight: str, config: TablesConfig) -> TableOptimizer:
-    """The optimizer of a table that was sharded with `table_kernel` and `fused_params`."""
-    kernels = [module for module in _kernels(table) if isinstance(module, BatchedDenseEmbedding)]
-    if config.optimizer == "adam" and table_kernel(config, _device(table)) is EmbeddingComputeKernel.DENSE:
-        return TouchedRowsAdam(table, weight, kernels, config)
-    return FusedOptimizer(table, config.lr)
-
-
-def table_kernel(config: TablesConfig, device: torch.device) -> EmbeddingComputeKernel:
-    if config.optimizer == "adam" and device.type == "cpu":
+def table_kernel(settings: TableSettings, device: torch.device) -> EmbeddingComputeKernel:
+    if settings.optimizer == "adam" and device.type == "cpu":
         return EmbeddingComputeKernel.DENSE
     return EmbeddingComputeKernel.FUSED
 
 
-def fused_params(config: TablesConfig) -> dict[str, Any]:
-    """What FBGEMM's fused kernels are to be told."""
-    kind = {
-        "adam": EmbOptimType.ADAM,
-        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "sgd": EmbOptimType.EXACT_SGD,
-    }[config.optimizer]
-    params: dict[str, Any] = {"optimizer": kind, "learning_rate": config.lr}
-    if config.optimizer != "sgd":
-        params["eps"] = config.eps
-    if config.optimizer == "adam":
-        params |= {"beta1": config.beta1, "beta2": config.beta2}
-    return params
+def state_per_row(settings: TableSettings, dim: int) -> int:
+    """FP32 numbers that the optimizer keeps for a row."""
+    return {"adam": 2 * dim, "rowwise_adagrad": 1, "sgd": 0}[settings.optimizer]
+
+
+def set_fused_optimizer(weight: nn.Parameter, settings: TableSettings) -> None:
+    """Tells TorchRec, before it shards a table, what FBGEMM's fused kernel is to be told."""
+    kwargs: dict[str, Any] = {"learning_rate": settings.lr}
+    if settings.optimizer != "sgd":
+        kwargs["eps"] = settings.eps
+    if settings.optimizer == "adam":
+        kwargs |= {"beta1": settings.beta1, "beta2": settings.beta2}
+    marked = cast(Any, weight)
+    marked._optimizer_classes, marked._optimizer_kwargs = [_CLASSES[settings.optimizer]], [kwargs]
 
 
 def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optimizer:
@@ -77,46 +66,89 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     return optimizer
 
 
-class FusedOptimizer:
-    """TorchRec's optimizer inside the backward of the lookup."""
+class TableOptimizers:
+    """The optimizers of all tables, by the table's name.
 
-    def __init__(self, table: ShardedEmbeddingCollection, lr: float) -> None:
-        self.optimizer, self.lr = cast(CombinedOptimizer, table.fused_optimizer), lr
+    They move rows inside the backward of the lookup: fused into FBGEMM's kernels, or TouchedRowsAdam on CPU.
+    """
+
+    def __init__(self, collections: Iterable[ShardedEmbeddingCollection], config: TablesConfig) -> None:
+        """The collections are sharded with `table_kernel` and `set_fused_optimizer`."""
+        self.config = config
+        self.fused: list[CombinedOptimizer] = []
+        self.adam: dict[str, TouchedRowsAdam] = {}
+        for collection in collections:
+            self.fused.append(cast(CombinedOptimizer, collection.fused_optimizer))
+            weights = collection.state_dict()
+            for name, parameter in cast(dict[str, Any], collection.module_sharding_plan).items():
+                if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+                    self.adam[name] = TouchedRowsAdam(weights[state_key(name)], config.of(name))
+            for kernel in _kernels(collection):
+                if isinstance(kernel, BatchedDenseEmbedding):
+                    _take_over(kernel, self.adam)
 
     def begin_step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * self.lr
-        # FBGEMM takes the rate over here; the rows move in the backward that follows.
-        self.optimizer.step()
+        """Before the gradients of a step are applied: each learning rate is `rate` times the configured one."""
+        for touched in self.adam.values():
+            touched.begin_step(rate)
+        for optimizer in self.fused:
+            for _, part in optimizer.optimizers:
+                # The tables of one fused kernel have all their settings in common.
+                lr = self.config.of(table_name(next(iter(part.params)))).lr
+                for group in part.param_groups:
+                    group["lr"] = rate * lr
+            # FBGEMM takes the rates over here; the rows move in the backward that follows.
+            optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()["state"]
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Sharded state by table, by reference: what is loaded into its tensors in place takes effect."""
+        state = {name: touched.state_dict() for name, touched in self.adam.items()}
+        for optimizer in self.fused:
+            state |= {table_name(key): of_table for key, of_table in optimizer.state_dict()["state"].items()}
+        return state
 
-    def restore(self, state: dict[str, Any], steps: int) -> None:
-        whole = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(whole | {"state": whole["state"] | state})
-        for _, part in self.optimizer.optimizers:
-            cast(Any, part).set_optimizer_step(steps)
+    def restore(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        """Takes up the state that was loaded into `state_dict()`, after this many steps."""
+        for touched in self.adam.values():
+            touched.steps = steps
+        for optimizer in self.fused:
+            whole = optimizer.state_dict()
+            loaded = {key: state.get(table_name(key), of_table) for key, of_table in whole["state"].items()}
+            optimizer.load_state_dict(whole | {"state": loaded})
+            for _, part in optimizer.optimizers:
+                cast(Any, part).set_optimizer_step(steps)
+
+
+def state_key(table: str) -> str:
+    """A table's name in a collection's state dict."""
+    return f"embeddings.{table}.weight"
+
+
+def table_name(key: str) -> str:
+    """The other way round."""
+    return key.removeprefix("embeddings.").removesuffix(".weight")
 
 
 class TouchedRowsAdam:
-    """Adam over this rank's shards, inside the backward of a lookup: rows that no rank looked up, and their moments,
-    stay as they are.
+    """Adam over this rank's shards of a table, inside the backward of a lookup: rows that no rank looked up, and their
+    moments, stay as they are.
 
     As FBGEMM's on CUDA, with eps added after the bias correction (torch.optim.SparseAdam adds it before). Rows are
     gathered, as many at once as a core's cache holds, and go through torch's fused Adam: one pass over them where
     SparseAdam takes a dozen.
     """
 
-    def __init__(
-        self, table: ShardedEmbeddingCollection, weight: str, kernels: list[BatchedDenseEmbedding], config: TablesConfig
-    ) -> None:
-        self.sharded = cast(ShardedTensor, table.state_dict()[weight])
-        self.config, self.lr, self.steps = config, config.lr, 0
-        self.shards = [shard for kernel in kernels for shard in _take_over(kernel, self)]
+    def __init__(self, weight: ShardedTensor, settings: TableSettings) -> None:
+        self.weight, self.settings, self.lr, self.steps = weight, settings, settings.lr, 0
+        self.shards: list[_Shard] = []
+
+    def add_shard(self, row: Tensor) -> "_Shard":
+        """Rows of this rank, with moments of their own."""
+        self.shards.append(_Shard(row, torch.zeros_like(row), torch.zeros_like(row)))
+        return self.shards[-1]
 
     def begin_step(self, rate: float) -> None:
-        self.lr, self.steps = rate * self.config.lr, self.steps + 1
+        self.lr, self.steps = rate * self.settings.lr, self.steps + 1
 
     def update(self, shard: "_Shard", ids: Tensor, gradient: Tensor) -> None:
         """Of a shard's rows that were looked up, maybe several times."""
@@ -132,11 +164,11 @@ class TouchedRowsAdam:
                 state_steps=[torch.tensor(float(self.steps - 1))],
                 fused=True,
                 amsgrad=False,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
+                beta1=self.settings.beta1,
+                beta2=self.settings.beta2,
                 lr=self.lr,
                 weight_decay=0.0,
-                eps=self.config.eps,
+                eps=self.settings.eps,
                 maximize=False,
             )
             for table, values_RC in zip(shard, (row_RC, first_RC, second_RC), strict=True):
@@ -145,15 +177,12 @@ class TouchedRowsAdam:
     def state_dict(self) -> dict[str, Any]:
         return {name: self._sharded(name) for name in _MOMENTS}
 
-    def restore(self, state: dict[str, Any], steps: int) -> None:
-        self.steps = steps
-
     def _sharded(self, name: str) -> ShardedTensor:
         moments = {shard.row.data_ptr(): getattr(shard, name) for shard in self.shards}
-        shards = self.sharded.local_shards()
+        shards = self.weight.local_shards()
         local = [Shard(moments[shard.tensor.data_ptr()], shard.metadata) for shard in shards]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            local, self.sharded.metadata(), process_group=self.sharded._process_group
+            local, self.weight.metadata(), process_group=self.weight._process_group
         )
 
 
@@ -173,15 +202,14 @@ class _Shard(NamedTuple):
 class _UpdatedRows(BatchedDenseEmbedding):
     """TorchRec's dense kernel, whose rows are updated in its backward."""
 
-    _shards: list[_Shard]
-    _optimizer: TouchedRowsAdam
+    _shards: list[tuple[TouchedRowsAdam, _Shard]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
         shards = [self._shards[table] for table in self._feature_table_map]
         # Something has to ask for a gradient, that there be a backward.
         asks = torch.empty(0, requires_grad=True)
-        rows = [_Lookup.apply(self._optimizer, shard, ids, asks) for shard, ids in zip(shards, values, strict=True)]
+        rows = [_Lookup.apply(*shard, ids, asks) for shard, ids in zip(shards, values, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -198,24 +226,18 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _take_over(kernel: BatchedDenseEmbedding, optimizer: TouchedRowsAdam) -> list[_Shard]:
+def _take_over(kernel: BatchedDenseEmbedding, optimizers: Mapping[str, TouchedRowsAdam]) -> None:
     """Turn the kernel into _UpdatedRows, over the storage it had."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
-    shards = [_Shard(row, torch.zeros_like(row), torch.zeros_like(row)) for row in rows]
-    # TorchRec builds its kernels itself and offers no place to name another class. The optimizer stays out of its
+    owners = [optimizers[table.name] for table in kernel.config.embedding_tables]
+    shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
+    # TorchRec builds its kernels itself and offers no place to name another class. The optimizers stay out of its
     # module tree, so that its state dict keeps the sharded names.
     kernel.__class__ = _UpdatedRows
     object.__setattr__(kernel, "_shards", shards)
-    object.__setattr__(kernel, "_optimizer", optimizer)
-    return shards
 
 
-def _kernels(table: ShardedEmbeddingCollection) -> Iterator[nn.Module]:
+def _kernels(collection: ShardedEmbeddingCollection) -> Iterator[nn.Module]:
     # The lookups are not among the module's children.
-    for lookup in table._lookups:
+    for lookup in collection._lookups:
         yield from lookup.modules()
-
-
-def _device(table: ShardedEmbeddingCollection) -> torch.device:
-    assert table._device is not None
-    return table._device

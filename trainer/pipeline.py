@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import largest
 from logitmix.modules.batch import Batch
+from logitmix.modules.schema import ITEM
 from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.run import RunProgress
@@ -149,7 +150,7 @@ class Pipeline:
         with self.clock("data"):
             self._next = self._prefetch(self.step)
         with self.clock("all_to_all"):
-            self.row_VD = rows.wait()
+            self.row_VD = rows.wait()[ITEM]
             if self._next and not self.model.stream:
                 self._next.rows.send_ids()
         self._rows, self.state = rows, "rows received"
@@ -229,7 +230,7 @@ class Pipeline:
         making = self._making or self._thread.submit(self.make_batch, number)
         batch = making.result()
         self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
-        rows = self.model.row_exchange(batch.id_V)
+        rows = self.model.row_exchange({ITEM: batch.id_V})
         return Prefetched(self.model.to_device(batch), rows)
 
     def _set_learning_rates(self) -> None:
@@ -237,8 +238,11 @@ class Pipeline:
         factor = learning_rate_factor(config.train.schedule, config.train.warmup_steps, self.step, self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * config.dense.lr
-        self.model.table_optimizer.begin_step(factor)
+        self.model.table_optimizers.begin_step(factor)
         self.learning_rates = {"dense": factor * config.dense.lr, "tables": factor * config.tables.lr}
+        for name, settings in config.tables.by_name.items():
+            if "lr" in settings:
+                self.learning_rates[f"tables/{name}"] = factor * config.tables.of(name).lr
 
     def _is_logged(self, step: int) -> bool:
         return step % self.model.config.train.log_every == 0 or step == self.total

@@ -1,20 +1,90 @@
 """The exchange of a batch's rows between the ranks that own them and the rank that needs them, and of their gradients.
 
-Axes: V unique items of a batch, P those of a part, D encoder width.
+Axes: V unique ids of a table that a batch names, P rows that are received together, D width of a table's rows.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import Awaitable
 
 from logitmix.comm.exchange import split_backward
-from logitmix.modules.embeddings import ITEM, item_lookup
+from logitmix.modules.embeddings import lookup
+
+
+class Shard(NamedTuple):
+    """Columns of a range of a table's rows, as a rank owns them: `owner` counts the ranges."""
+
+    table: str
+    owner: int
+    columns: slice
+
+
+class Piece(NamedTuple):
+    """What one rank sends of one table: where it stands among the table's unique ids, and in their rows."""
+
+    table: str
+    rows: slice
+    columns: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class ShardedTables:
+    """The tables of one width, as TorchRec shards them, and how their rows are exchanged.
+
+    `exchanges` are the all-to-alls that TorchRec makes, one for each sharding type that the tables have: the shards in
+    the order in which their rows are received. `cuts` [owners, parts + 1] are the ids at which each table is cut, into
+    the ranges of its owners and each range into equal parts.
+    """
+
+    module: ShardedEmbeddingCollection
+    dims: Mapping[str, int]
+    exchanges: Sequence[Sequence[Shard]]
+    cuts: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: ShardedEmbeddingCollection, parts: int) -> "ShardedTables":
+        configs = module._embedding_configs
+        ranges: dict[str, list[tuple[int, int]]] = {config.name: [] for config in configs}
+        exchanges = []
+        for sharding in cast(Any, module._sharding_type_to_sharding).values():
+            shards = []
+            for groups in sharding._grouped_embedding_configs_per_rank:
+                for table in (table for group in groups for table in group.embedding_tables):
+                    place = table.local_metadata
+                    (row, column), (rows, columns) = place.shard_offsets, place.shard_sizes
+                    if (row, rows) not in ranges[table.name]:
+                        ranges[table.name].append((row, rows))
+                    owner = ranges[table.name].index((row, rows))
+                    shards.append(Shard(table.name, owner, slice(column, column + columns)))
+            exchanges.append(shards)
+        part = torch.arange(parts + 1)
+        cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
+        return cls(module, {config.name: config.embedding_dim for config in configs}, exchanges, cuts)
+
+    @property
+    def parts(self) -> int:
+        return next(iter(self.cuts.values())).shape[1] - 1
+
+    def slices(self, ids: Mapping[str, Tensor]) -> list[dict[str, list[slice]]]:
+        """For each part and table, where the ids of each owner lie among the table's sorted ids [V]."""
+        bounds = {name: torch.searchsorted(ids[name], cuts).tolist() for name, cuts in self.cuts.items()}
+        return [
+            {name: [slice(of[part], of[part + 1]) for of in owners] for name, owners in bounds.items()}
+            for part in range(self.parts)
+        ]
 
 
 class RowExchange:
-    """The rows of the item table that this rank needs for one batch.
+    """The rows of all tables that this rank needs for one batch.
 
     Making one sends the owners the number of rows that they will be asked for. Then come `send_ids`, `send_rows`,
     `wait`, `send_gradients` and `apply_gradients`, in this order. All are collective, none but `wait` and
@@ -24,43 +94,54 @@ class RowExchange:
 
     def __init__(
         self,
-        table: ShardedEmbeddingCollection,
-        id_V: Tensor,
-        slices: list[list[slice]],
-        leaf_VD: Tensor,
+        tables: Sequence[ShardedTables],
+        ids: Mapping[str, Tensor],
+        device: torch.device,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """id_V is sorted and on the CPU; each part takes some slices of it. `leaf_VD` is where the rows will stand. On
-        CUDA, sizes and ids are made on a `stream` of their own, so that they need not wait for the batch before."""
-        self.leaf_VD, self.stream = leaf_VD, stream
+        """`ids` are those [V] that the batch names of each table: unique, sorted, on the CPU; none is an empty tensor.
+        On CUDA, sizes and ids are made on a `stream` of their own, so that they need not wait for the batch before."""
+        dims = {name: dim for each in tables for name, dim in each.dims.items()}
+        assert ids.keys() == dims.keys()
+        self.rows = {name: torch.empty(len(ids[name]), dim, device=device) for name, dim in dims.items()}
+        self.stream = stream
+        slices = [each.slices(ids) for each in tables]
         with torch.cuda.stream(stream):
-            self.parts = [_Part(table, id_V, of_part, leaf_VD.device) for of_part in slices]
+            self.parts = [
+                [_Part(each, ids, slices_of[part], device) for each, slices_of in zip(tables, slices, strict=True)]
+                for part in range(tables[0].parts)
+            ]
         self.rows_sent = False
 
     def send_ids(self) -> None:
         """Sends the ids to their owners, once these know how many; does nothing when called again."""
         with torch.cuda.stream(self.stream):
-            for part in self.parts:
-                part.send_ids()
+            for each in self._all():
+                each.send_ids()
 
     def send_rows(self) -> None:
         """Sends the rows that all ranks asked this one for."""
         self.send_ids()
         self.rows_sent = True
-        for part in self.parts:
-            part.send_rows(self.stream)
+        for each in self._all():
+            each.send_rows(self.stream)
 
-    def wait(self) -> Tensor:
-        """The rows [V, D], a leaf: the graph is cut where model parallelism ends."""
-        for part in self.parts:
-            part.wait(self.leaf_VD)
-        return self.leaf_VD.requires_grad_()
+    def wait(self) -> dict[str, Tensor]:
+        """The rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
+        for each in self._all():
+            each.wait(self.rows)
+        for leaf_VD in self.rows.values():
+            leaf_VD.requires_grad_()
+        return self.rows
 
     def send_gradients(self) -> None:
-        """Sends the leaf's gradient to the owners."""
-        assert self.leaf_VD.grad is not None
-        for part in self.parts:
-            part.send_gradient(self.leaf_VD.grad)
+        """Sends the leaves' gradients to the owners; a leaf without one was not used, and its gradient is zero."""
+        gradients = {
+            name: torch.zeros_like(leaf_VD) if leaf_VD.grad is None else leaf_VD.grad
+            for name, leaf_VD in self.rows.items()
+        }
+        for each in self._all():
+            each.send_gradients(gradients)
 
     def apply_gradients(self, following: "RowExchange | None" = None) -> None:
         """Adds up the gradients of all ranks and updates the rows. Those of the `following` batch are sent, each part
@@ -69,9 +150,10 @@ class RowExchange:
             following.send_ids()
             following.rows_sent = True
         for number, part in enumerate(self.parts):
-            part.apply_gradient()
-            if following:
-                following.parts[number].send_rows(following.stream)
+            for each in part:
+                each.apply_gradients()
+            for each in following.parts[number] if following else ():
+                each.send_rows(following.stream if following else None)
 
     def abandon(self) -> None:
         """Ends what all ranks have begun before `wait`: gloo may hang where a rank leaves the group earlier."""
@@ -80,18 +162,30 @@ class RowExchange:
             return
         with torch.cuda.stream(self.stream):
             self.send_ids()
-            for part in self.parts:
-                part.ids_in_flight.wait()
+            for each in self._all():
+                each.ids_in_flight.wait()
+
+    def _all(self) -> "list[_Part]":
+        return [each for part in self.parts for each in part]
 
 
 class _Part:
-    """Rows that are exchanged together."""
+    """A part of the rows of some tables of one width: what is exchanged together."""
 
     def __init__(
-        self, table: ShardedEmbeddingCollection, id_V: Tensor, slices: list[slice], device: torch.device
+        self,
+        tables: ShardedTables,
+        ids: Mapping[str, Tensor],
+        slices: Mapping[str, Sequence[slice]],
+        device: torch.device,
     ) -> None:
-        self.table, self.slices, self.context = table, slices, table.create_context()
-        self.sizes_in_flight = table.input_dist(self.context, item_lookup(_select(id_V, slices).to(device)))
+        self.module, self.context = tables.module, tables.module.create_context()
+        self.pieces = [
+            _joined([Piece(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards])
+            for shards in tables.exchanges
+        ]
+        asked = {name: _select(ids[name], of_owners).to(device) for name, of_owners in slices.items()}
+        self.sizes_in_flight = self.module.input_dist(self.context, lookup(asked))
         self.ids_in_flight: Any = None
 
     def send_ids(self) -> None:
@@ -106,37 +200,49 @@ class _Part:
             for held in (ids, self.context):
                 held.record_stream(current)
         for sharding in self.context.sharding_contexts:
-            # Row-wise, ranks own consecutive ids, so the rows of sorted ids come back in order.
+            # `pieces` say where the rows belong, for ids are sorted and owners hold ranges of them.
             sharding.unbucketize_permute_tensor = None
-        self.rows_in_flight = self.table.compute_and_output_dist(self.context, ids)
+        answer = cast(Any, self.module.compute_and_output_dist(self.context, ids))
+        # Before TorchRec cuts them by feature, which is right only for rows in the order of the ids.
+        self.rows_in_flight: list[Awaitable[Tensor]] = answer._awaitables_per_sharding
 
-    def wait(self, rows_VD: Tensor) -> None:
-        """Puts the part's rows in their place."""
-        self.row_PD: Tensor = self.rows_in_flight.wait()[ITEM].values()
-        sizes = [each.stop - each.start for each in self.slices]
-        for each, rows in zip(self.slices, self.row_PD.detach().split(sizes), strict=True):
-            rows_VD[each] = rows
+    def wait(self, rows: Mapping[str, Tensor]) -> None:
+        """Puts the rows in their place."""
+        self.received = [in_flight.wait() for in_flight in self.rows_in_flight]
+        for received_PD, pieces in zip(self.received, self.pieces, strict=True):
+            lengths = [piece.length for piece in pieces]
+            for piece, part_PD in zip(pieces, received_PD.detach().split(lengths), strict=True):
+                rows[piece.table][piece.rows, piece.columns] = part_PD
 
-    def send_gradient(self, gradient_VD: Tensor) -> None:
+    def send_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """The backward as far as the wire."""
-        self.split = split_backward(self.row_PD)
-        self.gradient_in_flight = torch.autograd.grad(self.row_PD, [self.split], _select(gradient_VD, self.slices))
+        self.splits, self.gradients_in_flight = [], []
+        for received_PD, pieces in zip(self.received, self.pieces, strict=True):
+            none = received_PD.new_empty(0, received_PD.shape[1])
+            parts = [gradients[piece.table][piece.rows, piece.columns] for piece in pieces] or [none]
+            gradient_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
+            split = split_backward(received_PD)
+            self.splits.append(split)
+            self.gradients_in_flight.append(torch.autograd.grad(received_PD, [split], gradient_PD))
 
-    def apply_gradient(self) -> None:
+    def apply_gradients(self) -> None:
         """The rest of the backward."""
-        torch.autograd.backward([self.split], self.gradient_in_flight)
+        for split, in_flight in zip(self.splits, self.gradients_in_flight, strict=True):
+            torch.autograd.backward([split], in_flight)
 
 
-def slices_of(id_V: Tensor, num_items: int, owners: int, parts: int) -> list[list[slice]]:
-    """For each part, where its ids lie among the sorted ones: an equal share of each owner's range of ids."""
-    if parts == 1:
-        return [[slice(0, len(id_V))]]
-    owned = -(-num_items // owners)
-    cuts = torch.arange(owners)[:, None] * owned + torch.arange(parts + 1) * owned // parts
-    bounds = torch.searchsorted(id_V, cuts).tolist()
-    return [[slice(of[part], of[part + 1]) for of in bounds] for part in range(parts)]
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Without those of no rows, and neighbors on the wire that are neighbors in their table made one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last and last.table == piece.table and last.columns == piece.columns and last.rows.stop == piece.rows.start:
+            joined[-1] = last._replace(rows=slice(last.rows.start, piece.rows.stop))
+        elif piece.length:
+            joined.append(piece)
+    return joined
 
 
-def _select(of_V: Tensor, slices: list[slice]) -> Tensor:
+def _select(of_V: Tensor, slices: Sequence[slice]) -> Tensor:
     pieces = [of_V[each] for each in slices]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

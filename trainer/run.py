@@ -2,6 +2,7 @@
 
 config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
+plan.json         by table: size, sharding, and which rank holds which of its rows and columns
 metrics.jsonl     one JSON object a line: kind ("train" or "validation"), step, and the metrics of that step
 tensorboard/
 checkpoints/step-N/
@@ -13,7 +14,7 @@ import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
         if line.endswith("\n") and kind in ("", row["kind"]):
             rows.append(row)
     return rows
+
+
+def write_plan(run: Path, plan: Mapping[str, Any]) -> None:
+    write_whole(run / "plan.json", json.dumps({name: asdict(table) for name, table in plan.items()}, indent=1) + "\n")
 
 
 def write_results(run: Path, results: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.plan import plan_summary
 from logitmix.trainer.run import RunProgress, append_row, keep_rows
 
 
@@ -36,6 +37,7 @@ class Telemetry:
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=done.step + 1)
             self.bar = progress_bar(self.console)
             self.task = self.bar.add_task("training", total=total_steps, completed=done.step)
+            self.console.print(plan_summary(model.plan), highlight=False)
             if done.step:
                 self.console.print(f"continuing {run} after step {done.step}", highlight=False)
             if model.config.train.precision == "bf16" and not computes_bf16(self.ranks.device):

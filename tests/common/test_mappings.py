@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 import pytest
 
-from logitmix.common.mappings import from_mapping, of_class
+from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, of_class, to_mapping
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,23 @@ class Table:
 class Settings:
     names: tuple[str, ...] = ()
     tables: dict[str, Table] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Open:
+    rows: int = 1
+    inner: Table = field(default_factory=Table)
+    named: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OTHER_SECTIONS)
+
+
+def test_one_field_may_take_all_other_sections_and_nothing_else() -> None:
+    tree = {"rows": 2, "inner": {"rows": 3}, "item": {"x": 1}, "named": {"y": 2}}
+    read = from_mapping(Open, tree, "here")
+    assert read == Open(2, Table(3), {"item": {"x": 1}, "named": {"y": 2}})
+    assert to_mapping(read) == tree and from_mapping(Open, {}, "here") == Open()
+    for key in ("item", "named"):
+        with pytest.raises(ValueError, match=f"^here: unknown key {key}"):
+            from_mapping(Open, {key: 3}, "here")
 
 
 def test_lists_and_named_sections_become_tuples_and_dictionaries() -> None:

@@ -75,6 +75,13 @@ def test_the_exported_model_retrieves_what_the_trained_one_ranks(folder: Path) -
     assert "item6" in [row["id"] for row in rows]
 
 
+def test_a_run_says_where_its_tables_lie(folder: Path) -> None:
+    plan = json.loads((folder / "runs/ring/plan.json").read_text())
+    assert plan["item"]["sharding"] == "row_wise"
+    assert [shard["rank"] for shard in plan["item"]["shards"]] == [0, 1]
+    assert sum(shard["rows"] for shard in plan["item"]["shards"]) == plan["item"]["rows"]
+
+
 def test_a_run_is_watched(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "runs/ring/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["kind"] == "train"]

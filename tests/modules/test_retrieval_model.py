@@ -21,8 +21,7 @@ from logitmix.modules.config import (
     ModelConfig,
     MoLConfig,
 )
-from logitmix.modules.embeddings import ITEM, item_lookup, item_table
-from logitmix.modules.model import RetrievalModel, SampledLosses
+from logitmix.modules.model import SampledLosses
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower
 from logitmix.trainer.data.batches import TrainingBatches
@@ -317,19 +316,3 @@ def test_moving_a_batch_leaves_the_first_where_it_is() -> None:
         assert getattr(moved, name).device.type == "meta" and getattr(batch, name).device.type == "cpu"
     assert moved.packing.row_T.device.type == "meta" and batch.packing.row_T.device.type == "cpu"
     assert (moved.noise, moved.total_positions) == (batch.noise, batch.total_positions)
-
-
-def test_the_table_has_no_rows_before_it_is_sharded() -> None:
-    model = RetrievalModel(10**12, config("dot"))
-    weight = dict(model.table.named_parameters())[f"embeddings.{ITEM}.weight"]
-    assert weight.shape == (10**12, 16) and weight.device.type == "meta"
-
-
-def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:
-    collection = item_table(5, 4).to_empty(device="cpu")
-    rows = torch.arange(20.0).view(5, 4)
-    with torch.no_grad():
-        next(iter(collection.parameters())).copy_(rows)
-    for ids in ([4, 0, 4], []):
-        named = torch.tensor(ids, dtype=torch.int64)
-        assert torch.equal(collection(item_lookup(named))[ITEM].values(), rows[named])

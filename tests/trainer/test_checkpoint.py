@@ -7,12 +7,13 @@ from traceback import StackSummary
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, gather_table, move_rows, small_config, write_dataset
+from small_data import ITEMS, gather_table, move_tables, small_config, write_dataset
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import json_digest
+from logitmix.modules.schema import ITEM, Table
 from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
@@ -21,16 +22,31 @@ from logitmix.trainer.run import RunProgress
 
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
+MIXED = ADAM | {
+    "tables.brand.sharding": "column_wise",
+    "tables.zip.optimizer": "rowwise_adagrad",
+    "tables.zip.dim": 16,
+    "tables.flag.optimizer": "sgd",
+    "tables.flag.dim": 16,
+}
+TABLES = [Table(ITEM, ITEMS), Table("brand", 9), Table("zip", 20), Table("flag", 2)]
+
+
+SETTINGS = {"adam": ADAM, "adagrad": ADAGRAD, "mixed": MIXED}
+
+
+def tables_of(config: Config) -> list[Table]:
+    return TABLES if config.tables.by_name else TABLES[:1]
 
 
 def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One update of table and tower by gradients that follow from the seed, the same for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(ITEMS, generator=generator)[:20].sort().values
-    gradient = torch.randn(len(ids), 8, generator=generator)
-    model.table_optimizer.begin_step(1.0)
+    ids = {name: torch.randperm(of.rows, generator=generator)[:15].sort().values for name, of in model.plan.items()}
+    gradients = {name: torch.randn(len(ids[name]), of.dim, generator=generator) for name, of in model.plan.items()}
+    model.table_optimizers.begin_step(1.0)
     # Every rank looks up the same rows: the owners average what the ranks send.
-    move_rows(model, ids, gradient)
+    move_tables(model, ids, gradients)
     for parameter in model.tower.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     optimizer.step()
@@ -38,13 +54,13 @@ def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> N
 
 def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = {name: value.clone() for name, value in model.tower.state_dict().items()}
-    return state | {"table": gather_table(model)}
+    return state | {f"table {name}": gather_table(model, name) for name in model.plan}
 
 
 def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
     """State two steps after the checkpoint of `steps`."""
     with process_group("cpu", 60) as ranks:
-        model = parallelize(ITEMS, config, ranks)
+        model = parallelize(tables_of(config), config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
@@ -56,7 +72,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
 
 def resume(run: Path, config: Config) -> dict[str, Tensor]:
     with process_group("cpu", 60) as ranks:
-        model = parallelize(ITEMS, config, ranks)
+        model = parallelize(tables_of(config), config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         for seed in range(done.step, done.step + 2):
@@ -89,7 +105,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) -> None:
-    configs = {name: small_config(data, settings) for name, settings in {"adam": ADAM, "adagrad": ADAGRAD}.items()}
+    configs = {name: small_config(data, settings) for name, settings in SETTINGS.items()}
     alone = {name: new_run(tmp_path, f"alone-{name}", config) for name, config in configs.items()}
     paired = {name: new_run(tmp_path, f"paired-{name}", config) for name, config in configs.items()}
     expected = {name: train_and_save(alone[name], config, 3) for name, config in configs.items()}
@@ -116,7 +132,7 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert (model.step, model.config) == (3, small_config(data, ADAM))
     with process_group("cpu", 60) as ranks:
-        sharded = parallelize(ITEMS, model.config, ranks)
+        sharded = parallelize([Table(ITEM, ITEMS)], model.config, ranks)
         checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
         assert torch.equal(model.read_rows(0, ITEMS), gather_table(sharded))
         for name, value in sharded.tower.state_dict().items():
@@ -195,7 +211,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
     config = small_config(data, ADAM)
     run = new_run(tmp_path, "run", config)
     with process_group("cpu", 60) as ranks:
-        model = parallelize(ITEMS, config, ranks)
+        model = parallelize([Table(ITEM, ITEMS)], config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
@@ -216,7 +232,7 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
 def test_a_checkpoint_of_another_format_is_refused(run: Path) -> None:
     path = run / "checkpoints" / "step-3" / checkpoint.MANIFEST
     manifest = json.loads(path.read_text())
-    manifest = {key: value for key, value in manifest.items() if key != "manifest_sha256"} | {"format_version": 2}
+    manifest = {key: value for key, value in manifest.items() if key != "manifest_sha256"} | {"format_version": 1}
     path.write_text(json.dumps(manifest | {"manifest_sha256": json_digest(manifest)}))
-    with pytest.raises(ValueError, match="has format 2, this logitmix reads 1"):
+    with pytest.raises(ValueError, match="has format 1, this logitmix reads 2"):
         checkpoint.load_saved(run)

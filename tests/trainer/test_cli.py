@@ -52,6 +52,40 @@ def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
     assert parsed[0].model.similarity == MoLConfig(gate_hidden=7)
 
 
+def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> None:
+    words = "--tables.item.sharding row_wise --tables.lr 0.5 --tables.zip.init-std=0.125 --tables.item.lr 2"
+    cli.main(["train", "demo-mol", *words.split()])
+    tables = parsed[0].tables
+    assert tables.by_name == {"item": {"sharding": "row_wise", "lr": 2.0}, "zip": {"init_std": 0.125}}
+    assert (tables.lr, tables.of("item").lr, tables.of("zip").lr) == (0.5, 2.0, 0.5)
+    # On top of a recipe's settings of tables.
+    (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\neps = 0.5\n")
+    cli.main(["train", str(tmp_path / "recipe.toml"), "--tables.item.lr", "4"])
+    assert parsed[1].tables.by_name == {"item": {"lr": 4.0, "eps": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tables.item.lr x", "--tables.item.lr is 'x'; it must be of type float"),
+        ("--tables.item.lr", "--tables.item.lr needs a value"),
+        ("--tables.item.lr --train.epochs 3", "--tables.item.lr needs a value"),
+        ("--tables.item.lrr 1", "unknown option --tables.item.lrr (did you mean lr?)"),
+        ("--tables.item.lr=-1", "tables.item.lr is -1.0; it must be above 0 and finite"),
+        ("--tables.item.sharding rows", "tables.item.sharding is 'rows'; it must be one of auto, row_wise"),
+        ("--tables.by-name.item.lr 1", "Unrecognized options: --tables.by-name.item.lr"),
+    ],
+)
+def test_wrong_settings_of_a_table_are_refused(
+    words: str, message: str, parsed: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\n")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", str(tmp_path / "recipe.toml"), *words.split()])
+    assert stop.value.code == 2 and not parsed
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", classes_by_kind(SimilarityConfig))
 def test_help_lists_every_setting(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -17,6 +17,7 @@ from logitmix.trainer.config import (
     DenseConfig,
     EvaluateConfig,
     TablesConfig,
+    TableSettings,
     TrainConfig,
     dump_toml,
     flatten,
@@ -31,6 +32,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("section", "prefix", "field", "wrong", "right"),
     [
+        (TablesConfig, "tables", "dim", [-4, 6], [0, 4, 128]),
         (TablesConfig, "tables", "lr", [0.0, -1.0, NAN], [1e-9]),
         (TablesConfig, "tables", "beta1", [-0.1, 1.0, NAN], [0.0, 0.999]),
         (TablesConfig, "tables", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
@@ -195,6 +197,8 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "model.loss.kind": "bce",
         "model.loss.share": "batch",
         "tables.sharding": "column_wise",
+        "tables.dim": 16,
+        "tables.precision": "fp16",
         "tables.optimizer": "sgd",
         "dense.optimizer": "sgd",
         "comm.forward": "bf16",
@@ -220,6 +224,53 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         config = replaced(config, flag.split("."), others[flag])
     assert flatten(config) == others
     assert load_toml(dump_toml(config), "here") == config
+
+
+TABLES = """
+[tables]
+lr = 0.5
+beta1 = 0.5
+[tables.item]
+sharding = "row_wise"
+lr = 2
+[tables.zip]
+optimizer = "sgd"
+dim = 16
+"""
+
+
+def test_a_table_has_settings_of_its_own_and_the_others_of_all() -> None:
+    config = load_toml(TABLES, "here")
+    item, zip_code, other = (config.tables.of(name) for name in ("item", "zip", "brand"))
+    assert (item.sharding, item.lr, item.beta1, item.optimizer) == ("row_wise", 2.0, 0.5, "adam")
+    assert (zip_code.sharding, zip_code.lr, zip_code.optimizer, zip_code.dim) == ("auto", 0.5, "sgd", 16)
+    assert other == replaced(TableSettings(lr=0.5), ["beta1"], 0.5)
+    assert load_toml(dump_toml(config), "here") == config
+    own = {"tables.item.sharding": "row_wise", "tables.item.lr": 2, "tables.zip.optimizer": "sgd", "tables.zip.dim": 16}
+    assert flatten(config) == flatten(Config()) | {"tables.lr": 0.5, "tables.beta1": 0.5} | own
+    # What is said of all tables still reaches those that have settings of their own.
+    assert replaced(config, ["tables", "beta1"], 0.75).tables.of("item").beta1 == 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tables.item]\nlrr = 1", r"unknown key tables\.item\.lrr \(did you mean lr\?\)"),
+        ("[tables.item]\nlr = -1", r"tables\.item\.lr is -1\.0; it must be above 0 and finite"),
+        ("[tables.item]\nlr = true", r"tables\.item\.lr is True; it must be of type float"),
+        ('[tables.item]\nsharding = "rows"', r"tables\.item\.sharding is 'rows'; it must be one of auto, row_wise"),
+        ("[tables.item.more]\nlr = 1", r"unknown key tables\.item\.more"),
+        ("[tables]\nitem = 3", r"unknown key tables\.item"),
+        ('[tables]\nsharding = "column_wise"\noptimizer = "rowwise_adagrad"', r"tables\.sharding is column_wise and"),
+        (
+            '[tables]\noptimizer = "rowwise_adagrad"\n[tables.zip]\nsharding = "column_wise"',
+            r"tables\.zip\.sharding is column_wise and tables\.zip\.optimizer rowwise_adagrad",
+        ),
+    ],
+)
+def test_wrong_settings_of_a_table_are_refused_by_its_name(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^recipe.toml: (table item: )?{message}"):
+        load_toml(text, "recipe.toml")
 
 
 def replaced(config: Any, path: list[str], value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
+from logitmix.modules.schema import ITEM, Table
 from logitmix.serving.format import read
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import checkpoint
@@ -49,7 +50,7 @@ def perturb(model: ParallelModel, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.tower.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-        for shard in model.shard().local_shards():
+        for shard in model.shards()[ITEM].local_shards():
             shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=generator))
 
 
@@ -72,7 +73,7 @@ def run(tmp_path: Path) -> Path:
     (run / "config.toml").write_text(dump_toml(config))
     (run / "dataset.json").write_text(load_dataset(data).description())
     with process_group("cpu", 60) as ranks:
-        model = parallelize(X, config, ranks)
+        model = parallelize([Table(ITEM, X)], config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)

@@ -9,11 +9,12 @@ from small_data import ITEMS, gather_table, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import ITEM, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import autocast, parallelize, require_whole_steps
+from logitmix.trainer.parallelize import autocast, embedding_tables, parallelize
 from logitmix.trainer.pipeline import Pipeline
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
@@ -39,7 +40,7 @@ def train_steps(config: Config, steps: int) -> Seen:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
         batches = training_batches(config, dataset, ranks)
-        model = parallelize(dataset.num_items, config, ranks)
+        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items, dtype=torch.bool)
         gradients, wire_bytes = {}, 0.0
@@ -55,7 +56,7 @@ def train_steps(config: Config, steps: int) -> Seen:
                 touched[pipeline.batch.id_V.cpu()] = True
                 wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
         after = gather_table(model)
-        shards = [tuple(shard.shard_sizes) for shard in model.shard().metadata().shards_metadata]
+        shards = [tuple(shard.shard_sizes) for shard in model.shards()[ITEM].metadata().shards_metadata]
         return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
 
 
@@ -119,7 +120,8 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
     for config in configs:
         with process_group(config.train.device, 60) as ranks:
             dataset = load_dataset(config.data.path)
-            batches, model = training_batches(config, dataset, ranks), parallelize(dataset.num_items, config, ranks)
+            batches = training_batches(config, dataset, ranks)
+            model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
             optimizer = dense_optimizer(model.tower, config.dense)
             with Pipeline(model, optimizer, batches.at, 2) as pipeline:
                 pipeline.train_step()
@@ -189,7 +191,19 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
 ) -> None:
     config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
     with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
-        require_whole_steps(config, torch.device(device))
+        embedding_tables([Table(ITEM, ITEMS)], config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tables.itme.lr": 1.0}, r"^tables\.itme: no table itme \(did you mean item\?\); there are: item, zip$"),
+        ({"tables.zip.precision": "fp16"}, r"^the precision of table zip is fp16, which FBGEMM trains on CUDA only"),
+    ],
+)
+def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        embedding_tables([Table(ITEM, ITEMS), Table("zip", 5)], small_config(data, settings), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

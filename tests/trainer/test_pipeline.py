@@ -10,6 +10,7 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
+from logitmix.modules.schema import ITEM, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
@@ -25,7 +26,7 @@ ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients
 def a_pipeline(config: Config, total: int, done: RunProgress | None = None) -> Iterator[Pipeline]:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
-        model = parallelize(dataset.num_items, config, ranks)
+        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
         optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
             yield pipeline
@@ -115,10 +116,10 @@ def left_with_rows_in_flight(config: Config) -> bool:
         pipeline.train_step()
         assert pipeline._next
         batch, rows = pipeline._next
-        rows.leaf_VD.fill_(torch.nan)
+        rows.rows[ITEM].fill_(torch.nan)
         pipeline.__exit__(None, None, None)
         pipeline._next = None
-        return torch.equal(rows.leaf_VD, gather_table(pipeline.model)[batch.id_V])
+        return torch.equal(rows.rows[ITEM], gather_table(pipeline.model)[batch.id_V])
 
 
 def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
@@ -157,7 +158,7 @@ def test_learning_rates_follow_the_schedule(data: Path) -> None:
             pipeline.train_step()
             rates.append(pipeline.learning_rates)
             assert [group["lr"] for group in pipeline.optimizer.param_groups] == [rates[-1]["dense"]]
-            assert pipeline.model.table_optimizer.optimizer.param_groups[0]["lr"] == rates[-1]["tables"]
+            assert pipeline.model.table_optimizers.fused[0].param_groups[0]["lr"] == rates[-1]["tables"]
     assert [rate["dense"] for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.5])
     assert [rate["tables"] for rate in rates] == pytest.approx([0.25, 0.5, 0.5, 0.25])
 

@@ -1,0 +1,45 @@
+import torch
+from torch import Tensor, nn
+
+from logitmix.modules.config import ModelConfig
+from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, lookup
+from logitmix.modules.model import RetrievalModel
+
+TABLES = [EmbeddingTable("item", 10**12, 64), EmbeddingTable("zip", 5, 16), EmbeddingTable("brand", 7, 64, "fp16")]
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name.rpartition("embeddings.")[2].removesuffix(".weight"): w for name, w in module.named_parameters()}
+
+
+def test_tables_have_no_rows_before_they_are_sharded() -> None:
+    model = RetrievalModel(TABLES, ModelConfig())
+    assert {name: tuple(weight.shape) for name, weight in weights(model.tables).items()} == {
+        "item": (10**12, 64),
+        "zip": (5, 16),
+        "brand": (7, 64),
+    }
+    assert all(weight.device.type == "meta" for weight in model.tables.parameters())
+    assert [name for name, weight in weights(model.tables).items() if weight.dtype == torch.float16] == ["brand"]
+
+
+def test_tables_of_one_width_are_one_collection() -> None:
+    collections = embedding_collections(TABLES)
+    assert {name: list(weights(each)) for name, each in collections.items()} == {
+        "dim_64": ["item", "brand"],
+        "dim_16": ["zip"],
+    }
+
+
+def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:
+    tables = [EmbeddingTable("a", 5, 4), EmbeddingTable("b", 3, 4)]
+    collection = embedding_collections(tables)["dim_4"].to_empty(device="cpu")
+    rows = {"a": torch.arange(20.0).view(5, 4), "b": -torch.arange(12.0).view(3, 4)}
+    with torch.no_grad():
+        for name, weight in weights(collection).items():
+            weight.copy_(rows[name])
+    for ids in ({"a": [4, 0, 4], "b": [2]}, {"a": [], "b": [1, 0]}, {"a": [], "b": []}):
+        named = {name: torch.tensor(of_table, dtype=torch.int64) for name, of_table in ids.items()}
+        found = collection(lookup(named))
+        for name in named:
+            assert torch.equal(found[name].values(), rows[name][named[name]])

@@ -1,0 +1,167 @@
+"""Which rank holds which rows and columns of which table.
+
+TorchRec's planner places all tables together. Where `tables.sharding` is auto, it chooses between row_wise and
+table_wise for each, but for a table that is more than a rank's share of all bytes: that one is row_wise, because the
+rank that held it whole would hold most of everything. column_wise has to be asked for: it sends each id to all owners
+of its columns, and the FP8 wire gives the columns of each a scale of their own. A table with too few rows for all ranks
+is table_wise where row_wise is asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+from logitmix.comm.process_group import Ranks
+from logitmix.modules.embeddings import EmbeddingTable
+from logitmix.trainer.config import TablesConfig, TableSettings
+from logitmix.trainer.optimizer import state_per_row, table_kernel
+
+_IDS = 10_000
+"""Rows that a batch is taken to ask for; of a smaller table, all."""
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Rows [first_row, first_row + rows) and columns [first_column, first_column + columns), held by a rank."""
+
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where a table lies and how it is trained."""
+
+    rows: int
+    dim: int
+    sharding: str
+    optimizer: str
+    precision: str
+    bytes: int
+    """Of its rows and the state of their optimizer."""
+    shards: tuple[ShardPlace, ...]
+
+
+Plans = Mapping[str, EmbeddingModuleShardingPlan]
+"""TorchRec's plan of each collection."""
+
+
+def plan_tables(
+    collections: nn.ModuleDict, tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks
+) -> Plans:
+    """The planner's choice within what the configuration allows; the same on all ranks, collective.
+
+    Raises ValueError where the devices have no room.
+    """
+    hbm_bytes = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=ranks.world_size,
+            local_world_size=get_local_size(ranks.world_size),
+            compute_device=ranks.device.type,
+            hbm_cap=hbm_bytes,
+        ),
+        # Its grid search takes seconds for a dozen tables.
+        proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
+        constraints=_constraints(tables, config, ranks),
+    )
+    try:
+        whole = planner.collective_plan(collections, [EmbeddingCollectionSharder()], ranks.group)
+    except PlannerError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"the tables find no place with tables.sharding {config.sharding}: {reason}") from None
+    plans = {name: whole.get_plan_for_module(name) for name in collections}
+    for plan in plans.values():
+        for table, parameter in cast(dict[str, Any], plan).items():
+            parameter.compute_kernel = table_kernel(config.of(table), ranks.device).value
+    return cast(Plans, plans)
+
+
+def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: TablesConfig) -> dict[str, TablePlan]:
+    """The plans in words of our own, by table."""
+    parameters = {name: each for plan in plans.values() for name, each in cast(dict[str, Any], plan).items()}
+    return {table.name: _describe(parameters[table.name], table, config.of(table.name)) for table in tables}
+
+
+def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) -> TablePlan:
+    return TablePlan(
+        rows=table.rows,
+        dim=table.dim,
+        sharding=parameter.sharding_type,
+        optimizer=settings.optimizer,
+        precision=table.precision,
+        bytes=_bytes(table, settings),
+        shards=tuple(
+            ShardPlace(
+                shard.placement.rank(),
+                shard.shard_offsets[0],
+                shard.shard_sizes[0],
+                shard.shard_offsets[1],
+                shard.shard_sizes[1],
+            )
+            for shard in parameter.sharding_spec.shards
+        ),
+    )
+
+
+def plan_summary(plan: Mapping[str, TablePlan]) -> str:
+    """A line for each table."""
+    lines = []
+    width = max(len(name) for name in plan)
+    for name, table in plan.items():
+        owners = sorted({shard.rank for shard in table.shards if shard.rows})
+        where = f"rank {owners[0]}" if len(owners) == 1 else f"{len(owners)} ranks"
+        lines.append(
+            f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, {table.optimizer}, "
+            f"{table.bytes / 2**20:,.1f} MiB"
+        )
+    return "\n".join(lines)
+
+
+def _constraints(
+    tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks
+) -> dict[str, ParameterConstraints]:
+    sizes = {table.name: _bytes(table, config.of(table.name)) for table in tables}
+    share = sum(sizes.values()) / ranks.world_size
+    return {
+        table.name: ParameterConstraints(
+            sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, ranks.world_size),
+            min_partition=_columns_per_rank(table.dim, ranks),
+            pooling_factors=[float(min(table.rows, _IDS))],
+            batch_sizes=[1],
+        )
+        for table in tables
+    }
+
+
+def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool, world_size: int) -> list[str]:
+    if settings.sharding in ("table_wise", "column_wise"):
+        return [settings.sharding]
+    # FBGEMM's kernels want a row of some table, and the last ranks of a few rows may have none.
+    if (world_size - 1) * -(-table.rows // world_size) >= table.rows:
+        return ["table_wise"]
+    return ["row_wise"] if settings.sharding == "row_wise" or large else ["row_wise", "table_wise"]
+
+
+def _columns_per_rank(dim: int, ranks: Ranks) -> int:
+    """Width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for FBGEMM."""
+    return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * ranks.world_size >= dim)
+
+
+def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:
+    row_bytes = table.dim * (2 if table.precision == "fp16" else 4)
+    return table.rows * (row_bytes + 4 * state_per_row(settings, table.dim))
