@@ -5,8 +5,8 @@ With more ranks each is collective: all ranks call it, in the same order. Tensor
 `ranks.device` or on the CPU, alike on all ranks. No gradient passes through.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,3 +75,31 @@ def barrier(ranks: Ranks) -> None:
     """Returns once every rank has called it."""
     # A reduction rather than dist.barrier, which on CUDA has to guess a device.
     agreed(False, ranks)
+
+
+def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
+    """Rank 0 acts for all: what it gives, on every rank. Every rank raises its ValueError or OSError."""
+    return _results([broadcast_object(_outcome(action) if ranks.rank == 0 else None, ranks)])[0]
+
+
+def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:
+    """Every rank acts: what each gives, on every rank. Where some raise ValueError or OSError, all raise the first."""
+    outcomes: list[Any] = [_outcome(action)]
+    if ranks.world_size > 1:
+        outcomes, own = [None] * ranks.world_size, outcomes[0]
+        dist.all_gather_object(outcomes, own, group=ranks.group)
+    return _results(outcomes)
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except (ValueError, OSError) as error:
+        return None, error
+
+
+def _results(outcomes: list[Any]) -> list[Any]:
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]

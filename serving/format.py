@@ -2,12 +2,15 @@
 
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
-    items.safetensors    table [X, D], with which histories are encoded, and the item cache: what the similarity
-                         (similarity.0, …; of MoL the components [X, I, C] and the gating weights [X, M]) and the
-                         h-indexer (hindexer.0 [X, H], where there is one) make of the items
-    ids.json             {"raw_ids": [X texts, by item index], "titles": [X texts] or null}
+    items-00000-of-000NN.safetensors
+                         of consecutive items: table [R, D], with which histories are encoded, and the item cache: what
+                         the similarity (similarity.0, …; of MoL the components [R, I, C] and the gating weights [R, M])
+                         and the h-indexer (hindexer.0 [R, H], where there is one) make of the items
+    ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where in
+                         it they begin and end), raw_ids.order (I64 [X], the indices in the order of their bytes);
+                         titles.data and titles.bounds where there are titles
 
-All tensors are FP32. The fields of the manifest:
+All other tensors are FP32. The fields of the manifest:
 
     format, format_version    what and which this is
     logitmix, torch           versions that wrote it
@@ -17,15 +20,18 @@ All tensors are FP32. The fields of the manifest:
     exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
                               model was evaluated
     signature                 inputs and outputs of a retrieval
-    files                     {name: {bytes, sha256, and of safetensors the tensors: {name: {dtype, shape}}}}
+    files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}
     sha256                    of the other fields, as compact JSON in ASCII with sorted keys
 
-Axes: X items in the corpus, D encoder width, I item components, C component width, M mixture components, H h-indexer
-width.
+Several processes can write it together, each some of the shards; files are mapped into memory when they are read.
+
+Axes: X items in the corpus, R items of a shard, D encoder width, I item components, C component width, M mixture
+components, H h-indexer width.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,18 +43,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.common.files import file_digest, json_digest, whole_directory
+from logitmix.common.files import file_digest, json_digest, sync
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.config import ModelConfig
-from logitmix.serving.model import item_shapes, weight_shapes
+from logitmix.serving.items import Items
+from logitmix.serving.model import TABLE, item_shapes, weight_shapes
+from logitmix.serving.texts import Texts
 from logitmix.serving.topk import MAX_ITEMS
 
 T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
 FORMAT_VERSION = 2
-MANIFEST, WEIGHTS, ITEMS, IDS = "manifest.json", "tower.safetensors", "items.safetensors", "ids.json"
+MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 
+Entries = dict[str, dict[str, Any]]
+"""The field "files" of the manifest, or a part of it."""
+
+_DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
 _ABOUT_ITEMS = ("num_items", "exclude_history")
@@ -64,37 +76,82 @@ class Source:
     dataset: str
 
 
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """What a serving directory holds."""
+@dataclass(frozen=True)
+class About:
+    """What the manifest says of an export beside its files."""
 
     model: ModelConfig
     source: Source
-    weights: Mapping[str, Tensor]
-    """Of tower.safetensors."""
-    items: Mapping[str, Tensor]
-    """Of items.safetensors."""
-    raw_ids: list[str]
-    """[X], each once."""
-    titles: list[str] | None
-    """[X], for people to read."""
+    num_items: int
+    """X."""
     exclude_history: bool
     """Whether retrieval leaves a history's own items out where the caller does not say."""
 
 
-def write(contents: Contents, out: Path, overwrite: bool = False) -> dict[str, Any]:
-    """Writes a serving directory, complete or not at all, and gives its manifest.
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What a serving directory holds."""
 
-    Raises ValueError as `check_target` does, and where contents do not fit together; OSError where the disk is full
-    or forbids it.
+    about: About
+    weights: Mapping[str, Tensor]
+    """Of the towers."""
+    items: Items
+    raw_ids: Texts
+    """[X], each once, with their order."""
+    titles: Texts | None
+    """[X], for people to read."""
+
+
+def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
+    """Writes the towers' weights, and gives the manifest's entry of the file.
+
+    This and what follows raise ValueError for numbers that are not finite, and OSError where the disk is full or
+    forbids it.
     """
-    out = out.resolve()
-    check_target(out, overwrite)
-    _check_contents(contents)
-    with whole_directory(out) as staging:
-        manifest = _fill(staging, contents)
-        check_target(out, overwrite)
+    assert _shapes(weights) == weight_shapes(about.model)
+    return _write_tensors(staging / WEIGHTS, weights)
+
+
+def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
+    """Likewise the table's rows and the cache of the items of shard `number` of `count`."""
+    assert _shapes(items) == item_shapes(about.model, len(items[TABLE]))
+    return _write_tensors(staging / items_file(number, count), items)
+
+
+def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None) -> Entries:
+    """Likewise the items' raw ids and titles."""
+    assert raw_ids.order is not None
+    tensors = {"raw_ids.data": raw_ids.data, "raw_ids.bounds": raw_ids.bounds, "raw_ids.order": raw_ids.order}
+    if titles is not None:
+        tensors |= {"titles.data": titles.data, "titles.bounds": titles.bounds}
+    for texts in (raw_ids, titles or raw_ids):
+        assert len(texts) == about.num_items and texts.problem() is None
+    return _write_tensors(staging / IDS, tensors)
+
+
+def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
+    """The last file, with the entries of all others; gives its content."""
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "logitmix": version("logitmix"),
+        "torch": str(torch.__version__),
+        **dataclasses.asdict(about.source),
+        "model": dataclasses.asdict(about.model),
+        "num_items": about.num_items,
+        "exclude_history": about.exclude_history,
+        "signature": signature(about.model),
+        "files": dict(sorted(entries.items())),
+    }
+    manifest |= {"sha256": _manifest_digest(manifest)}
+    # ASCII with escapes: every text comes back as it was, unpaired surrogates too.
+    text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
+    (staging / MANIFEST).write_text(text, encoding="ascii")
     return manifest
+
+
+def items_file(number: int, count: int) -> str:
+    return f"items-{number:05}-of-{count:05}.safetensors"
 
 
 def check_target(out: Path, overwrite: bool) -> None:
@@ -108,26 +165,32 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> Contents:
-    """Reads and checks a serving directory; its tensors go to `device`.
+    """Reads and checks a serving directory. What is on the CPU is mapped from the files; another `device` has copies of
+    all but the texts.
 
     Raises ValueError that names the path and what to do, where there is no serving directory, where it is of another
     format version, or where a file is missing, damaged, or does not fit the manifest.
     """
     manifest = read_manifest(path)
-    model = _parse(ModelConfig, manifest["model"], path / MANIFEST, "model.")
-    source = _parse(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, "")
-    _check_model(path, manifest, model)
-    for name in (WEIGHTS, ITEMS, IDS):
-        _check_file(path / name, manifest["files"][name])
-    ids = _read_ids(path / IDS, manifest["num_items"])
-    return Contents(
-        model=model,
-        source=source,
-        weights=_read_tensors(path / WEIGHTS, weight_shapes(model), device),
-        items=_read_tensors(path / ITEMS, item_shapes(model, manifest["num_items"]), device),
-        raw_ids=ids["raw_ids"],
-        titles=ids["titles"],
+    about = About(
+        model=_parse(ModelConfig, manifest["model"], path / MANIFEST, "model."),
+        source=_parse(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, ""),
+        num_items=manifest["num_items"],
         exclude_history=manifest["exclude_history"],
+    )
+    _check_about(path / MANIFEST, manifest, about)
+    tensors = _check_files(path / MANIFEST, manifest["files"], about)
+    for name in tensors:
+        _check_file(path / name, manifest["files"][name])
+    found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
+    ids = found.pop(IDS)
+    on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
+    return Contents(
+        about=about,
+        weights=on_device.pop(WEIGHTS),
+        items=Items([on_device[name] for name in sorted(on_device)]),
+        raw_ids=_texts(path / IDS, ids, "raw_ids"),
+        titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
     )
 
 
@@ -167,88 +230,78 @@ def signature(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _fill(part: Path, contents: Contents) -> dict[str, Any]:
-    _write_json(part / IDS, {"raw_ids": contents.raw_ids, "titles": contents.titles})
-    for name, tensors in ((WEIGHTS, contents.weights), (ITEMS, contents.items)):
-        try:
-            save_file(dict(tensors), part / name)
-        except SafetensorError as error:
-            raise OSError(f"{part / name} cannot be written: {error}") from None
-        # safetensors makes files that only their owner can read; the umask decides, as it does for the JSON files.
-        (part / name).chmod((part / IDS).stat().st_mode)
-    manifest = _manifest(part, contents)
-    _write_json(part / MANIFEST, manifest, indent=2)
-    return manifest
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
+    for name, value in tensors.items():
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} holds NaN or infinity: the training diverged; export another checkpoint")
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from None
+    # safetensors makes files that only their owner can read; the umask decides, as it did for the directory.
+    file.chmod(file.parent.stat().st_mode & 0o666)
+    sync(file)
+    found = {name: {"dtype": _DTYPES[value.dtype], "shape": list(value.shape)} for name, value in tensors.items()}
+    return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file), "tensors": found}}
 
 
-def _manifest(part: Path, contents: Contents) -> dict[str, Any]:
-    tensors = _tensors(contents.model, len(contents.raw_ids))
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "logitmix": version("logitmix"),
-        "torch": str(torch.__version__),
-        **dataclasses.asdict(contents.source),
-        "model": dataclasses.asdict(contents.model),
-        "num_items": len(contents.raw_ids),
-        "exclude_history": contents.exclude_history,
-        "signature": signature(contents.model),
-        "files": {
-            name: {"bytes": (part / name).stat().st_size, "sha256": file_digest(part / name)} | extra
-            for name, extra in tensors.items()
-        },
-    }
-    return manifest | {"sha256": _manifest_digest(manifest)}
-
-
-def _tensors(model: ModelConfig, num_items: int) -> dict[str, dict[str, Any]]:
-    """The field "tensors" of each file's entry."""
-    shapes = {WEIGHTS: weight_shapes(model), ITEMS: item_shapes(model, num_items)}
-    return {
-        file: {"tensors": {name: {"dtype": "F32", "shape": shape} for name, shape in of_file.items()}}
-        for file, of_file in shapes.items()
-    } | {IDS: {}}
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    assert all(value.dtype == torch.float32 for value in tensors.values())
+    return {name: list(value.shape) for name, value in tensors.items()}
 
 
 def _is_ours(path: Path) -> bool:
     """A serving directory, be it a damaged one, with nothing in it that is not ours to remove."""
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
-    return {entry.name for entry in path.iterdir()} <= {MANIFEST, WEIGHTS, ITEMS, IDS}
+    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, IDS}
+    return all(re.fullmatch(r"items-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 
-def _check_contents(contents: Contents) -> None:
-    """ValueError for what a trained model or a dataset can be, assert for what export made."""
-    X = len(contents.raw_ids)
-    for tensors, shapes in (
-        (contents.weights, weight_shapes(contents.model)),
-        (contents.items, item_shapes(contents.model, X)),
-    ):
-        assert {name: list(value.shape) for name, value in tensors.items()} == shapes
-        for name, value in tensors.items():
-            assert value.dtype == torch.float32
-            if not torch.isfinite(value).all():
-                raise ValueError(f"{name} holds NaN or infinity: the training diverged; export another checkpoint")
-    problem = _ids_problem({"raw_ids": contents.raw_ids, "titles": contents.titles}, X)
-    if problem:
-        raise ValueError(f"the dataset's {problem}; prepare it again")
-
-
-def _check_model(path: Path, manifest: Mapping[str, Any], model: ModelConfig) -> None:
-    """The fields that follow from the model's configuration and the number of items."""
-    file, num_items, files = path / MANIFEST, manifest["num_items"], manifest["files"]
-    if type(num_items) is not int or not 1 <= num_items <= MAX_ITEMS:
-        _broken(file, f"num_items is {num_items!r}, not a number from 1 to {MAX_ITEMS}")
-    if type(manifest["exclude_history"]) is not bool:
-        _broken(file, f"exclude_history is {manifest['exclude_history']!r}, not true or false")
-    if manifest["signature"] != signature(model):
+def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
+    if type(about.num_items) is not int or not 1 <= about.num_items <= MAX_ITEMS:
+        _broken(file, f"num_items is {about.num_items!r}, not a number from 1 to {MAX_ITEMS}")
+    if type(about.exclude_history) is not bool:
+        _broken(file, f"exclude_history is {about.exclude_history!r}, not true or false")
+    if manifest["signature"] != signature(about.model):
         _broken(file, "its signature is not that of its model")
-    tensors = _tensors(model, num_items)
-    _check_keys(file, files, tuple(tensors), "files.")
-    for name, extra in tensors.items():
-        _check_keys(file, files[name], ("bytes", "sha256", *extra), f"files.{name}.")
-        if files[name].get("tensors") != extra.get("tensors"):
+
+
+def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]]:
+    """The tensors of all files, as the manifest has them: those that follow from the model and the number of items."""
+    if not isinstance(files, dict):
+        _broken(file, "files is not a mapping")
+    count = sum(name.startswith("items-") for name in files)
+    shards = [items_file(number, count) for number in range(count)]
+    _check_keys(file, files, (WEIGHTS, IDS, *shards), "files.")
+    for name in files:
+        _check_keys(file, files[name], ("bytes", "sha256", "tensors"), f"files.{name}.")
+    tensors = {name: entry["tensors"] for name, entry in files.items()}
+    try:
+        rows = [tensors[name][TABLE]["shape"][0] for name in shards]
+        expected = {name: _float32(item_shapes(about.model, R)) for name, R in zip(shards, rows, strict=True)}
+        expected |= {WEIGHTS: _float32(weight_shapes(about.model)), IDS: _ids(tensors[IDS], about.num_items)}
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        _broken(file, "the tensors of its files are no names with shapes")
+    if sum(rows) != about.num_items:
+        _broken(file, f"its files have {sum(rows)} items, and num_items is {about.num_items}")
+    for name in files:
+        if tensors[name] != expected[name]:
             _broken(file, f"its tensors of {name} are not those of its model")
+    return tensors
+
+
+def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+    return {name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}
+
+
+def _ids(found: Mapping[str, Any], X: int) -> dict[str, Any]:
+    """The tensors of the ids file, with the data as long as found."""
+    expected: dict[str, Any] = {"raw_ids.order": {"dtype": "I64", "shape": [X]}}
+    for texts in ("raw_ids", "titles") if "titles.data" in found else ("raw_ids",):
+        expected[f"{texts}.bounds"] = {"dtype": "I64", "shape": [X + 1]}
+        expected[f"{texts}.data"] = {"dtype": "U8", "shape": [int(found[f"{texts}.data"]["shape"][0])]}
+    return expected
 
 
 def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
@@ -261,39 +314,23 @@ def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
         _broken(file, "it is damaged (its sha256 is not the manifest's)")
 
 
-def _read_tensors(file: Path, shapes: Mapping[str, list[int]], device: torch.device | str) -> dict[str, Tensor]:
+def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file, mapped into memory."""
     try:
-        with safe_open(file, framework="pt", device=str(device)) as tensors:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
             found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
-            if {name: (part.get_dtype(), part.get_shape()) for name, part in found.items()} != {
-                name: ("F32", shape) for name, shape in shapes.items()
-            }:
+            if {name: {"dtype": t.get_dtype(), "shape": t.get_shape()} for name, t in found.items()} != expected:
                 _broken(file, "its tensors are not those of the manifest")
-            return {name: tensors.get_tensor(name) for name in shapes}
+            return {name: tensors.get_tensor(name) for name in found}
     except SafetensorError as error:
         _broken(file, f"it is no safetensors file ({error})")
 
 
-def _read_ids(file: Path, num_items: int) -> dict[str, Any]:
-    ids = _read_json(file)
-    _check_keys(file, ids, ("raw_ids", "titles"), "")
-    problem = _ids_problem(ids, num_items)
-    if problem:
-        _broken(file, f"its {problem}")
-    return ids
-
-
-def _ids_problem(ids: Mapping[str, Any], num_items: int) -> str | None:
-    for name, values in ids.items():
-        if name == "titles" and values is None:
-            continue
-        if not isinstance(values, list) or not all(type(value) is str for value in values):
-            return f"{name} are not all texts"
-        if len(values) != num_items:
-            return f"{name} are {len(values)}, for {num_items} items"
-    if len(set(ids["raw_ids"])) != num_items:
-        return "raw_ids name an item twice"
-    return None
+def _texts(file: Path, tensors: Mapping[str, Tensor], name: str) -> Texts:
+    texts = Texts(tensors[f"{name}.data"], tensors[f"{name}.bounds"], tensors.get(f"{name}.order"))
+    if problem := texts.problem():
+        _broken(file, f"its {name}.{problem}")
+    return texts
 
 
 def _parse(cls: type[T], tree: Any, file: Path, prefix: str) -> T:
@@ -324,11 +361,6 @@ def _read_json(file: Path) -> Any:
         _broken(file, "it is damaged (nested too deep)")
     except ValueError as error:
         _broken(file, f"it is damaged ({error})")
-
-
-def _write_json(file: Path, content: object, indent: int | None = None) -> None:
-    # ASCII with escapes: every text comes back as it was, unpaired surrogates too.
-    file.write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n", encoding="ascii")
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:

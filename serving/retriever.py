@@ -7,7 +7,6 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from logitmix.modules.batch import Packing
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.serving.format import Contents, read
-from logitmix.serving.model import TABLE, trained_tower
+from logitmix.serving.items import Chunk
+from logitmix.serving.model import trained_tower
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
@@ -51,17 +51,16 @@ class Retriever:
     """Answers with the trained model's top-k, from a serving directory."""
 
     def __init__(self, contents: Contents) -> None:
-        self.config, self.source = contents.model, contents.source
+        about = contents.about
+        self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
-        self.exclude_history = contents.exclude_history
-        self._tower = trained_tower(contents.model, contents.weights)
-        self._item_XD = contents.items[TABLE]
-        self._similarity_items = _side(contents, "similarity")
-        self._hindexer_items = _side(contents, "hindexer")
+        self._tower = trained_tower(about.model, contents.weights)
+        self._items = contents.items
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Retriever":
-        """Reads a serving directory; the model and the items go to `device`, cpu or cuda.
+        """Reads a serving directory; the model and the items go to `device`, cpu or cuda. On the CPU the items stay in
+        their files until they are used.
 
         Raises ValueError, naming the path and what to do, for what is no intact serving directory of this format
         version, and for a device that is not there.
@@ -108,14 +107,15 @@ class Retriever:
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
         """Item indices of the source's ids. Raises ValueError that names the ids that are not in the corpus."""
-        unknown = [str(raw_id) for raw_id in raw_ids if str(raw_id) not in self._index_of]
+        found = {str(raw_id): self.raw_ids.find(str(raw_id)) for raw_id in raw_ids}
+        unknown = [raw_id for raw_id, index in found.items() if index is None]
         if unknown:
             shown = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise ValueError(
                 f"no item of {self.source.dataset} has the id {shown}; give raw ids of its {self.num_items} items, "
                 f"such as {self.raw_ids[0]!r}"
             )
-        return [self._index_of[str(raw_id)] for raw_id in raw_ids]
+        return [index for raw_id in raw_ids if (index := found[str(raw_id)]) is not None]
 
     def rows(
         self,
@@ -132,10 +132,6 @@ class Retriever:
             for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1)
             if item >= 0
         ]
-
-    @cached_property
-    def _index_of(self) -> dict[str, int]:
-        return {raw_id: index for index, raw_id in enumerate(self.raw_ids)}
 
     def _checked(self, history: Sequence[int], place: int) -> list[int]:
         try:
@@ -154,11 +150,11 @@ class Retriever:
         tower = self._tower
         query_BD, packing = self._queries(histories)
         query = tower.similarity.query(query_BD, packing.last_B)
-        excluded = _Excluded(histories if exclude_history else [], self._item_XD.device)
+        excluded = _Excluded(histories if exclude_history else [], self._items.device)
         if tower.hindexer is None or kept >= self.num_items:
-            items = _slices(self._similarity_items, self._chunk(len(histories), tower.similarity))
+            items = self._items.all("similarity", self._chunk(len(histories), tower.similarity))
             return _best(tower.similarity, query, items, k, excluded)
-        items = _slices(self._hindexer_items, self._chunk(len(histories), tower.hindexer))
+        items = self._items.all("hindexer", self._chunk(len(histories), tower.hindexer))
         candidates_BK = _best(tower.hindexer, tower.hindexer.query(query_BD, packing.last_B), items, kept, excluded)
         return torch.cat([self._rerank(query, row, keys_K, k) for row, keys_K in enumerate(candidates_BK)])
 
@@ -168,22 +164,22 @@ class Retriever:
         # In the order of the items, so that gathering reads memory forwards.
         index_K = index_K[index_K >= 0].sort().values
         similarity = self._tower.similarity
-        items = _gathered(self._similarity_items, index_K, self._chunk(1, similarity))
+        items = self._items.some("similarity", index_K, self._chunk(1, similarity))
         one = tuple(part[row : row + 1] for part in query)
         best_1K = _best(similarity, one, items, k, None)
         missing = best_1K.new_full((1, k - best_1K.shape[1]), NOTHING)
         return torch.cat([best_1K, missing], dim=1)
 
     def _queries(self, histories: list[list[int]]) -> tuple[Tensor, Packing]:
-        device, L = self._item_XD.device, self.config.encoder.max_length
+        device, L = self._items.device, self.config.encoder.max_length
         encoded = [history[-L:] for history in histories]
         packing = Packing(torch.tensor([len(history) for history in encoded])).to(device)
-        history_T = torch.tensor([item for history in encoded for item in history], device=device)
-        return self._tower.queries(self._item_XD[history_T], packing), packing
+        history_T = torch.tensor([item for history in encoded for item in history])
+        return self._tower.queries(self._items.rows(history_T), packing), packing
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""
-        return max(1, _NUMBERS[self._item_XD.device.type] // (queries * stage.pair_numbers))
+        return max(1, _NUMBERS[self._items.device.type] // (queries * stage.pair_numbers))
 
 
 class _Excluded:
@@ -201,9 +197,7 @@ class _Excluded:
         keys_BN[self.row_T[inside_T], self.item_T[inside_T] - start] = NOTHING
 
 
-def _best(
-    similarity: Similarity, query: Side, items: Iterator[tuple[Tensor, Side]], k: int, excluded: _Excluded | None
-) -> Tensor:
+def _best(similarity: Similarity, query: Side, items: Iterator[Chunk], k: int, excluded: _Excluded | None) -> Tensor:
     """Keys [B, <= k] of the best items, given in chunks of indices and sides; the similarity of B queries to each."""
     best_BK = torch.empty(len(query[0]), 0, dtype=torch.int64, device=query[0].device)
     for index_N, side in items:
@@ -212,23 +206,3 @@ def _best(
             excluded.erase(keys_BN, int(index_N[0]))
         best_BK = merge(best_BK, keys_BN, k)
     return best_BK
-
-
-def _slices(side: Side, chunk: int) -> Iterator[tuple[Tensor, Side]]:
-    """All items, `chunk` at a time."""
-    X = len(side[0])
-    for start in range(0, X, chunk):
-        index_N = torch.arange(start, min(start + chunk, X), device=side[0].device)
-        yield index_N, tuple(part[start : start + chunk] for part in side)
-
-
-def _gathered(side: Side, index_K: Tensor, chunk: int) -> Iterator[tuple[Tensor, Side]]:
-    """The items of those indices, `chunk` at a time."""
-    for index_N in index_K.split(chunk):
-        yield index_N, tuple(part[index_N] for part in side)
-
-
-def _side(contents: Contents, stage: str) -> Side:
-    """similarity.0, similarity.1, … as the tuple that the stage's `item` gave."""
-    count = sum(name.startswith(f"{stage}.") for name in contents.items)
-    return tuple(contents.items[f"{stage}.{i}"] for i in range(count))

@@ -95,7 +95,7 @@ class EvaluateCommand:
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write the best checkpoint of a run as a serving directory."""
+    """Write the best checkpoint of a run as a serving directory; alone, or under torchrun."""
 
     run: tyro.conf.Positional[str]
     """Run directory."""
@@ -224,6 +224,8 @@ def _export(words: list[str]) -> None:
     from logitmix.trainer.export import export
 
     manifest = export(Path(command.run), Path(command.out), overwrite=command.overwrite, which=command.checkpoint)
+    if not _is_main():
+        return
     if command.json:
         print(json.dumps(manifest))
     else:

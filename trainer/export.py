@@ -1,76 +1,154 @@
-"""Checkpoint -> serving directory, without a process group.
+"""Checkpoint -> serving directory, shard by shard: no rank has more of the items in memory than one shard.
 
-Axes: X items in the corpus, D encoder width.
+Axes: X items in the corpus, R items of a shard, D width of a row.
 """
 
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from logitmix.comm.collectives import on_all_ranks, on_first_rank
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.files import publish, staging_path
 from logitmix.modules.towers import Tower
-from logitmix.serving.format import Contents, Source, check_target, write
+from logitmix.serving import format as serving
+from logitmix.serving.format import About, Entries, Source
 from logitmix.serving.model import TABLE, item_cache, item_shapes
+from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import excludes_history
-from logitmix.trainer.run import require_same_dataset
+from logitmix.trainer.run import read_config, require_same_dataset
+from logitmix.trainer.sharded_rows import own_range
 
-_ITEMS = 2**13
+SHARD_BYTES = 2**28
+"""Size of a shard of items, roughly."""
+CHUNK_ITEMS = 2**13
 """Items whose cache is computed at once."""
 
 
 def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best", "last"] = "best") -> dict[str, Any]:
-    """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest.
+    """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest; alone, or under
+    torchrun, where the ranks share out the shards.
 
     The raw ids and titles come from the dataset directory that the run names. Raises ValueError where `out` is there
     and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or is
     not the one that the run was trained on.
     """
-    check_target(out, overwrite)
-    model = load_saved(run, which)
-    dataset = load_dataset(model.config.data.path)
-    require_same_dataset(run, dataset)
-    source = Source(run.resolve().name, model.step, dataset.name)
-    exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
-    return export_model(model, dataset.raw_ids(), dataset.titles(), source, out, exclude_history, overwrite)
+    with process_group("cpu", read_config(run).comm.timeout_seconds) as ranks:
+        model = load_saved(run, which, ranks)
+        dataset = load_dataset(model.config.data.path)
+        require_same_dataset(run, dataset)
+        source = Source(run.resolve().name, model.step, dataset.name)
+        exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
+        about = About(model.config.model, source, model.num_items, exclude_history)
+        return export_model(model, about, dataset.raw_id_column, dataset.title_column, out, overwrite, ranks)
 
 
 def export_model(
     model: SavedModel,
-    raw_ids: list[str],
-    titles: list[str] | None,
-    source: Source,
+    about: About,
+    raw_ids: Callable[[], pa.ChunkedArray],
+    titles: Callable[[], pa.ChunkedArray | None],
     out: Path,
-    exclude_history: bool = True,
-    overwrite: bool = False,
+    overwrite: bool,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Writes a serving directory of a model whose items have these raw ids and titles; gives its manifest.
+    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; gives
+    its manifest. Collective.
 
-    Raises ValueError as `logitmix.serving.format.write` does.
+    Raises ValueError where `out` must not be overwritten, for weights that are not finite and for raw ids that name an
+    item twice, and OSError where the disk is full or forbids it.
     """
-    assert len(raw_ids) == model.num_items
-    tower = model.tower.eval()
-    contents = Contents(
-        model=model.config.model,
-        source=source,
-        weights=tower.state_dict(),
-        items=_items(tower, model.read_rows(0, model.num_items)),
-        raw_ids=raw_ids,
-        titles=titles,
-        exclude_history=exclude_history,
-    )
-    return write(contents, out, overwrite)
+    out = out.resolve()
+
+    def make() -> Path:
+        serving.check_target(out, overwrite)
+        staging = staging_path(out)
+        staging.mkdir(parents=True)
+        return staging
+
+    staging = on_first_rank(make, ranks)
+    try:
+        entries = on_all_ranks(lambda: _write_own(model, about, raw_ids, titles, staging, ranks), ranks)
+
+        def finish() -> dict[str, Any]:
+            manifest = serving.write_manifest(staging, about, {name: of[name] for of in entries for name in of})
+            serving.check_target(out, overwrite)
+            publish(staging, out)
+            return manifest
+
+        return on_first_rank(finish, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _write_own(
+    model: SavedModel,
+    about: About,
+    raw_ids: Callable[[], pa.ChunkedArray],
+    titles: Callable[[], pa.ChunkedArray | None],
+    staging: Path,
+    ranks: Ranks,
+) -> Entries:
+    """Writes this rank's files: a share of the shards, and on rank 0 the weights and ids."""
+    tower, entries = model.tower.eval(), Entries()
+    if ranks.rank == 0:
+        entries |= serving.write_weights(staging, about, tower.state_dict())
+        column = titles()
+        shown = None if column is None else _texts(column)
+        entries |= serving.write_ids(staging, about, _with_order(_texts(raw_ids())), shown)
+    bounds = _shard_bounds(tower, about.num_items)
+    count = len(bounds) - 1
+    for number in range(*own_range(count, ranks.rank, ranks.world_size)):
+        items = _items(tower, model.read_rows(bounds[number], bounds[number + 1]))
+        entries |= serving.write_items(staging, about, number, count, items)
+    return entries
+
+
+def _shard_bounds(tower: Tower, num_items: int) -> list[int]:
+    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(tower.config, 1).values())
+    rows = max(1, SHARD_BYTES // item_bytes)
+    return [*range(0, num_items, rows), num_items]
 
 
 @torch.inference_mode()
-def _items(tower: Tower, item_XD: Tensor) -> dict[str, Tensor]:
-    """The table and what the similarity and the h-indexer make of it."""
-    shapes = item_shapes(tower.config, len(item_XD))
+def _items(tower: Tower, row_RD: Tensor) -> dict[str, Tensor]:
+    """The rows and what the similarity and the h-indexer make of them."""
+    shapes = item_shapes(tower.config, len(row_RD))
     items = {name: torch.empty(shape) for name, shape in shapes.items() if name != TABLE}
-    for start in range(0, len(item_XD), _ITEMS):
-        part = item_cache(tower, item_XD[start : start + _ITEMS])
-        for name, value in part.items():
-            items[name][start : start + _ITEMS] = value
-    return {TABLE: item_XD, **items}
+    for start in range(0, len(row_RD), CHUNK_ITEMS):
+        for name, value in item_cache(tower, row_RD[start : start + CHUNK_ITEMS]).items():
+            items[name][start : start + CHUNK_ITEMS] = value
+    return {TABLE: row_RD, **items}
+
+
+def _texts(column: pa.ChunkedArray) -> Texts:
+    """Arrow's texts, "" for what is null."""
+    array = column.fill_null("").cast(pa.large_string()).combine_chunks()
+    _, offsets, data = array.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    texts = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
+    return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
+
+
+def _with_order(raw_ids: Texts) -> Texts:
+    """Raw ids that can be looked up; ValueError where two are the same."""
+    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (raw_ids.bounds, raw_ids.data)]
+    array = pa.LargeStringArray.from_buffers(len(raw_ids), *buffers)
+    order = pc.sort_indices(array)
+    ordered = array.take(order)
+    if pc.any(pc.equal(ordered[1:], ordered[:-1])).as_py():
+        raise ValueError("the dataset's raw_ids name an item twice; prepare it again")
+    return replace(raw_ids, order=torch.from_numpy(order.to_numpy().astype(np.int64)))

@@ -12,13 +12,13 @@ results.json      test metrics of the best checkpoint; written once, at the end
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from logitmix.comm.collectives import broadcast_object
+from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import write_whole
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
@@ -47,7 +47,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 makes the run directory and keeps other jobs out of it. ValueError on every rank where another job
     trains there or it cannot be made. Collective."""
     with ExitStack() as held:
-        _on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
+        on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
         yield
 
 
@@ -62,7 +62,7 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
         write_whole(run / "dataset.json", dataset.description())
         write_whole(run / "config.toml", dump_toml(config))
 
-    _on_first_rank(start, ranks)
+    on_first_rank(start, ranks)
 
 
 def read_config(run: Path) -> Config:
@@ -146,15 +146,3 @@ def _require_same_settings(run: Path, config: Config) -> None:
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
         raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")
-
-
-def _on_first_rank(action: Callable[[], object], ranks: Ranks) -> None:
-    """Rank 0 acts for all; what it cannot do is a ValueError on every rank."""
-    problem = None
-    if ranks.rank == 0:
-        try:
-            action()
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    if problem := broadcast_object(problem, ranks):
-        raise ValueError(problem)

@@ -1,11 +1,35 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import two_ranks
 
-from logitmix.comm.collectives import agreed, all_reduce_sum, barrier, broadcast_object
-from logitmix.comm.process_group import process_group
+from logitmix.comm.collectives import (
+    agreed,
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    barrier,
+    broadcast_object,
+    on_all_ranks,
+    on_first_rank,
+)
+from logitmix.comm.process_group import Ranks, process_group
+
+
+def raised(together: Callable[..., Any], failing: int, ranks: Ranks) -> str:
+    """What this rank raises where a rank's action fails."""
+
+    def action() -> None:
+        if ranks.rank == failing:
+            raise ValueError(f"rank {failing} cannot")
+
+    try:
+        together(action, ranks)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def work() -> dict[str, Any]:
@@ -18,6 +42,15 @@ def work() -> dict[str, Any]:
             "argument": tensor,
             "object": broadcast_object({"from": ranks.rank, "list": [1, "two"]}, ranks),
             "agreed": [agreed(flag, ranks) for flag in (False, True, ranks.rank == 0, ranks.rank == 1)],
+            "gathered": all_gather(tensor, ranks),
+            "exchanged": all_to_all([torch.arange(10 * ranks.rank + other) for other in range(2)], ranks),
+            "first": on_first_rank(lambda: f"rank {ranks.rank}", ranks),
+            "all": on_all_ranks(lambda: ranks.rank, ranks),
+            "raised": [
+                raised(on_first_rank, 0, ranks),
+                raised(on_first_rank, 1, ranks),
+                raised(on_all_ranks, 1, ranks),
+            ],
         }
 
 
@@ -41,10 +74,30 @@ def test_agreed_if_any_rank_says_so(results: list[dict[str, Any]]) -> None:
     assert [result["agreed"] for result in results] == [[False, True, True, True]] * 2
 
 
+def test_gathered_in_the_order_of_the_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert [tensor.tolist() for tensor in result["gathered"]] == [other["argument"].tolist() for other in results]
+
+
+def test_exchanged_parts_are_those_meant_for_a_rank(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        assert [len(part) for part in result["exchanged"]] == [rank, 10 + rank]
+        assert all(part.tolist() == list(range(len(part))) for part in result["exchanged"])
+
+
+def test_what_ranks_do_or_cannot_do_all_know(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert (result["first"], result["all"]) == ("rank 0", [0, 1])
+        assert result["raised"] == ["rank 0 cannot", "", "rank 1 cannot"]
+
+
 def test_identity_alone() -> None:
     tensor = torch.arange(4.0)
     with process_group("cpu", 60) as ranks:
         assert all_reduce_sum(tensor, ranks) is tensor
         assert broadcast_object(tensor, ranks) is tensor
+        assert all_gather(tensor, ranks)[0] is tensor
+        assert all_to_all([tensor], ranks)[0] is tensor
+        assert (on_first_rank(lambda: tensor, ranks) is tensor, on_all_ranks(lambda: 3, ranks)) == (True, [3])
         assert (agreed(True, ranks), agreed(False, ranks)) == (True, False)
         barrier(ranks)

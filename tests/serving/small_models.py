@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
+from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig
 from logitmix.modules.towers import Tower
-from logitmix.serving.format import Source
+from logitmix.serving.format import About, Source
 from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
 from logitmix.trainer.export import export_model
@@ -56,9 +58,20 @@ def raw_ids(num_items: int) -> list[str]:
     return [f"id {index * 7}" for index in range(num_items)]
 
 
-def export_small(model: SmallModel, out: Path) -> Path:
+def export_small(model: SmallModel, out: Path, overwrite: bool = False) -> Path:
     ids = raw_ids(len(model.item_XD))
-    export_model(model.saved(), ids, [f"«{raw_id}»" for raw_id in ids], SOURCE, out)
+    titles = [f"«{raw_id}»" for raw_id in ids]
+    about = About(model.config, SOURCE, len(ids), exclude_history=True)
+    with process_group("cpu", 60) as ranks:
+        export_model(
+            model.saved(),
+            about,
+            lambda: pa.chunked_array([ids]),
+            lambda: pa.chunked_array([titles]),
+            out,
+            overwrite,
+            ranks,
+        )
     return out
 
 

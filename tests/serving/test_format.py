@@ -13,18 +13,35 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import SOURCE, export_small, raw_ids, small_model
+from small_models import SOURCE, export_small, small_model
 
-from logitmix.serving.format import Contents, read, read_manifest, write
+from logitmix.serving.format import (
+    About,
+    Contents,
+    read,
+    read_manifest,
+    write_ids,
+    write_items,
+    write_manifest,
+    write_weights,
+)
+from logitmix.serving.items import Items
 from logitmix.serving.model import item_shapes, weight_shapes
+from logitmix.serving.texts import Texts
+from logitmix.trainer import export as export_module
 
 X = 20
-FILES = ("manifest.json", "tower.safetensors", "items.safetensors", "ids.json")
+FILES = ("manifest.json", "tower.safetensors", "items-00001-of-00003.safetensors", "ids.safetensors")
+"""One of each kind."""
+SHARD_BYTES = 7 * 4 * (16 + 3 * 4 + 6 + 8)
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_small(small_model("mol", X), tmp_path_factory.mktemp("export") / "served")
+    """Three shards of 7, 7 and 6 items."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "SHARD_BYTES", SHARD_BYTES)
+        return export_small(small_model("mol", X), tmp_path_factory.mktemp("export") / "served")
 
 
 @pytest.fixture
@@ -32,19 +49,32 @@ def served(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "served"))
 
 
-def random_contents(ids: list[str], titles: list[str] | None = None, seed: int = 0) -> Contents:
-    config, generator = small_model("mol", 1).tower.config, torch.Generator().manual_seed(seed)
-    weights, items = (
+def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents:
+    config, generator = small_model("mol", 1).tower.config, torch.Generator().manual_seed(0)
+    weights, *shards = (
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        for shapes in (weight_shapes(config), item_shapes(config, len(ids)))
+        for shapes in (weight_shapes(config), *(item_shapes(config, R) for R in (1, len(ids) - 1)))
     )
-    return Contents(config, SOURCE, weights, items, ids, titles, exclude_history=True)
+    order = sorted(range(len(ids)), key=lambda index: ids[index].encode("utf-8", "surrogatepass"))
+    raw_ids = dataclasses.replace(Texts.of(ids), order=torch.tensor(order))
+    about = About(config, SOURCE, len(ids), exclude_history=False)
+    return Contents(about, weights, Items(shards), raw_ids, None if titles is None else Texts.of(titles))
+
+
+def write(contents: Contents, out: Path) -> dict[str, Any]:
+    out.mkdir(parents=True)
+    entries = write_weights(out, contents.about, contents.weights)
+    for number, shard in enumerate(contents.items.shards):
+        entries |= write_items(out, contents.about, number, len(contents.items.shards), shard)
+    entries |= write_ids(out, contents.about, contents.raw_ids, contents.titles)
+    return write_manifest(out, contents.about, entries)
 
 
 def assert_same(left: Contents, right: Contents) -> None:
-    for field in ("model", "source", "raw_ids", "titles", "exclude_history"):
-        assert getattr(left, field) == getattr(right, field)
-    for a, b in ((left.weights, right.weights), (left.items, right.items)):
+    assert left.about == right.about
+    assert list(left.raw_ids) == list(right.raw_ids)
+    assert (left.titles is None) == (right.titles is None) and list(left.titles or ()) == list(right.titles or ())
+    for a, b in zip((left.weights, *left.items.shards), (right.weights, *right.items.shards), strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -73,29 +103,32 @@ def assert_refused(served: Path, *parts: str) -> None:
 @pytest.mark.parametrize("titles", [None, ["", "«é»\n", "\ud800", '"', "\\", "a", "a"]])
 def test_what_was_written_is_read(tmp_path: Path, titles: list[str] | None) -> None:
     contents = random_contents(["", "é\n", "\ud800", '"', "\\", "1", "01"], titles)
-    written = write(contents, tmp_path / "deep" / "served")
-    assert_same(read(tmp_path / "deep" / "served"), contents)
-    assert read_manifest(tmp_path / "deep" / "served") == written
-    assert sorted(entry.name for entry in (tmp_path / "deep").iterdir()) == ["served"]
+    written = write(contents, tmp_path / "served")
+    assert_same(read(tmp_path / "served"), contents)
+    assert read_manifest(tmp_path / "served") == written
 
 
 def test_the_manifest_says_what_is_here(original: Path) -> None:
     manifest = read_manifest(original)
     assert (manifest["run"], manifest["step"], manifest["dataset"], manifest["num_items"]) == ("small", 12, "demo", X)
     assert manifest["torch"] == torch.__version__
-    assert manifest["files"]["items.safetensors"]["tensors"] == {
-        "table": {"dtype": "F32", "shape": [X, 16]},
-        "similarity.0": {"dtype": "F32", "shape": [X, 3, 4]},
-        "similarity.1": {"dtype": "F32", "shape": [X, 6]},
-        "hindexer.0": {"dtype": "F32", "shape": [X, 8]},
-    }
+    for number, R in enumerate((7, 7, 6)):
+        assert manifest["files"][f"items-{number:05}-of-00003.safetensors"]["tensors"] == {
+            "table": {"dtype": "F32", "shape": [R, 16]},
+            "similarity.0": {"dtype": "F32", "shape": [R, 3, 4]},
+            "similarity.1": {"dtype": "F32", "shape": [R, 6]},
+            "hindexer.0": {"dtype": "F32", "shape": [R, 8]},
+        }
+    assert manifest["files"]["ids.safetensors"]["tensors"]["raw_ids.order"] == {"dtype": "I64", "shape": [X]}
+    assert len(manifest["files"]) == 5
     assert manifest["signature"]["inputs"]["history"]["max_length"] == 7
     for name, entry in manifest["files"].items():
         content = (original / name).read_bytes()
         assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_an_export_is_the_same_each_time(original: Path, tmp_path: Path) -> None:
+def test_an_export_is_the_same_each_time(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", SHARD_BYTES)
     again = export_small(small_model("mol", X), tmp_path / "again")
     assert all((again / name).read_bytes() == (original / name).read_bytes() for name in FILES)
 
@@ -106,7 +139,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
         served = export_small(small_model("dot", X), tmp_path / "served")
     finally:
         os.umask(before)
-    assert {(served / name).stat().st_mode & 0o777 for name in FILES} == {0o640}
+    assert {file.stat().st_mode & 0o777 for file in served.iterdir()} == {0o640}
     assert served.stat().st_mode & 0o777 == 0o750
 
 
@@ -160,9 +193,9 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
-    (served / "ids.json").unlink()
-    os.mkfifo(served / "ids.json")
-    assert_refused(served, "ids.json: it is missing")
+    (served / "ids.safetensors").unlink()
+    os.mkfifo(served / "ids.safetensors")
+    assert_refused(served, "ids.safetensors: it is missing")
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -172,10 +205,18 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
     "a field files.surprise that": lambda m: m["files"].update(surprise={}),
-    "a field files.ids.json.surprise that": lambda m: m["files"]["ids.json"].update(surprise=1),
+    "a field files.ids.safetensors.surprise that": lambda m: m["files"]["ids.safetensors"].update(surprise=1),
     "no field torch": lambda m: m.pop("torch"),
-    "no field files.ids.json": lambda m: m["files"].pop("ids.json"),
-    "no field files.items.safetensors.tensors": lambda m: m["files"]["items.safetensors"].pop("tensors"),
+    "no field files.ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
+    "no field files.tower.safetensors.tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
+    "no field files.items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
+    "the tensors of its files are no names with shapes": lambda m: m["files"][FILES[2]].update(tensors=[]),
+    "its tensors of items-00001-of-00003.safetensors are not": lambda m: m["files"][FILES[2]]["tensors"][
+        "hindexer.0"
+    ].update(shape=[7, 9]),
+    "its tensors of ids.safetensors are not": lambda m: m["files"]["ids.safetensors"]["tensors"][
+        "raw_ids.order"
+    ].update(dtype="F32"),
     "files is not a mapping": lambda m: m.update(files=[]),
     "model is not a mapping": lambda m: m.update(model=None),
     "model.encoder is a section": lambda m: m["model"].update(encoder=3),
@@ -185,7 +226,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "model.encoder.blocks is 0; it must be at least 1": lambda m: m["model"]["encoder"].update(blocks=0),
     "num_items is 0": lambda m: m.update(num_items=0),
     "num_items is True": lambda m: m.update(num_items=True),
-    "its tensors of items.safetensors are not those": lambda m: m.update(num_items=X + 1),
+    "its files have 20 items, and num_items is 21": lambda m: m.update(num_items=X + 1),
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
@@ -220,30 +261,33 @@ def test_no_nesting_breaks_the_reader(served: Path) -> None:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(served: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(served / "items.safetensors")
+    tensors = load_file(served / FILES[2])
     change(tensors)
-    save_file(tensors, served / "items.safetensors")
+    save_file(tensors, served / FILES[2])
     reseal(served)
-    assert_refused(served, "items.safetensors: its tensors are not those of the manifest")
+    assert_refused(served, f"{FILES[2]}: its tensors are not those of the manifest")
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("change", "message"),
     [
-        ({"raw_ids": raw_ids(X)[:-1], "titles": None}, "raw_ids are 19, for 20 items"),
-        ({"raw_ids": raw_ids(X), "titles": ["a"]}, "titles are 1, for 20 items"),
-        ({"raw_ids": [*raw_ids(X)[:-1], "id 0"], "titles": None}, "raw_ids name an item twice"),
-        ({"raw_ids": list(range(X)), "titles": None}, "raw_ids are not all texts"),
-        ({"raw_ids": None, "titles": None}, "raw_ids are not all texts"),
-        ({"raw_ids": raw_ids(X)}, "no field titles"),
-        ({"raw_ids": raw_ids(X), "titles": None, "surprise": 1}, "a field surprise"),
-        (raw_ids(X), "its content is not a mapping"),
+        (lambda tensors: tensors["raw_ids.bounds"].sub_(1), "its raw_ids.bounds do not divide their data"),
+        (lambda tensors: tensors["raw_ids.bounds"][-1].add_(1), "its raw_ids.bounds do not divide their data"),
+        (lambda tensors: tensors["titles.bounds"][3].add_(99), "its titles.bounds do not divide their data"),
+        (lambda tensors: tensors["raw_ids.order"][3].fill_(X), "its raw_ids.order names texts that are not there"),
+        (lambda tensors: tensors["raw_ids.order"][3].fill_(-1), "its raw_ids.order names texts that are not there"),
+        (lambda tensors: tensors.pop("titles.bounds"), "its tensors are not those of the manifest"),
+        (lambda tensors: tensors.update({"raw_ids.data": tensors["raw_ids.data"][1:].clone()}), "its tensors are not"),
     ],
 )
-def test_ids_that_do_not_fit_are_refused(served: Path, ids: object, message: str) -> None:
-    (served / "ids.json").write_text(json.dumps(ids))
+def test_ids_that_do_not_fit_are_refused(
+    served: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    tensors = load_file(served / "ids.safetensors")
+    change(tensors)
+    save_file(tensors, served / "ids.safetensors")
     reseal(served)
-    assert_refused(served, "ids.json", message)
+    assert_refused(served, "ids.safetensors", message)
 
 
 class _Runs:
@@ -268,17 +312,17 @@ def test_no_pickle_is_read(served: Path, tmp_path: Path, name: str) -> None:
 
 def test_an_empty_directory_may_become_one(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
-    write(random_contents(["a"]), tmp_path / "served")
-    assert read(tmp_path / "served").raw_ids == ["a"]
+    export_small(small_model("dot", 1), tmp_path / "served")
+    assert len(read(tmp_path / "served").raw_ids) == 1
 
 
 def test_overwrites_only_when_told(served: Path) -> None:
     before = read(served)
     with pytest.raises(ValueError, match="is there already; give --overwrite"):
-        write(random_contents(["a"]), served)
+        export_small(small_model("dot", 1), served)
     assert_same(read(served), before)
-    write(random_contents(["a"]), served, overwrite=True)
-    assert read(served).raw_ids == ["a"]
+    export_small(small_model("dot", 1), served, overwrite=True)
+    assert len(read(served).raw_ids) == 1
     assert [entry.name for entry in served.parent.iterdir()] == ["served"]
 
 
@@ -286,14 +330,14 @@ def test_overwrites_only_when_told(served: Path) -> None:
 def test_overwrites_a_damaged_one(served: Path, name: str) -> None:
     content = (served / name).read_bytes()
     (served / name).write_bytes(content[: len(content) // 2])
-    write(random_contents(["a"]), served, overwrite=True)
-    assert read(served).raw_ids == ["a"]
+    export_small(small_model("dot", 1), served, overwrite=True)
+    assert len(read(served).raw_ids) == 1
 
 
 def test_overwrites_where_a_link_leads(served: Path, tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(served)
-    write(random_contents(["a"]), tmp_path / "current", overwrite=True)
-    assert (tmp_path / "current").is_symlink() and read(served).raw_ids == ["a"]
+    export_small(small_model("dot", 1), tmp_path / "current", overwrite=True)
+    assert (tmp_path / "current").is_symlink() and len(read(served).raw_ids) == 1
 
 
 def _stray_file(served: Path) -> Path:
@@ -310,7 +354,7 @@ def _another_manifest(served: Path) -> Path:
 
 def _no_manifest(served: Path) -> Path:
     (served / "manifest.json").unlink()
-    return served / "ids.json"
+    return served / "ids.safetensors"
 
 
 def _a_file(served: Path) -> Path:
@@ -324,35 +368,22 @@ def test_overwrites_nothing_else(served: Path, make: Callable[[Path], Path]) -> 
     kept = make(served)
     content = kept.read_bytes()
     with pytest.raises(ValueError, match="is there and is not a serving directory"):
-        write(random_contents(["a"]), served, overwrite=True)
+        export_small(small_model("dot", 1), served, overwrite=True)
     assert kept.read_bytes() == content
     assert [entry.name for entry in served.parent.iterdir()] == ["served"]
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        (random_contents(["a", "a"]), "raw_ids name an item twice"),
-        (random_contents(["a", "b"], ["one"]), "titles are 1, for 2 items"),
-        (dataclasses.replace(random_contents(["a"]), raw_ids=[None]), "raw_ids are not all texts"),
-    ],
-)
-def test_ids_that_do_not_fit_are_not_written(tmp_path: Path, contents: Contents, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        write(contents, tmp_path / "served")
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_diverged_model_is_not_written(tmp_path: Path, bad: float) -> None:
-    contents = random_contents(["a", "b"])
-    contents.weights["query_tower.encoder.norm.weight"][3] = bad
-    with pytest.raises(ValueError, match=r"query_tower\.encoder\.norm\.weight holds NaN or infinity"):
-        write(contents, tmp_path / "served")
-    assert not any(tmp_path.iterdir())
+    for damage in (lambda model: model.item_XD[-1, 3:4], lambda model: model.tower.similarity.item_gate[0].bias):
+        model = small_model("mol", X)
+        damage(model).data.fill_(bad)
+        with pytest.raises(ValueError, match=r"(table|item_gate\.0\.bias) holds NaN or infinity"):
+            export_small(model, tmp_path / "served")
+        assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("limit", "message"), [(10, "File too large"), (4000, "tower.safetensors cannot be written")])
+@pytest.mark.parametrize(("limit", "message"), [(10, "File too large"), (4000, "safetensors cannot be written")])
 def test_a_failed_write_leaves_what_was_there(served: Path, limit: int, message: str) -> None:
     """A limit on the size of files stands in for a full disk."""
     before = read(served)
@@ -360,7 +391,7 @@ def test_a_failed_write_leaves_what_was_there(served: Path, limit: int, message:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(OSError, match=message):
-            write(before, served, overwrite=True)
+            export_small(small_model("mol", X), served, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_same(read(served), before)

@@ -164,6 +164,24 @@ def test_rows_are_for_reading(tmp_path: Path) -> None:
     assert json.loads(json.dumps(rows)) == rows
 
 
+def anonymous_memory() -> int:
+    """Bytes of this process that are not mapped from files."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+    return kib * 1024
+
+
+def test_what_is_served_stays_in_its_files(tmp_path: Path) -> None:
+    items = 400_000
+    path = export_small(small_model("dot", items, hindexer=False), tmp_path / "served")
+    before = anonymous_memory()
+    retriever = Retriever.load(path)
+    found = retriever.retrieve([[1, 2, 3]], 10)
+    # Rows and sides are 16 numbers wide each.
+    assert anonymous_memory() - before < items * 2 * 16 * 4 / 3
+    assert len(set(found.items[0].tolist())) == 10
+
+
 def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:
     histories = random_histories(X, [1, 4, 20])
     served = [export_small(small_model(kind, X), tmp_path / kind) for kind in ("dot", "mlp", "mol")]

@@ -1,17 +1,22 @@
 import dataclasses
+import math
+import os
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import two_ranks
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import ITEM, Table
 from logitmix.serving.format import read
+from logitmix.serving.model import item_shapes
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
@@ -128,8 +133,9 @@ def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> 
 def test_ids_and_titles_are_the_datasets(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "served")
     retriever = Retriever.load(tmp_path / "served")
-    assert retriever.raw_ids == load_dataset(tmp_path / "data").raw_ids()
-    assert retriever.titles == ["", *(f"title {index}" for index in range(1, X))]
+    assert list(retriever.raw_ids) == load_dataset(tmp_path / "data").raw_ids()
+    assert retriever.indices_of(retriever.raw_ids) == list(range(X))
+    assert list(retriever.titles or ()) == ["", *(f"title {index}" for index in range(1, X))]
 
 
 def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
@@ -168,10 +174,66 @@ def test_what_is_there_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
     assert Retriever.load(tmp_path / "served").source.step == 6
 
 
-def test_items_are_cached_in_parts(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Path) -> None:
+    items = pq.read_table(tmp_path / "data" / "items.parquet")
+    names = pa.array([f"raw {index // 2}" for index in range(X)])
+    pq.write_table(items.set_column(1, "raw_id", names), tmp_path / "data" / "items.parquet")
+    with pytest.raises(ValueError, match="the dataset's raw_ids name an item twice; prepare it again"):
+        export(run, tmp_path / "served")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "the-run"]
+
+
+def export_in_parts(run: Path, out: Path, shard_bytes: int) -> tuple[dict[str, Any], int]:
+    """The manifest, and the most rows that this rank read at once."""
+    export_module.SHARD_BYTES = shard_bytes
+    read_rows, most = checkpoint._read_rows, [0]
+
+    def counted(path: Path, dim: int, start: int, stop: int) -> torch.Tensor:
+        most[0] = max(most[0], stop - start)
+        return read_rows(path, dim, start, stop)
+
+    checkpoint._read_rows = counted
+    return export(run, out), most[0]
+
+
+def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(read_config(run).model, 1).values())
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 12 * item_bytes)
+    alone = export(run, tmp_path / "alone")
+    assert sorted(alone["files"])[1:-1] == [f"items-{number:05}-of-00005.safetensors" for number in range(5)]
+    for manifest, most in two_ranks.run(export_in_parts, run, tmp_path / "together", 12 * item_bytes):
+        assert manifest == alone and most == 12
+    histories = [[3, 49, 7, 12, 12], [0, 25], [49]]
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 2**28)
+    assert len(export(run, tmp_path / "whole")["files"]) == 3
+    expected, found = (Retriever.load(tmp_path / name) for name in ("whole", "together"))
+    for stage1 in (None, 20):
+        left, right = (each.retrieve(histories, 10, stage1=stage1) for each in (expected, found))
+        assert torch.equal(left.items, right.items)
+        torch.testing.assert_close(left.scores, right.scores)
+
+
+def fail_on_the_second_rank(run: Path, out: Path) -> str:
+    if os.environ["RANK"] == "1":
+        checkpoint._read_rows = lambda path, dim, start, stop: torch.full((stop - start, dim), torch.nan)
+    export_module.SHARD_BYTES = 2**11
+    try:
+        export(run, out)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_cannot_write_none_does(run: Path, tmp_path: Path) -> None:
+    message = "table holds NaN or infinity: the training diverged; export another checkpoint"
+    assert two_ranks.run(fail_on_the_second_rank, run, tmp_path / "served") == [message] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "the-run"]
+
+
+def test_items_are_cached_in_chunks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(run, tmp_path / "whole")
-    monkeypatch.setattr(export_module, "_ITEMS", 7)
+    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 7)
     export(run, tmp_path / "parts")
-    whole, parts = (read(tmp_path / name).items for name in ("whole", "parts"))
+    (whole,), (parts,) = (read(tmp_path / name).items.shards for name in ("whole", "parts"))
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor)

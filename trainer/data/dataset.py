@@ -107,19 +107,23 @@ class Dataset:
 
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError when items.parquet is not as documented."""
+        return self.raw_id_column().to_pylist()
+
+    def raw_id_column(self) -> pa.ChunkedArray:
+        """The same as Arrow has it: in a third of the memory."""
         with _reading(self.path, "items.parquet"):
             table = pq.read_table(self.path / "items.parquet", columns=list(ITEM_COLUMNS))
             _require_columns(table.schema.names, ITEM_COLUMNS)
             _require_order(table["item_index"].combine_chunks(), 0, self.num_items)
-            return table["raw_id"].to_pylist()
+            if table["raw_id"].null_count:
+                raise ValueError("empty values in column raw_id")
+            return table["raw_id"]
 
-    def titles(self) -> list[str] | None:
-        """By item index, "" where an item has none; None where the dataset has none at all. Read at each call."""
+    def title_column(self) -> pa.ChunkedArray | None:
+        """By item index, null where an item has none; None where the dataset has none at all. Read at each call."""
         file = self.path / "items.parquet"
         with _reading(self.path, file.name):
-            if "title" not in pq.read_schema(file).names:
-                return None
-            return [title or "" for title in pq.read_table(file, columns=["title"])["title"].to_pylist()]
+            return pq.read_table(file, columns=["title"])["title"] if "title" in pq.read_schema(file).names else None
 
     def vocabulary(self, table: str) -> list[str]:
         """The values of a table by row, "" for the unknown one; raw ids for table item. Read at each call."""

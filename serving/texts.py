@@ -1,0 +1,64 @@
+"""Many texts in a few tensors, which can stay in the file that they were mapped from.
+
+Axes: X texts.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Texts(Sequence[str]):
+    """X texts. Unpaired surrogates come back as they were."""
+
+    data: Tensor
+    """uint8: the texts in UTF-8, one after the other."""
+    bounds: Tensor
+    """int64 [X + 1]: text i is data[bounds[i] : bounds[i + 1]]."""
+    order: Tensor | None = None
+    """int64 [X]: the texts' indices in the order of their bytes; needed to find a text."""
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "Texts":
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        data = torch.frombuffer(bytearray(b"".join(encoded)) or bytearray(1), dtype=torch.uint8)
+        lengths = torch.tensor([0, *map(len, encoded)])
+        return cls(data[: int(lengths.sum())], lengths.cumsum(0))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return self.encoded(range(len(self))[index]).decode("utf-8", "surrogatepass")
+
+    def encoded(self, index: int) -> bytes:
+        start, stop = self.bounds[index : index + 2].tolist()
+        return bytes(self.data[start:stop].tolist())
+
+    def find(self, text: str) -> int | None:
+        """The index of a text; None where it is not there."""
+        order, wanted = self.order, text.encode("utf-8", "surrogatepass")
+        assert order is not None
+        place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(int(order[place])))
+        index = int(order[place]) if place < len(self) else -1
+        return index if index >= 0 and self.encoded(index) == wanted else None
+
+    def problem(self) -> str | None:
+        """What is wrong with the tensors, whose types and shapes are right."""
+        lengths = self.bounds.diff()
+        if int(self.bounds[0]) != 0 or int(self.bounds[-1]) != len(self.data) or bool((lengths < 0).any()):
+            return "bounds do not divide their data"
+        if self.order is not None and not 0 <= int(self.order.min()) <= int(self.order.max()) < len(self):
+            return "order names texts that are not there"
+        return None

@@ -1,0 +1,47 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitmix.serving.items import Items
+from logitmix.serving.texts import Texts
+
+
+def in_order(texts: list[str]) -> Texts:
+    made = Texts.of(texts)
+    order = sorted(range(len(texts)), key=made.encoded)
+    return Texts(made.data, made.bounds, torch.tensor(order, dtype=torch.int64))
+
+
+@given(st.lists(st.text(st.characters(), max_size=4), unique=True, max_size=20), st.text(max_size=4))
+def test_texts_are_what_they_were_made_of_and_are_found(texts: list[str], other: str) -> None:
+    made = in_order(texts)
+    assert (list(made), len(made), made.problem() if texts else None) == (texts, len(texts), None)
+    assert [made.find(text) for text in texts] == list(range(len(texts)))
+    assert made.find(other) == (texts.index(other) if other in texts else None)
+
+
+def test_texts_are_a_sequence() -> None:
+    texts = Texts.of(["a", "", "\ud800é"])
+    assert (texts[-1], texts[1:], texts.index("")) == ("\ud800é", ["", "\ud800é"], 1)
+    with pytest.raises(IndexError):
+        texts[3]
+
+
+def test_items_are_found_in_their_shards() -> None:
+    table = torch.arange(20.0).view(10, 2)
+    shards = [{"table": rows, "hindexer.0": rows + 0.5, "similarity.0": rows, "similarity.1": -rows}
+              for rows in table.split([1, 5, 4])]  # fmt: skip
+    items = Items(shards)
+    assert len(items) == 10
+    index = torch.tensor([9, 0, 5, 6, 5, 1])
+    assert torch.equal(items.rows(index), table[index])
+    for chunk in (1, 2, 100):
+        chunks = list(items.all("similarity", chunk))
+        assert torch.cat([index for index, _ in chunks]).tolist() == list(range(10))
+        assert torch.equal(torch.cat([side[1] for _, side in chunks]), -table)
+        assert max(len(index) for index, _ in chunks) == min(chunk, 5)
+        chosen = torch.tensor([0, 2, 3, 4, 9])
+        parts = list(items.some("hindexer", chosen, chunk))
+        assert torch.equal(torch.cat([index for index, _ in parts]), chosen)
+        assert torch.equal(torch.cat([side[0] for _, side in parts]), table[chosen] + 0.5)
