@@ -21,10 +21,11 @@
                            without what is as by default: modules/schema.py says what each means
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
-        filters            {min_user_actions, min_item_actions}
+        filters            {min_user_actions, min_item_actions, min_feature_count}
         read               {users, items, actions} counts before the filters
         rejected_lines     malformed lines that were left out; they are in rejects.tsv
-        source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated
+        source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
+                           Likewise in it items, users and schema, where such a file was given
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
     rejects.tsv           file, line, reason, text; only where there are any
 

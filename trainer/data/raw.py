@@ -138,7 +138,7 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
         types = {parts[0].type}
     kind = types.pop() if types else pa.null()
     parts = [part if part.type == kind else pa.nulls(len(part), kind) for part in parts]
-    return pa.chunked_array(parts, kind).unify_dictionaries().combine_chunks()
+    return pa.chunked_array(parts, kind).combine_chunks()
 
 
 def gather(blocks: Iterable[ActionBlock]) -> Actions:

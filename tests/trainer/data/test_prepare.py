@@ -17,6 +17,7 @@ from reading import decoded
 from rich.console import Console
 
 from logitmix.modules.schema import Schema
+from logitmix.trainer.cli import main
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.prepare import prepare
@@ -87,6 +88,18 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
     }
     assert entries(tmp_path / "out") == {"dataset.json", "items.parquet", "sequences"}
     assert entries(tmp_path) == {"in", "out"}
+
+
+def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["prepare", "table", "--source", str(table), "--out", str(tmp_path / "out"), "--min-user-actions", "1"]
+    main(words)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{tmp_path}/out: 3 users, 3 items, 6 actions, 0 rejected lines; 0.0% of the test targets")
+    assert [line.split() for line in shown.splitlines() if "│" in line] == [
+        ["│", "item", "│", "item", "│", "id", "│", "item", "│", "4", "│"]
+    ]
+    main([*words, "--overwrite", "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "dataset.json").read_text())
 
 
 def test_ids_sort_as_text_as_soon_as_one_is_no_number(tmp_path: Path) -> None:

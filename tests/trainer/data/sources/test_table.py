@@ -136,12 +136,12 @@ def test_a_damaged_parquet_file_is_one_line(tmp_path: Path, rejects: Rejects) ->
 
 
 ACTIONS = """user,item,timestamp,action,seconds,session,shelf
-u1,a,1,click,0.5,s1,top
-u1,b,2,buy,1.5,s2,low
-u1,c,3,click,,s3,top
-u2,a,1,,2.5,s4,low
 u2,c,2,click,3.5,s5,
+u1,c,3,click,,s3,top
+u1,a,1,click,0.5,s1,top
 u2,d,3,buy,4.5,s6,top
+u2,a,1,,2.5,s4,low
+u1,b,2,buy,1.5,s2,low
 """
 ITEMS = """sku,title,brand,tags,price,notes
 a,Ärmel,acme,red|new,1.5,first
@@ -296,7 +296,7 @@ def test_columns_of_parts_are_joined(shop: Path) -> None:
 
 
 def test_values_that_are_not_utf_8_are_missing(shop: Path) -> None:
-    (shop / "clicks.csv").write_bytes(ACTIONS.encode().replace(b"click", b"cl\xffck", 1))
+    (shop / "clicks.csv").write_bytes(ACTIONS.encode().replace(b"click,0.5", b"cl\xffck,0.5"))
     dataset, _ = prepared(shop)
     assert decoded(dataset, "event")["action"] == ["", "buy", "click", "", "click", "buy"]
 
