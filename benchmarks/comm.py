@@ -262,7 +262,7 @@ def _counted_per_step(path: Path) -> dict[str, float]:
     """What a rank counted, a step: seconds and examples after warm-up; but on the loopback, bytes and frames sent."""
     first, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     warm, last = next(row for row in rows if row["step"] == WARM_UP), rows[-1]
-    # Between two steps, rows of the next are under way: only before the first and after the last none are.
+    # Between two steps, rows of the next are in flight: only before the first and after the last none are.
     since = {name: first if name in COUNTED else warm for name in last if name != "step"}
     return {name: (last[name] - of[name]) / (last["step"] - of["step"]) for name, of in since.items()}
 

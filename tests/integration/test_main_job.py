@@ -101,6 +101,7 @@ def test_a_run_is_watched(folder: Path) -> None:
             assert least < row[f"{way}/relative_rms_error"] < most
             assert row[f"{way}/saturated"] == 0 and 0 <= row[f"{way}/flushed"] < 0.2
         assert 0 <= row["gates/entropy"] <= 1
+        assert row["learning_rate/dense"] == row["learning_rate/tables"] == 5e-3
         assert row["examples_per_second"] > 0 and row["gradient_norm"] > 0 and row["memory/peak_gib"] > 0
         assert row["loss"] == pytest.approx(row["loss/similarity"] + 0.5 * row["loss/hindexer"], rel=1e-5)
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [50, 100, 150, 200, 250]

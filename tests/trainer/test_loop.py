@@ -20,8 +20,8 @@ def test_ranks_stop_together_with_ids_in_flight(tmp_path: Path) -> None:
     """Well before the end, where the ids of the next batch are in flight: by an error, and when time is up."""
     data = write_dataset(tmp_path / "data")
     common = {"train.epochs": 1000, "comm.timeout_seconds": 100, "train.precision": "fp32"}
-    spoilt = small_config(data, common | {"dense.lr": 1e30})
-    for said in two_ranks.run(attempt, spoilt, str(tmp_path / "spoilt")):
+    diverging = small_config(data, common | {"dense.lr": 1e30})
+    for said in two_ranks.run(attempt, diverging, str(tmp_path / "diverging")):
         assert said.startswith("the loss or a gradient is not finite at step")
     short = small_config(data, common | {"train.minutes": 0.02, "evaluate.every_epochs": 1000})
     first, second = two_ranks.run(attempt, short, str(tmp_path / "short"))

@@ -5,6 +5,7 @@ import pytest
 from small_data import small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
+from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run import append_row, checkpoint_paths, keep_rows, read_config, read_rows, run_lock, start_run
 
@@ -66,6 +67,16 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
         other = load_dataset(write_dataset(tmp_path / "other", users=50))
         with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
             start_run(run, longer, other, ranks)
+
+
+def test_a_schedule_over_all_epochs_keeps_their_number(tmp_path: Path) -> None:
+    data, cosine = write_dataset(tmp_path / "data"), {"train.schedule": "cosine"}
+    dataset = load_dataset(data)
+    (tmp_path / "checkpoints/step-3").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text(dump_toml(small_config(data, cosine)))
+    refused = pytest.raises(ValueError, match=r"was started otherwise: train\.epochs was 2, is 9")
+    with process_group("cpu", 60) as ranks, refused:
+        start_run(tmp_path, small_config(data, cosine | {"train.epochs": 9}), dataset, ranks)
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
