@@ -11,6 +11,7 @@ The dataset appears at once and complete: it is written to a hidden directory be
 
 import tomllib
 from contextlib import closing
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import COMMON_REPEATS, is_dataset
 from logitmix.trainer.data.features import (
+    Features,
     FeaturesOptions,
     RawColumn,
     apply_options,
@@ -119,16 +121,30 @@ def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawD
 def _write(
     directory: Path, options: PrepareOptions, said: FeaturesOptions, raw: RawDataset, rejects: Rejects, console: Console
 ) -> dict[str, Any]:
-    actions = raw.actions
-    read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
+    read = {
+        "users": len(raw.actions.user_ids),
+        "items": len(raw.actions.item_ids),
+        "actions": len(raw.actions.users),
+    }
     origin = raw.source and {"name": raw.source.name, "sha256": digests(raw.source, raw.files)}
     for setting in ("items", "users", "schema"):
         if path := getattr(options, setting):
             origin = {**(origin or {}), setting: {"name": Path(path).name, "sha256": digests(Path(path))}}
-    contents, unused = _arrange(raw, options, said)
-    if unused:
-        names = ", ".join(unused)
-        _say(console, f"not used, as their values do not tell a kind: {names} (--schema FILE can state it)")
+    ordered = _arrange(raw.actions, options)
+    items = raw.items.of(ordered.item_ids)
+    titles = _titles(items.pop("title", None))
+    made = _features(raw, items, ordered, options, said)
+    contents = DatasetContents(
+        ordered.offsets,
+        ordered.items,
+        ordered.timestamps,
+        ordered.item_ids,
+        ordered.user_ids,
+        titles,
+        made.schema,
+        made.columns,
+        made.vocabularies,
+    )
     description = write_dataset(
         directory,
         contents,
@@ -139,71 +155,100 @@ def _write(
         source=origin,
         generator=raw.generator,
     )
-    repeated = description["repeated_targets"]["validation"]
-    if repeated >= COMMON_REPEATS:
-        _say(
-            console,
-            f"{repeated:.0%} of the validation targets are in their user's history: evaluation will not leave the "
-            "history out of its ranking",
-        )
+    _say(console, made.unused, description["repeated_targets"]["validation"])
     return description
 
 
-def _say(console: Console, message: str) -> None:
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+def _say(console: Console, unused: list[str], repeated: float) -> None:
+    """What a user may want to act upon."""
+    messages = []
+    if unused:
+        names = ", ".join(unused)
+        messages.append(f"not used, as their values do not tell a kind: {names} (--schema FILE can state it)")
+    if repeated >= COMMON_REPEATS:
+        messages.append(
+            f"{repeated:.0%} of the validation targets are in their user's history: evaluation will not leave the "
+            "history out of its ranking"
+        )
+    for message in messages:
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def _arrange(raw: RawDataset, options: PrepareOptions, said: FeaturesOptions) -> tuple[DatasetContents, list[str]]:
-    """Filters, numbers and sorts; the columns that are not used. Takes the actions out of `raw`, to free each array as
-    soon as it is done with."""
-    actions = raw.actions
+@dataclass(frozen=True, eq=False)
+class _Ordered:
+    """The actions that are kept, ordered by user, then time; users and items by index."""
+
+    offsets: np.ndarray
+    """int64 [users + 1]."""
+    users: np.ndarray
+    items: np.ndarray
+    timestamps: np.ndarray
+    rows: np.ndarray
+    """The places of the actions in the source, where it knows more of them; otherwise empty."""
+    user_ids: pa.StringArray
+    item_ids: pa.StringArray
+
+
+def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
+    """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as it is done with."""
     kept, user_kept = _filter(actions, options)
     user_order = _order_of_ids(actions.user_ids, user_kept)
     item_order = _order_of_ids(actions.item_ids, np.bincount(actions.items[kept], minlength=len(actions.item_ids)) > 0)
     users = _ranks(user_order, len(actions.user_ids))[actions.users[kept]]
     items = _ranks(item_order, len(actions.item_ids))[actions.items[kept]]
     timestamps = actions.timestamps[kept]
-    rows = np.flatnonzero(kept) if actions.columns else np.empty(0, np.int64)
+    rows = np.flatnonzero(kept) if actions.columns else None
     actions.users = actions.items = actions.timestamps = kept = np.empty(0)
     # lexsort is stable: actions of one user at one time stay in file order.
     order = np.lexsort((timestamps, users))
-    offsets = np.concatenate(([0], np.cumsum(np.bincount(users))))
-    users, items, timestamps = users[order], items[order], timestamps[order]
-    rows = rows[order] if actions.columns else rows
-    del order
-    user_ids, item_ids = actions.user_ids.take(pa.array(user_order)), actions.item_ids.take(pa.array(item_order))
-    known: dict[Owner, dict[str, pa.Array]] = {"item": raw.items.of(item_ids), "user": raw.users.of(user_ids)}
-    known["event"] = {name: actions.columns.pop(name).take(pa.array(rows)) for name in list(actions.columns)}
-    titles = known["item"].pop("title", None)
-    owners = {"item": (items, len(item_ids)), "user": (users, len(user_ids))}
+    return _Ordered(
+        np.concatenate(([0], np.cumsum(np.bincount(users)))),
+        users[order],
+        items[order],
+        timestamps[order],
+        np.empty(0, np.int64) if rows is None else rows[order],
+        actions.user_ids.take(pa.array(user_order)),
+        actions.item_ids.take(pa.array(item_order)),
+    )
+
+
+def _features(
+    raw: RawDataset,
+    items: dict[str, pa.Array],
+    ordered: _Ordered,
+    options: PrepareOptions,
+    said: FeaturesOptions,
+) -> Features:
+    """Of the columns of items, which are in the order of the dataset, and of the source's users and actions."""
+    known: dict[Owner, dict[str, pa.Array]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
+    columns = raw.actions.columns
+    known["event"] = {name: columns.pop(name).take(pa.array(ordered.rows)) for name in list(columns)}
+    owners = {"item": (ordered.items, len(ordered.item_ids)), "user": (ordered.users, len(ordered.user_ids))}
 
     def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
         owner_of_action, count = owners[owner]
-        return last_values(values, owner_of_action, timestamps, count)
+        return last_values(values, owner_of_action, ordered.timestamps, count)
 
-    columns = [
+    found = [
         RawColumn(name, owner, values, raw.kinds.get(name))
         for owner, named in known.items()
         for name, values in named.items()
     ]
-    columns = apply_options(name_features(columns), said, options.schema, of_owner)
+    chosen = apply_options(name_features(found), said, options.schema, of_owner)
     try:
-        made = make_features(columns, item_ids, options.min_feature_count)
+        return make_features(chosen, ordered.item_ids, options.min_feature_count)
     except ValueError as error:
         # A column may have been called what it cannot be.
         raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None
-    contents = DatasetContents(
-        offsets,
-        items,
-        timestamps,
-        item_ids,
-        user_ids,
-        titles if titles is None else titles.cast(pa.string()),
-        made.schema,
-        made.columns,
-        made.vocabularies,
-    )
-    return contents, made.unused
+
+
+def _titles(values: pa.Array | None) -> pa.StringArray | None:
+    if values is None:
+        return None
+    try:
+        return values.cast(pa.string())
+    except pa.ArrowException:
+        raise ValueError(f"column title of the items is of type {values.type}, not text; rename it") from None
 
 
 def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.ndarray]:

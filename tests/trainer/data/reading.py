@@ -55,3 +55,8 @@ def _decoded(dataset: Dataset, feature: Feature, column: Column) -> list[Any]:
     if column.offsets is None:
         return values
     return [values[start:stop] for start, stop in pairwise(column.offsets)]
+
+
+def titles(dataset: Dataset) -> list[str | None] | None:
+    column = dataset.title_column()
+    return None if column is None else column.to_pylist()

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reading import decoded
+from reading import decoded, titles
 from rich.console import Console
 
 from logitmix.trainer.data.config import PrepareOptions
@@ -17,9 +17,9 @@ def real(name: str, real_data: Path, folder: Path) -> Dataset:
 
 
 def item(dataset: Dataset, title: str) -> dict[str, object]:
-    titles = dataset.titles()
-    assert titles
-    return {name: values[titles.index(title)] for name, values in decoded(dataset, "item").items()}
+    known = titles(dataset)
+    assert known
+    return {name: values[known.index(title)] for name, values in decoded(dataset, "item").items()}
 
 
 def test_what_ml_100k_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:

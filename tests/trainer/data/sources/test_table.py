@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import PROGRESS, actions, decoded, file_of, listed
+from reading import PROGRESS, actions, decoded, file_of, listed, titles
 from rich.console import Console
 
 from logitmix.trainer.data import tabular
@@ -177,7 +177,7 @@ def prepared(shop: Path, schema: str = "", **options: Any) -> tuple[Dataset, str
 def test_items_users_and_further_columns_become_features(shop: Path) -> None:
     dataset, said = prepared(shop)
     assert dataset.raw_ids() == ["a", "b", "c", "d"]
-    assert dataset.titles() == ["Apple", "", "Crème", ""]
+    assert titles(dataset) == ["Apple", "", "Crème", None]
     kinds = {feature.name: (feature.owner, feature.kind) for feature in dataset.schema.features[1:]}
     assert kinds == {
         "tags": ("item", "ids"),
@@ -330,3 +330,9 @@ def test_repeats_are_said(shop: Path) -> None:
         "100% of the validation targets are in their user's history: evaluation will not leave the history out of its "
         "ranking\n"
     )
+
+
+def test_titles_are_text(shop: Path) -> None:
+    pq.write_table(pa.table({"item": ["a"], "title": [["x"]]}), shop / "items.parquet")
+    with pytest.raises(ValueError, match=r"^column title of the items is of type list<.*>, not text; rename it"):
+        prepared(shop, items=str(shop / "items.parquet"))
