@@ -43,7 +43,6 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
-from logitmix.modules import schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
@@ -344,7 +343,7 @@ def _train(config: Config, run: Path, steps: int) -> None:
     run.mkdir(exist_ok=True)
     counts, dataset = run / f"counts-{os.environ['RANK']}.jsonl", load_dataset(config.data.path)
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
-        model = parallelize([schema.Table(schema.ITEM, dataset.num_items)], config, ranks)
+        model = parallelize(dataset.schema, config, ranks)
         optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with (
             Telemetry(run, model, RunProgress(), steps) as telemetry,

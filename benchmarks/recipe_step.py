@@ -21,7 +21,6 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
-from logitmix.modules import schema
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, DataConfig, load_recipe
@@ -56,7 +55,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     dataset = load_dataset(config.data.path)
     parts, counts = Parts(), Counter[str]()
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
-        model = parallelize([schema.Table(schema.ITEM, dataset.num_items)], config, ranks)
+        model = parallelize(dataset.schema, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         batches = training_batches(config, dataset, ranks)
         made = [batches.at(step) for step in range(WARM_UP + steps)]

@@ -54,8 +54,10 @@ def to_mapping(config: Any) -> dict[str, Any]:
         value = getattr(config, entry.name)
         if entry.metadata == OTHER_SECTIONS:
             tree |= value
+        elif dataclasses.is_dataclass(value):
+            tree[entry.name] = to_mapping(value)
         else:
-            tree[entry.name] = to_mapping(value) if dataclasses.is_dataclass(value) else value
+            tree[entry.name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 

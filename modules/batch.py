@@ -3,6 +3,7 @@
 Axes: B sequences, T positions of all of them, packed, L longest sequence, V unique items, N negatives of a group.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .features import Features
 from .noise import Noise
 
 
@@ -24,7 +26,7 @@ class Packing:
         self.offset_B = F.pad(lengths_B.cumsum(0), (1, 0))
         start_B = self.offset_B[:-1]
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=total)
-        self.lengths_B = lengths_B
+        self.lengths_B, self.sequence_T = lengths_B, sequence_T
         self.bounds = self.offset_B.tolist()
         self.position_T = torch.arange(total) - start_B[sequence_T]
         self.row_T = torch.arange(first_row, first_row + total)
@@ -43,24 +45,28 @@ class Packing:
             getattr(self, name).record_stream(stream)
 
 
-_INDICES = ("position_T", "row_T", "padded_T", "offset_B", "last_B")
+_INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "offset_B", "last_B")
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's part of a global batch.
 
-    id_V: ids of the unique items that the batch names (int64, sorted). input_T, target_T: the history's items and
+    ids: of each table, the sorted unique ids that the batch needs rows of (int64, on the CPU). id_V: the unique items
+    that the batch names (int64, sorted). features: of these items, of the sequences' users and of the events at the
+    positions. input_T, target_T: the history's items and
     the items that follow them, as indices into id_V. negatives_GN: the negatives of each group, likewise; a group is
     a sequence, or a position, or the whole batch where it has one row. total_positions: T summed over all ranks.
     """
 
+    ids: Mapping[str, Tensor]
     id_V: Tensor
+    features: Features
     packing: Packing
     input_T: Tensor
     target_T: Tensor
     negatives_GN: Tensor
-    noise: Noise
+    noise: Noise | None
     total_positions: int
 
     def to(self, device: torch.device) -> "Batch":
@@ -84,4 +90,4 @@ class Batch:
         return [0, bounds[-1]]
 
 
-_TENSORS = ("id_V", "packing", "input_T", "target_T", "negatives_GN")
+_TENSORS = ("id_V", "features", "packing", "input_T", "target_T", "negatives_GN")

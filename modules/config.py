@@ -8,9 +8,12 @@ from logitmix.common.mappings import require
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
-    """SASRec, the user side; the paper's settings are in appendix A."""
+class SASRecConfig:
+    """The user side, of kind «sasrec»: causal self-attention over the history; the paper's
+    settings are in appendix A."""
 
+    kind: Literal["sasrec"] = "sasrec"
+    """sasrec or pooled; the other settings are those of the kind."""
     blocks: int = 2
     """b: attention blocks."""
     heads: int = 1
@@ -24,7 +27,48 @@ class EncoderConfig:
         require(self.blocks >= 1, "model.encoder.blocks", self.blocks, "at least 1")
         require(self.heads >= 1, "model.encoder.heads", self.heads, "at least 1")
         require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
-        require(self.max_length >= 1, "model.encoder.max_length", self.max_length, "at least 1")
+        _require_length(self.max_length)
+
+    def require_width(self, dim: int) -> None:
+        """ValueError where the heads cannot share the width evenly."""
+        if dim % self.heads:
+            near = [h for h in range(1, dim + 1) if dim % h == 0]
+            near.sort(key=lambda h: abs(h - self.heads))
+            raise ValueError(
+                f"model.dim ({dim}) must be divisible by model.encoder.heads ({self.heads}); "
+                f"set model.encoder.heads to {near[0]} or {near[1]}"
+            )
+
+
+@dataclass(frozen=True)
+class PooledConfig:
+    """The user side, of kind «pooled»: the mean of the history through an MLP, blind to its order (the paper's
+    non-sequential setting)."""
+
+    kind: Literal["pooled"] = "pooled"
+    """sasrec or pooled; the other settings are those of the kind."""
+    hidden: int = 256
+    """Hidden width of the MLP."""
+    dropout: float = 0.2
+    """Rate on the MLP's input and hidden layer."""
+    max_length: int = 200
+    """L: history positions that are pooled."""
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "model.encoder.hidden", self.hidden, "at least 1")
+        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
+        _require_length(self.max_length)
+
+    def require_width(self, dim: int) -> None:
+        """Any width will do."""
+
+
+def _require_length(value: int) -> None:
+    require(value >= 1, "model.encoder.max_length", value, "at least 1")
+
+
+EncoderConfig = SASRecConfig | PooledConfig
+"""One class per kind of encoder."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +175,12 @@ class LossConfig:
 class ModelConfig:
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    features: tuple[str, ...] = ()
+    """Features of the dataset that the model uses beside the item ids, by name; «all» for all of them."""
+    item_id_dropout: float = 0.0
+    """Share of items whose own row is replaced, for a step of training, by that of an unknown item, so that the model
+    learns to do with their features alone."""
+    encoder: EncoderConfig = field(default_factory=SASRecConfig)
     similarity: SimilarityConfig = field(default_factory=DotConfig)
     hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -143,10 +192,5 @@ class ModelConfig:
                 f"model.dim ({self.dim}) must be divisible by 4, as FBGEMM's embedding rows are; "
                 f"set model.dim to {below} or {below + 4}"
             )
-        if self.dim % self.encoder.heads:
-            near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
-            near.sort(key=lambda h: abs(h - self.encoder.heads))
-            raise ValueError(
-                f"model.dim ({self.dim}) must be divisible by model.encoder.heads ({self.encoder.heads}); "
-                f"set model.encoder.heads to {near[0]} or {near[1]}"
-            )
+        self.encoder.require_width(self.dim)
+        require(0 <= self.item_id_dropout < 1, "model.item_id_dropout", self.item_id_dropout, "in [0, 1)")

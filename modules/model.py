@@ -3,14 +3,16 @@
 Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from .batch import Batch
 from .config import ModelConfig
 from .embeddings import EmbeddingTable, embedding_collections
+from .features import Embedded
 from .losses.blockwise import Examples
+from .schema import Schema
 from .similarity.base import Similarity
 from .towers import Tower
 
@@ -18,10 +20,10 @@ from .towers import Tower
 class RetrievalModel(nn.Module):
     """The model-parallel tables and the data-parallel tower; the rows of a batch pass from one to the other."""
 
-    def __init__(self, tables: Sequence[EmbeddingTable], config: ModelConfig) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], schema: Schema, config: ModelConfig) -> None:
         super().__init__()
         self.tables = embedding_collections(tables)
-        self.tower = Tower(config)
+        self.tower = Tower(config, schema)
 
 
 class SampledLosses(nn.Module):
@@ -31,24 +33,23 @@ class SampledLosses(nn.Module):
         super().__init__()
         self.tower = tower
 
-    def forward(self, row_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Losses of a batch whose unique items have the rows row_VD, each the mean over the positions of all ranks.
+    def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Losses of a batch whose tables' unique ids have these rows, each the mean over the positions of all ranks.
 
         "loss" is what to minimise: "similarity" plus the weighted "hindexer", where there is one.
         """
         tower = self.tower
-        item_VD = tower.item_tower(row_VD)
-        query_TD = tower.queries_at_positions(item_VD, batch)
-        losses = {"similarity": self._loss(tower.similarity, query_TD, item_VD, batch)}
+        query, item = tower.at_positions(rows, batch)
+        losses = {"similarity": self._loss(tower.similarity, query, item, batch)}
         losses["loss"] = losses["similarity"]
         if tower.hindexer is not None:
-            losses["hindexer"] = self._loss(tower.hindexer, query_TD, item_VD, batch)
+            losses["hindexer"] = self._loss(tower.hindexer, query, item, batch)
             losses["loss"] = losses["loss"] + tower.config.hindexer.weight * losses["hindexer"]
         return losses
 
-    def _loss(self, stage: Similarity, query_TD: Tensor, item_VD: Tensor, batch: Batch) -> Tensor:
-        query = stage.query(query_TD, batch.packing.row_T, batch.noise)
-        item = stage.item(item_VD, batch.id_V, batch.noise)
+    def _loss(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> Tensor:
+        query_side = stage.query_side(query, batch.packing.row_T, batch.noise)
+        item_side = stage.item_side(item, batch.id_V, batch.noise)
         examples = Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN)
         sampled = stage.sampled_softmax if self.tower.config.loss.kind == "softmax" else stage.sampled_bce
-        return sampled(query, item, examples, batch.noise) / batch.total_positions
+        return sampled(query_side, item_side, examples, batch.noise) / batch.total_positions

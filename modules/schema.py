@@ -16,6 +16,8 @@ Kind = Literal["id", "ids", "number", "vector"]
 ITEM = "item"
 """Name of the item id, the one feature that must be there, and of its table."""
 SPARSE = ("id", "ids")
+ALL = "all"
+"""In place of features' names: all of them."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Table:
     name: str
     rows: int
     """Known values and the unknown one."""
+    dim: int = 0
+    """Width of its rows; that of the model where it is 0."""
 
     def __post_init__(self) -> None:
         _require_name("table", self.name)
@@ -101,6 +105,30 @@ class Schema:
     def to_mapping(self) -> dict[str, list[dict[str, Any]]]:
         """For JSON and TOML, without fields at their defaults; `common.mappings.from_mapping(Schema, …)` reads it."""
         return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
+
+    def only(self, names: Sequence[str]) -> "Schema":
+        """The item id, the features of these names («all» for all of them), and their tables.
+
+        ValueError for a name that is not there.
+        """
+        known = [feature.name for feature in self.features]
+        for name in names:
+            if name not in (*known, ALL):
+                raise ValueError(
+                    f"model.features names {name}, which the dataset does not have{nearest(name, known)}; "
+                    f"it has {', '.join(name for name in known if name != ITEM) or 'item ids alone'}"
+                )
+        kept = tuple(f for f in self.features if f.name in (*names, ITEM) or ALL in names)
+        used = {feature.table for feature in kept}
+        return Schema(kept, tuple(table for table in self.tables if table.name in used))
+
+    @property
+    def num_items(self) -> int:
+        return self.table(ITEM).rows - 1
+
+    def dims(self, dim: int) -> dict[str, int]:
+        """Width of each table's rows in a model of width `dim`."""
+        return {table.name: table.dim or dim for table in self.tables}
 
     def of(self, owner: Owner) -> tuple[Feature, ...]:
         """Features of an owner, in order."""

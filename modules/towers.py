@@ -2,9 +2,12 @@
 
 No torchrec: serving runs the trained towers as they are.
 
-Axes: B sequences, T positions of a batch, packed, V unique items, D encoder width.
+Axes: B sequences, T positions of a batch, packed, V unique items (of a table: unique ids), D width of the model, W of
+a table.
 """
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -13,34 +16,78 @@ from torch.nn import functional as F
 
 from .batch import Batch, Packing
 from .config import ModelConfig
-from .encoders.sasrec import SASRec
+from .encoders.build import build_encoder
+from .features import Embedded, FeatureEmbeddings, Features
 from .hindexer import HIndexer
+from .initialize import reset_layers
 from .losses.blockwise import Side
 from .noise import Noise
+from .schema import ITEM, Schema
 from .similarity.build import build_similarity
+
+NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
+NO_FEATURES = Features()
+"""Of items, users and events that have none but the items' ids."""
 
 
 class ItemTower(nn.Module):
-    """Rows of unique items -> one vector per item, of which histories are encoded and sides are made."""
+    """Rows of the tables -> one vector per item, of which histories are encoded and sides are made: the item's own row
+    and the embeddings of its features, summed."""
 
-    def forward(self, row_VD: Tensor) -> Tensor:
-        """[V, D] -> [V, D]: with ids alone, the rows of the item table themselves."""
-        return row_VD
+    def __init__(self, dim: int, schema: Schema) -> None:
+        super().__init__()
+        features, dims = schema.of("item"), schema.dims(dim)
+        own = [feature for feature in features if feature.name == ITEM]
+        self.own_row = FeatureEmbeddings(own, dims, dim)
+        self.features = FeatureEmbeddings([feature for feature in features if feature.name != ITEM], dims, dim)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_layers(self, generator)
+
+    def forward(self, rows: Mapping[str, Tensor], features: Features = NO_FEATURES) -> Embedded:
+        """Rows [V, W] of each table -> [V, D]: with ids alone, the rows of the item table themselves."""
+        own_VD = self.own_row.maps[0](rows[ITEM])
+        if features.item_row_V is not None:
+            own_VD = F.embedding(features.item_row_V, own_VD)
+        groups = self.features(rows, features.values)
+        return Embedded(_sum(own_VD, groups), groups)
 
 
 class QueryTower(nn.Module):
-    """Items of histories -> one query per position."""
+    """Items of histories, with the features of users and events -> one query per position."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, schema: Schema) -> None:
         super().__init__()
-        self.encoder = SASRec(config.dim, config.encoder)
+        dims = schema.dims(config.dim)
+        self.encoder = build_encoder(config.dim, config.encoder)
+        self.users = FeatureEmbeddings(schema.of("user"), dims, config.dim)
+        self.events = FeatureEmbeddings(schema.of("event"), dims, config.dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.encoder.reset_parameters(generator)
+        reset_layers(self.users, generator)
+        reset_layers(self.events, generator)
 
-    def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None = None) -> Tensor:
-        """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence."""
-        return self.encoder(item_TD, packing, noise)
+    def forward(
+        self,
+        item_TD: Tensor,
+        packing: Packing,
+        rows: Mapping[str, Tensor] = NO_ROWS,
+        features: Features = NO_FEATURES,
+        noise: Noise | None = None,
+    ) -> Embedded:
+        """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence.
+
+        An event's features are added to its item before the encoder, the user's to what comes out of it.
+        """
+        events = self.events(rows, features.values)
+        users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
+        encoded_TD = self.encoder(_sum(item_TD, events), packing, noise)
+        return Embedded(_sum(encoded_TD, users), [*users, *events])
+
+
+def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+    return torch.stack([first, *others]).sum(0) if others else first
 
 
 class Sides(NamedTuple):
@@ -53,12 +100,13 @@ class Sides(NamedTuple):
 class Tower(nn.Module):
     """Everything that follows the lookup but the loss."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, schema: Schema) -> None:
         super().__init__()
-        self.config = config
-        self.query_tower = QueryTower(config)
-        self.item_tower = ItemTower()
+        self.config, self.schema = config, schema
+        self.query_tower = QueryTower(config, schema)
+        self.item_tower = ItemTower(config.dim, schema)
         self.similarity = build_similarity(config.dim, config.similarity)
+        self.similarity.use_features(len(schema.of("user")) + len(schema.of("event")), len(schema.of("item")) - 1)
         self.hindexer: HIndexer | None = None
         if config.hindexer.weight > 0:
             self.hindexer = HIndexer(config.dim, config.hindexer)
@@ -69,30 +117,56 @@ class Tower(nn.Module):
         self.similarity.reset_parameters(generator)
         if self.hindexer is not None:
             self.hindexer.reset_parameters(generator)
+        self.item_tower.reset_parameters(generator)
 
-    def items(self, row_VD: Tensor) -> Sides:
-        """Both stages' side of items, which serving caches: rows of the table [V, D] -> tuples of tensors [V, ...]."""
-        item_VD, number_V = self.item_tower(row_VD), torch.arange(len(row_VD), device=row_VD.device)
-        hindexer = None if self.hindexer is None else self.hindexer.item(item_VD, number_V)
-        return Sides(self.similarity.item(item_VD, number_V), hindexer)
+    def queries(
+        self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES
+    ) -> Embedded:
+        """The query after the last position of each history, whose items have the vectors item_TD: [T, D] -> [B, D]."""
+        vector_TD, groups = self.query_tower(item_TD, packing, rows, features)
+        return Embedded(vector_TD[packing.last_B], [group_TD[packing.last_B] for group_TD in groups])
 
-    def queries(self, row_TD: Tensor, packing: Packing) -> Tensor:
-        """The query after the last position of each history: rows of the table [T, D] -> [B, D]."""
-        return self.query_tower(self.item_tower(row_TD), packing)[packing.last_B]
+    def query_sides(self, query: Embedded) -> Sides:
+        """Both stages' side of queries, for inference: tuples of tensors [B, ...]."""
+        number_B = _numbers(query)
+        hindexer = None if self.hindexer is None else self.hindexer.query_side(query, number_B)
+        return Sides(self.similarity.query_side(query, number_B), hindexer)
 
-    def queries_at_positions(self, item_VD: Tensor, batch: Batch) -> Tensor:
-        """The query at each position of a batch whose unique items have the vectors item_VD, [T, D]."""
-        # Sparse, for the inputs are few beside the negatives: their gradient need not be as large as item_VD.
-        return self.query_tower(F.embedding(batch.input_T, item_VD, sparse=True), batch.packing, batch.noise)
+    def item_sides(self, item: Embedded) -> Sides:
+        """Both stages' side of items, which serving caches: tuples of tensors [V, ...]."""
+        number_V = _numbers(item)
+        hindexer = None if self.hindexer is None else self.hindexer.item_side(item, number_V)
+        return Sides(self.similarity.item_side(item, number_V), hindexer)
+
+    def at_positions(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Embedded, Embedded]:
+        """The query at each position of a batch, and its unique items."""
+        items = self.item_tower(rows, batch.features)
+        # Sparse, for the inputs are few beside the negatives: their gradient need not be as large as the items'.
+        input_TD = F.embedding(batch.input_T, items.vector_RD, sparse=not items.groups)
+        return self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise), items
 
     @torch.no_grad()
-    def diagnostics(self, row_VD: Tensor, batch: Batch, sequences: int = 8) -> dict[str, Tensor]:
+    def diagnostics(self, rows: Mapping[str, Tensor], batch: Batch, sequences: int = 8) -> dict[str, Tensor]:
         """The similarity's diagnostics of the first sequences' positions with their targets; none without positions."""
         lengths_B = batch.packing.lengths_B[:sequences]
         total = int(lengths_B.sum())
         if total == 0:
             return {}
-        item_VD, packing = self.item_tower(row_VD), Packing(lengths_B).to(row_VD.device)
-        query_TD = self.query_tower(item_VD[batch.input_T[:total]], packing)
-        query = self.similarity.query(query_TD, packing.row_T)
-        return self.similarity.diagnostics(query, self.similarity.item(item_VD[batch.target_T[:total]], packing.row_T))
+        items = self.item_tower(rows, batch.features)
+        packing, target_T = Packing(lengths_B).to(items.vector_RD.device), batch.target_T[:total]
+        features = self._first(batch.features, len(lengths_B), total)
+        query = self.query_tower(items.vector_RD[batch.input_T[:total]], packing, rows, features)
+        item = Embedded(items.vector_RD[target_T], [group_VD[target_T] for group_VD in items.groups])
+        return self.similarity.diagnostics(
+            self.similarity.query_side(query, packing.row_T), self.similarity.item_side(item, packing.row_T)
+        )
+
+    def _first(self, features: Features, sequences: int, positions: int) -> Features:
+        """Those of the first sequences and of their positions."""
+        count = {"user": sequences, "event": positions}
+        own = [feature for feature in self.schema.features if feature.owner in count]
+        return Features(values={f.name: features.values[f.name].first(count[f.owner]) for f in own})
+
+
+def _numbers(of: Embedded) -> Tensor:
+    return torch.arange(len(of.vector_RD), device=of.vector_RD.device)

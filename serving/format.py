@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from logitmix.common.files import file_digest, json_digest, sync
-from logitmix.common.mappings import from_mapping
+from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.serving.items import Items
 from logitmix.serving.model import TABLE, item_shapes, weight_shapes
@@ -137,7 +137,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "logitmix": version("logitmix"),
         "torch": str(torch.__version__),
         **dataclasses.asdict(about.source),
-        "model": dataclasses.asdict(about.model),
+        "model": to_mapping(about.model),
         "num_items": about.num_items,
         "exclude_history": about.exclude_history,
         "signature": signature(about.model),

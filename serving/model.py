@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from logitmix.modules.config import ModelConfig
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 
 TABLE = "table"
@@ -24,7 +25,7 @@ def trained_tower(config: ModelConfig, weights: Mapping[str, Tensor]) -> Tower:
 
 def item_cache(tower: Tower, row_XD: Tensor) -> dict[str, Tensor]:
     """The items' side of both stages, by name: similarity.0, … and hindexer.0, each [X, ...]."""
-    sides = tower.items(row_XD)._asdict()
+    sides = tower.item_sides(tower.item_tower({ITEM: row_XD}))._asdict()
     return {f"{stage}.{i}": part for stage, side in sides.items() for i, part in enumerate(side or ())}
 
 
@@ -42,4 +43,4 @@ def item_shapes(config: ModelConfig, num_items: int) -> dict[str, list[int]]:
 
 def _empty_tower(config: ModelConfig) -> Tower:
     with torch.device("meta"):
-        return Tower(config)
+        return Tower(config, Schema.of_ids(1))

@@ -175,7 +175,7 @@ class Retriever:
         encoded = [history[-L:] for history in histories]
         packing = Packing(torch.tensor([len(history) for history in encoded])).to(device)
         history_T = torch.tensor([item for history in encoded for item in history])
-        return self._tower.queries(self._items.rows(history_T), packing), packing
+        return self._tower.queries(self._items.rows(history_T), packing).vector_RD, packing
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""

@@ -126,8 +126,9 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
         "train.log_every": 1,
     }
     flat |= settings
-    if flat["model.similarity.kind"] != "mol":
-        flat = {key: value for key, value in flat.items() if not key.startswith("model.similarity.")} | dict(settings)
+    for section, kind in (("model.similarity.", "mol"), ("model.encoder.", "sasrec")):
+        if flat.get(f"{section}kind", kind) != kind:
+            flat = {key: value for key, value in flat.items() if not key.startswith(section) or key in settings}
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")

@@ -30,11 +30,11 @@ from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, json_digest, publish, staging_path
-from logitmix.modules.schema import ITEM
+from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
-from logitmix.trainer.parallelize import ParallelModel
-from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config
+from logitmix.trainer.parallelize import ParallelModel, model_schema
+from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config, read_schema
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 
 MANIFEST = "checkpoint.json"
@@ -45,19 +45,25 @@ BLOCK_BYTES = 2**25
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint as evaluation and export take it: the tower, on the CPU in FP32, and the item table to be read."""
+    """A checkpoint as evaluation and export take it: the tower, on the CPU in FP32, and the tables to be read."""
 
     config: Config
     step: int
     tower: Tower
-    num_items: int
-    read_rows: Callable[[int, int], Tensor]
-    """The rows [R, D] from one item on, before another."""
+    read_rows: Callable[[str, int, int], Tensor]
+    """Of the table of that name, the rows [R, D] from one on, before another."""
 
-    def rows(self, ranks: Ranks) -> ShardedRows:
-        """The table in memory, of which each rank reads an equal share."""
-        own = self.read_rows(*own_range(self.num_items, ranks.rank, ranks.world_size))
-        return ShardedRows.of_ranges(self.num_items, own.to(ranks.device), ranks)
+    @property
+    def num_items(self) -> int:
+        return self.tower.schema.num_items
+
+    def sharded_rows(self, ranks: Ranks) -> dict[str, ShardedRows]:
+        """The tables in memory, of which each rank reads an equal share."""
+        return {table.name: self._shared(table, ranks) for table in self.tower.schema.tables}
+
+    def _shared(self, table: Table, ranks: Ranks) -> ShardedRows:
+        own_RD = self.read_rows(table.name, *own_range(table.rows, ranks.rank, ranks.world_size))
+        return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks)
 
 
 def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
@@ -109,18 +115,17 @@ def restore_best(run: Path, model: ParallelModel) -> int:
 
 
 def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> SavedModel:
-    """The best checkpoint of a run by its validation metric (or the last one); of the table nothing is read yet.
+    """The best checkpoint of a run by its validation metric (or the last one); of the tables nothing is read yet.
 
     With ranks, rank 0 chooses for all. Raises ValueError for a run that is not one, has no checkpoint, or whose
     checkpoint is damaged.
     """
     config = read_config(run)
     path = _choose(run, config.evaluate.metric, which, ranks)
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"tables.{ITEM}"]
-    assert isinstance(saved, TensorStorageMetadata)
-    tower = Tower(config.model)
+    schema = model_schema(read_schema(run), config)
+    tower = Tower(config.model, schema)
     _load_alone(path, {"tower": tower.state_dict()})
-    return SavedModel(config, _progress(path).step, tower, saved.size[0], partial(_read_rows, path, saved.size[1]))
+    return SavedModel(config, _progress(path).step, tower, partial(_read_rows, path, schema))
 
 
 def _choose(run: Path, metric: str, which: Literal["best", "last"], ranks: Ranks | None) -> Path:
@@ -145,9 +150,9 @@ def _load_alone(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner |
         dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
 
 
-def _read_rows(path: Path, dim: int, start: int, stop: int) -> Tensor:
-    row_RD = torch.empty(stop - start, dim)
-    _load_alone(path, {"tables": {ITEM: row_RD}}, _RowRange(start))
+def _read_rows(path: Path, schema: Schema, table: str, start: int, stop: int) -> Tensor:
+    row_RD = torch.empty(stop - start, schema.table(table).dim)
+    _load_alone(path, {"tables": {table: row_RD}}, _RowRange(start))
     return row_RD
 
 

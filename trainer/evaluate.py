@@ -4,7 +4,7 @@ Axes: U users, K items at the top.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,8 @@ from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.embed import Embedder
 from logitmix.trainer.ranking import NOT_SERVED, Rankings, rank_corpus
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import ShardedRows
@@ -52,7 +54,7 @@ def evaluate_run(
     with process_group(device, config.comm.timeout_seconds) as ranks:
         evaluation = Evaluation(replace(config, evaluate=options), dataset, ranks)
         model = load_saved(run, ranks=ranks)
-        metrics = evaluation(split, model.tower.to(ranks.device), model.rows(ranks))
+        metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
     return metrics | {"step": model.step}
 
 
@@ -81,19 +83,17 @@ class Evaluation:
         said = Console(stderr=True) if ranks.rank == 0 else None
         self.exclude_history = excludes_history(config.evaluate.exclude_history, dataset, said)
 
-    def __call__(self, split: Split, tower: Tower, rows: ShardedRows) -> dict[str, float]:
+    def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         users = ranking_users(self.dataset, split, L).sample(options.users, self.config.train.seed)
         with counting(split, len(users), self.ranks.rank == 0) as advance:
-            return evaluate(
-                tower, rows, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance
-            )
+            embedder = Embedder(tower, tables, columns_of(self.dataset))
+            return evaluate(embedder, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance)
 
 
 def evaluate(
-    tower: Tower,
-    rows: ShardedRows,
+    embedder: Embedder,
     num_items: int,
     users: RankingUsers,
     batch_size: int,
@@ -102,7 +102,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The metrics of both stages over all users, and the share of them whose target is in their history; collective,
     and equal on all ranks."""
-    rankings = rank_corpus(tower, rows, num_items, users, batch_size, exclude_history, advance)
+    rankings = rank_corpus(embedder, num_items, users, batch_size, exclude_history, advance)
     about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
     return metrics_of(rankings, num_items) | about
 

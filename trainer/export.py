@@ -19,6 +19,7 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
+from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries, Source
@@ -112,7 +113,7 @@ def _write_own(
     bounds = _shard_bounds(tower, about.num_items)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
-        items = _items(tower, model.read_rows(bounds[number], bounds[number + 1]))
+        items = _items(tower, model.read_rows(ITEM, bounds[number], bounds[number + 1]))
         entries |= serving.write_items(staging, about, number, count, items)
     return entries
 

@@ -7,7 +7,6 @@ import torch
 
 from logitmix.comm.collectives import agreed
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.modules.schema import ITEM, Table
 from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
@@ -15,7 +14,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.run import RunProgress, run_lock, start_run, write_plan, write_results
 from logitmix.trainer.telemetry import Telemetry
@@ -31,7 +30,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks, run_lock(run, ranks):
         start_run(run, config, dataset, ranks)
-        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
+        model = parallelize(dataset.schema, config, ranks)
         if ranks.rank == 0:
             write_plan(run, model.plan)
         optimizer = dense_optimizer(model.tower, config.dense)
@@ -78,7 +77,7 @@ def _steps(
                 pipeline.require_finite()
                 done = pipeline.progress
                 if evaluation and evaluating:
-                    done = replace(done, validation=evaluation("validation", model.tower, model.item_rows()))
+                    done = replace(done, validation=evaluation("validation", model.tower, model.sharded_rows()))
                     telemetry.log_validation(step, epoch, done.validation)
                 if saving or done.validation:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
@@ -94,18 +93,20 @@ def _out_of_time(pipeline: Pipeline) -> bool:
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
     """Metrics of the best checkpoint on the test items: computed once, at the end. It takes the model's place."""
     step = checkpoint.restore_best(run, model)
-    return evaluation("test", model.tower, model.item_rows()) | {"step": step}
+    return evaluation("test", model.tower, model.sharded_rows()) | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
     """This rank's part of the batches that the configuration asks for."""
     return TrainingBatches(
         dataset,
+        model_schema(dataset.schema, config),
         batch_size=config.train.batch_size,
         max_length=config.model.encoder.max_length,
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
         seed=config.train.seed,
+        item_id_dropout=config.model.item_id_dropout,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

@@ -5,7 +5,7 @@ sides (rows.py) through the wire's codec, and so do their gradients on the way b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from logitmix.modules.batch import Batch
 from logitmix.modules.embeddings import EmbeddingTable
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizers, set_fused_optimizer, table_name
@@ -63,10 +63,10 @@ class ParallelModel:
             moved.record_stream(torch.cuda.current_stream())
         return moved
 
-    def loss(self, rows_VD: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The tower's losses; autocast as configured."""
+    def loss(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The tower's losses, from the rows [V, D] of each table; autocast as configured."""
         with autocast(self.config, self.ranks.device):
-            return self.replicated(rows_VD, batch)
+            return self.replicated(rows, batch)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of the tower, summed over the ranks: DDP averages, hence the factor."""
@@ -77,20 +77,22 @@ class ParallelModel:
         states = [each.module.state_dict() for each in self.tables]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
-    def item_rows(self) -> ShardedRows:
-        """The item table's rows, to be fetched in FP32 past the codec."""
-        return ShardedRows.of_shards(self.shards()[ITEM], self.ranks)
+    def sharded_rows(self) -> dict[str, ShardedRows]:
+        """The tables' rows, to be fetched in FP32 past the codec."""
+        return {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in self.shards().items()}
 
 
-def parallelize(tables: Sequence[Table], config: Config, ranks: Ranks) -> ParallelModel:
-    """Plan, shard, attach the codecs, initialise, replicate. The weights depend on the seed alone.
+def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
+    """Plan, shard, attach the codecs, initialise, replicate a model of the dataset's `schema`, of which it uses what
+    `model.features` names. The weights depend on the seed alone.
 
     Raises ValueError for settings of a table that there is not, that the device does not have, or that leave the
     planner no room.
     """
-    embedded = embedding_tables(tables, config, ranks.device)
+    schema = model_schema(schema, config)
+    embedded = embedding_tables(schema.tables, config, ranks.device)
     with torch.device("meta"):
-        model = RetrievalModel(embedded, config.model)
+        model = RetrievalModel(embedded, schema, config.model)
     plans = plan_tables(model.tables, embedded, config.tables, ranks)
     collections = _shard(model.tables, plans, config.tables, ranks)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
@@ -111,22 +113,28 @@ def parallelize(tables: Sequence[Table], config: Config, ranks: Ranks) -> Parall
     return parallel
 
 
-def embedding_tables(tables: Sequence[Table], config: Config, device: torch.device) -> list[EmbeddingTable]:
-    """The tables with the widths and precisions that they are configured to have.
+def model_schema(schema: Schema, config: Config) -> Schema:
+    """What the model uses of a dataset's schema, with the widths that the tables are configured to have.
 
-    Raises ValueError for settings of a table that there is not, or that the device does not have.
+    Raises ValueError for a feature or a table that there is not.
     """
-    names = [table.name for table in tables]
+    used = schema.only(config.model.features)
+    names = [table.name for table in used.tables]
     for name in config.tables.by_name:
         if name not in names:
             raise ValueError(f"tables.{name}: no table {name}{nearest(name, names)}; there are: {', '.join(names)}")
-    for name in names:
-        _require_supported(name, config, device)
-    settings = {name: config.tables.of(name) for name in names}
-    return [
-        EmbeddingTable(each.name, each.rows, settings[each.name].dim or config.model.dim, settings[each.name].precision)
-        for each in tables
-    ]
+    tables = [replace(table, dim=config.tables.of(table.name).dim or config.model.dim) for table in used.tables]
+    return replace(used, tables=tuple(tables))
+
+
+def embedding_tables(tables: Sequence[Table], config: Config, device: torch.device) -> list[EmbeddingTable]:
+    """The tables of a model's schema with the precisions that they are configured to have.
+
+    Raises ValueError for what the device does not have.
+    """
+    for table in tables:
+        _require_supported(table.name, config, device)
+    return [EmbeddingTable(each.name, each.rows, each.dim, config.tables.of(each.name).precision) for each in tables]
 
 
 def _require_supported(name: str, config: Config, device: torch.device) -> None:

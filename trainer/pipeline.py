@@ -4,7 +4,7 @@ The order of a step is that of Pipeline's methods. While a batch is trained on, 
 and a thread makes the batch after that. The next batch's rows are sent part by part, each part as soon as its rows in
 the table are updated, so no row is stale.
 
-Axes: V unique items of a batch, D encoder width.
+Axes: V unique ids of a table that a batch names, D width of its rows.
 """
 
 import time
@@ -20,7 +20,6 @@ from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import largest
 from logitmix.modules.batch import Batch
-from logitmix.modules.schema import ITEM
 from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.run import RunProgress
@@ -76,8 +75,8 @@ class Pipeline:
     """
 
     batch: Batch
-    row_VD: Tensor
-    """The batch's rows, a leaf: the graph is cut where model parallelism ends."""
+    rows: dict[str, Tensor]
+    """The batch's rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
     losses: dict[str, Tensor]
     """By name; «loss» is what is minimized."""
     gradient_norm: Tensor
@@ -150,7 +149,7 @@ class Pipeline:
         with self.clock("data"):
             self._next = self._prefetch(self.step)
         with self.clock("all_to_all"):
-            self.row_VD = rows.wait()[ITEM]
+            self.rows = rows.wait()
             if self._next and not self.model.stream:
                 self._next.rows.send_ids()
         self._rows, self.state = rows, "rows received"
@@ -158,7 +157,7 @@ class Pipeline:
     def loss(self) -> None:
         self._require("loss", "rows received")
         with self.clock("forward"):
-            self.losses = self.model.loss(self.row_VD, self.batch)
+            self.losses = self.model.loss(self.rows, self.batch)
             if self._next:
                 # A CUDA device is busy by now, and sending ids waits for it until these rows are there.
                 self._next.rows.send_ids()
@@ -176,10 +175,12 @@ class Pipeline:
         device would have to be waited for, so it is asked only in steps that are logged and by `require_finite`."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
-            assert self.row_VD.grad is not None
             parameters = self.model.tower.parameters()
             self.gradient_norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
-            total = self.losses["loss"].detach() + self.gradient_norm + self.row_VD.grad.sum()
+            total = self.losses["loss"].detach() + self.gradient_norm
+            for row_VD in self.rows.values():
+                if row_VD.grad is not None:
+                    total = total + row_VD.grad.sum()
             nonfinite = ~total.isfinite()
             first = self._first_nonfinite
             self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
@@ -230,7 +231,7 @@ class Pipeline:
         making = self._making or self._thread.submit(self.make_batch, number)
         batch = making.result()
         self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
-        rows = self.model.row_exchange({ITEM: batch.id_V})
+        rows = self.model.row_exchange(batch.ids)
         return Prefetched(self.model.to_device(batch), rows)
 
     def _set_learning_rates(self) -> None:

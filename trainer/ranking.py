@@ -9,7 +9,7 @@ and all products have one shape. So a pair's score is the same to the last bit w
 not depend on the number of ranks.
 
 Axes: U users of a round, B users of a batch, E excluded items of a batch's users, X items in the corpus, N items of a
-chunk, S stages, K items at the top, D encoder width.
+chunk, S stages, K items at the top, Q numbers in a query's sides.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from logitmix.comm.collectives import all_gather, all_reduce_sum
-from logitmix.modules.batch import Packing
+from logitmix.modules.features import Embedded
 from logitmix.modules.similarity.base import Side, Similarity
-from logitmix.modules.towers import Tower
 from logitmix.serving.topk import NOTHING, rank_keys
 from logitmix.trainer.data.batches import RankingUsers
-from logitmix.trainer.sharded_rows import ShardedRows, own_range
+from logitmix.trainer.embed import Embedder
+from logitmix.trainer.sharded_rows import own_range
 
 NOT_SERVED = torch.iinfo(torch.int64).max
 """Rank of an item that is excluded: it stands below every other."""
@@ -55,8 +56,7 @@ class Rankings:
 
 @torch.no_grad()
 def rank_corpus(
-    tower: Tower,
-    rows: ShardedRows,
+    embedder: Embedder,
     num_items: int,
     users: RankingUsers,
     batch_size: int,
@@ -68,10 +68,10 @@ def rank_corpus(
     Ties count against the model, and so does NaN: whatever is not below the target stands above it. Excluded items
     stand below everything.
     """
-    ranking = _Ranking(tower, rows, num_items, batch_size, exclude_history)
+    ranking = _Ranking(embedder, num_items, batch_size, exclude_history)
     rounds = [ranking.round(part, advance) for part in users.batches(max(1, ROUND // batch_size) * batch_size)]
     rank_SU = torch.cat([rank_SU for rank_SU, _ in rounds], dim=1)
-    if tower.hindexer is None:
+    if embedder.tower.hindexer is None:
         return Rankings(rank_SU[0])
     return Rankings(rank_SU[0], rank_SU[1], torch.cat([stage1 for _, stage1 in rounds if stage1 is not None]))
 
@@ -79,10 +79,10 @@ def rank_corpus(
 class _Ranking:
     """How the corpus is ranked: whose stages, where chunks are cut, what is left out."""
 
-    def __init__(self, tower: Tower, rows: ShardedRows, num_items: int, batch_size: int, exclude_history: bool) -> None:
-        self.tower, self.rows, self.ranks, self.num_items = tower, rows, rows.ranks, num_items
+    def __init__(self, embedder: Embedder, num_items: int, batch_size: int, exclude_history: bool) -> None:
+        self.embedder, self.ranks, self.num_items = embedder, embedder.ranks, num_items
         self.batch_size, self.exclude_history = batch_size, exclude_history
-        stages: list[Similarity | None] = [tower.similarity, tower.hindexer]
+        stages: list[Similarity | None] = [embedder.tower.similarity, embedder.tower.hindexer]
         self.stages = [stage for stage in stages if stage is not None]
         self.chunk = _power_of_two(num_items // CHUNKS, *CHUNK_ITEMS)
         self.block = _power_of_two(PAIRS // batch_size, 1, self.chunk)
@@ -112,42 +112,44 @@ class _Ranking:
 
     def _encode(self, users: RankingUsers) -> list["_Batch"]:
         """Every rank encodes some of the batches and scores their targets; then all know all."""
-        parts, device = list(users.batches(self.batch_size)), self.ranks.device
-        D, S = self.tower.config.dim, len(self.stages)
-        known_UQ = torch.zeros(len(users), D + S, device=device)
+        parts, none = list(users.batches(self.batch_size)), users.of(slice(0, 0))
+        sides_0 = self._queries(self.embedder.queries(none))
+        known_UQ = torch.zeros(len(users), _flat(sides_0).shape[1] + len(self.stages), device=self.ranks.device)
         for first in range(0, len(parts), self.ranks.world_size):
-            own = slice(first + self.ranks.rank, first + self.ranks.rank + 1)
-            ids = [np.concatenate([part.history, part.target]) for part in parts[own]]
-            id_V = np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int64)
-            row_VD = self.rows.fetch(torch.from_numpy(id_V))
-            for part, known_BQ in zip(parts[own], known_UQ.split(self.batch_size)[own], strict=True):
-                place_T, place_B = (torch.from_numpy(np.searchsorted(id_V, of)) for of in (part.history, part.target))
-                packing = Packing(torch.from_numpy(part.lengths)).to(device)
-                known_BQ[:, :D] = self.tower.queries(row_VD[place_T.to(device)], packing)
-                known_BQ[:, D:] = self._score_targets(known_BQ[:, :D], row_VD[place_B.to(device)])
-        known = all_reduce_sum(known_UQ, self.ranks).split(self.batch_size)
+            place = first + self.ranks.rank
+            part = parts[place] if place < len(parts) else none
+            queries = self._queries(self.embedder.queries(part))
+            item_V, target_B = np.unique(part.target, return_inverse=True)
+            items = self.embedder.items(item_V)
+            if len(part):
+                targets = _taken(items, torch.from_numpy(target_B).to(self.ranks.device))
+                scores_BS = self._score_targets(queries, targets)
+                known_UQ[place * self.batch_size :][: len(part)] = torch.cat([_flat(queries), scores_BS], dim=1)
+        known, S = all_reduce_sum(known_UQ, self.ranks).split(self.batch_size), len(self.stages)
         return [
-            _Batch(part, self._queries(known_BQ[:, :D]), known_BQ[:, D:].t(), self.exclude_history)
+            _Batch(part, _unflat(known_BQ[:, :-S], sides_0), known_BQ[:, -S:].t(), self.exclude_history)
             for part, known_BQ in zip(parts, known, strict=True)
         ]
 
-    def _queries(self, query_BD: Tensor) -> list[Side]:
-        row_B = torch.arange(len(query_BD), device=query_BD.device)
-        return [stage.query(query_BD, row_B) for stage in self.stages]
+    def _queries(self, query: Embedded) -> list[Side]:
+        row_B = torch.arange(len(query.vector_RD), device=query.vector_RD.device)
+        return [stage.query_side(query, row_B) for stage in self.stages]
 
-    def _items(self, row_ND: Tensor, stages: list[Similarity]) -> list[Side]:
-        """The items' sides, of as many as a chunk has: zeros follow the rows."""
-        padded_ND = row_ND.new_zeros(self.chunk, row_ND.shape[1])
-        padded_ND[: len(row_ND)] = row_ND
-        item_ND, row_N = self.tower.item_tower(padded_ND), torch.arange(self.chunk, device=row_ND.device)
-        return [stage.item(item_ND, row_N) for stage in stages]
+    def _items(self, items: Embedded, stages: list[Similarity]) -> list[Side]:
+        """The items' sides, of as many as a chunk has: zeros follow the items."""
+        padded = Embedded(self._padded(items.vector_RD), [self._padded(group_ND) for group_ND in items.groups])
+        row_N = torch.arange(self.chunk, device=padded.vector_RD.device)
+        return [stage.item_side(padded, row_N) for stage in stages]
 
-    def _score_targets(self, query_BD: Tensor, target_BD: Tensor) -> Tensor:
+    def _padded(self, of_ND: Tensor) -> Tensor:
+        return F.pad(of_ND, (0, 0, 0, self.chunk - len(of_ND)))
+
+    def _score_targets(self, queries: list[Side], targets: Embedded) -> Tensor:
         """Scores [B, S] of each query with its target, by products of the shape that all others have."""
-        queries, scores = self._queries(query_BD), []
-        for start in range(0, len(target_BD), self.chunk):
-            target_ND = target_BD[start : start + self.chunk]
-            sides, N = self._items(target_ND, self.stages), len(target_ND)
+        scores, count = [], len(targets.vector_RD)
+        for start in range(0, count, self.chunk):
+            part = _taken(targets, slice(start, start + self.chunk))
+            sides, N = self._items(part, self.stages), len(part.vector_RD)
             score_SBN = [self._score(*of_stage, N) for of_stage in zip(self.stages, queries, sides, strict=True)]
             scores.append(torch.stack([score_BN[start : start + N].diag() for score_BN in score_SBN], dim=1))
         return torch.cat(scores)
@@ -166,8 +168,8 @@ class _Ranking:
         for number in range(first, first + self.steps):
             start = min(number * self.chunk, self.num_items)
             stop = min(start + self.chunk, self.num_items) if number < last else start
-            row_ND = self.rows.fetch(torch.arange(start, stop))
-            yield _Chunk(start, stop - start, self._items(row_ND, stages) if stop > start else [])
+            items = self.embedder.items(np.arange(start, stop))
+            yield _Chunk(start, stop - start, self._items(items, stages) if stop > start else [])
 
     def _rank(self, batch: "_Batch", chunk: "_Chunk") -> None:
         """Counts what stands above the targets, and keeps the best items where there is an h-indexer."""
@@ -240,6 +242,21 @@ class _Batch:
         place_B = self.target_B - chunk.start
         (row,) = ((place_B >= 0) & (place_B < chunk.count)).nonzero(as_tuple=True)
         return row, place_B[row]
+
+
+def _taken(of: Embedded, index: Tensor | slice) -> Embedded:
+    return Embedded(of.vector_RD[index], [group_RD[index] for group_RD in of.groups])
+
+
+def _flat(sides: list[Side]) -> Tensor:
+    """All numbers of each query's sides, in a row [B, Q]."""
+    return torch.cat([part.flatten(1) for side in sides for part in side], dim=1)
+
+
+def _unflat(flat_BQ: Tensor, like: list[Side]) -> list[Side]:
+    sizes = [part.shape[1:].numel() for side in like for part in side]
+    pieces = iter(flat_BQ.split(sizes, dim=1))
+    return [tuple(next(pieces).unflatten(1, part.shape[1:]) for part in side) for side in like]
 
 
 def _best(key_SUN: Tensor) -> Tensor:

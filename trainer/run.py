@@ -21,6 +21,8 @@ from typing import Any
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import write_whole
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
 
@@ -73,15 +75,24 @@ def read_config(run: Path) -> Config:
     return load_toml(path.read_text(encoding="utf-8"), str(path))
 
 
+def read_schema(run: Path) -> Schema:
+    """The schema of the dataset that the run was started with; ValueError where there is no run."""
+    return from_mapping(Schema, json.loads(_noted_dataset(run))["schema"], str(run / "dataset.json"), "schema.")
+
+
 def require_same_dataset(run: Path, dataset: Dataset) -> None:
     """ValueError where the dataset is not the one that the run was started with, or is prepared otherwise by now."""
+    if _noted_dataset(run) != dataset.description():
+        raise ValueError(
+            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
+        )
+
+
+def _noted_dataset(run: Path) -> str:
     noted = run / "dataset.json"
     if not noted.exists():
         raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
-    if noted.read_text(encoding="utf-8") != dataset.description():
-        raise ValueError(
-            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with {noted}"
-        )
+    return noted.read_text(encoding="utf-8")
 
 
 def checkpoint_paths(run: Path) -> list[Path]:

@@ -92,7 +92,7 @@ class Telemetry:
     def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
         """The similarity's, of rank 0's first sequences; vectors become histograms."""
         with autocast(self.model.config, self.ranks.device):
-            values = self.model.tower.diagnostics(pipeline.row_VD.detach(), pipeline.batch)
+            values = self.model.tower.diagnostics(pipeline.rows, pipeline.batch)
         if not all(value.isfinite().all() for value in values.values()):
             return {}  # the next step's check says what is wrong
         for name, value in values.items():

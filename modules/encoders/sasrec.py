@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..batch import Packing
-from ..config import EncoderConfig
+from ..config import SASRecConfig
 from ..initialize import reset_layers
 from ..noise import Noise
 
@@ -22,7 +22,7 @@ class SASRec(nn.Module):
     on its weights, so that its mask does not depend on how sequences are padded.
     """
 
-    def __init__(self, dim: int, config: EncoderConfig) -> None:
+    def __init__(self, dim: int, config: SASRecConfig) -> None:
         super().__init__()
         self.scale, self.rate = math.sqrt(dim), config.dropout
         self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))

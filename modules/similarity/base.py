@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..features import Embedded
 from ..initialize import reset_layers
 from ..losses.blockwise import Examples, Side, bce, blockwise_loss, softmax
 from ..noise import Noise
@@ -34,6 +35,17 @@ class Similarity(nn.Module, ABC):
     @abstractmethod
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
         """The item's side, which depends on the item alone: a tuple of tensors [N, ...]."""
+
+    def use_features(self, of_query: int, of_item: int) -> None:
+        """Told once, before the weights are made: how many features queries and items have. Their embeddings are part
+        of the vectors that `query` and `item` take; a similarity that wants them by themselves as well overrides this,
+        `query_side` and `item_side`."""
+
+    def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
+        return self.query(query.vector_RD, row_T, noise)
+
+    def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
+        return self.item(item.vector_RD, row_N, noise)
 
     @abstractmethod
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:

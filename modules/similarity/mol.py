@@ -5,6 +5,7 @@ M = U * I mixture components.
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MoLConfig
+from ..features import AdaptiveCompression, Embedded
 from ..losses.blockwise import Examples, GateDropout, Side
 from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
@@ -40,6 +42,16 @@ class MoL(Similarity):
         self.query_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.item_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
+        self.dim = dim
+        self.query_features: _Compressed | None = None
+        self.item_features: _Compressed | None = None
+
+    def use_features(self, of_query: int, of_item: int) -> None:
+        """Gives each a component of its own, which the others are compressed with."""
+        if of_query:
+            self.query_features = _Compressed(self.dim, of_query, self.config.query_components, self.config)
+        if of_item:
+            self.item_features = _Compressed(self.dim, of_item, self.config.item_components, self.config)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -60,23 +72,36 @@ class MoL(Similarity):
         last = cast(nn.Linear, self.cross_gate[2])
         last.weight.zero_()
         last.bias.view(U, I).fill_diagonal_(PREFERENCE)
+        for features in (self.query_features, self.item_features):
+            if features is not None:
+                features.compression.reset_parameters()
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
         shape = (len(query_TD), self.config.query_components, self.config.component_dim)
         components = self.query_projection(query_TD).view(shape)
+        if self.query_features is not None:
+            components = self.query_features(components, groups)
         weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
         return self._scaled(components, 1 / self.config.temperature), weights
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
         shape = (len(item_ND), self.config.item_components, self.config.component_dim)
         components = self.item_projection(dropped_ND).view(shape)
+        if self.item_features is not None:
+            components = self.item_features(components, groups)
         weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
         return self._scaled(components, 1.0), weights
+
+    def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
+        return self.query(query.vector_RD, row_T, noise, query.groups)
+
+    def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
+        return self.item(item.vector_RD, row_N, noise, item.groups)
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         (query_TUC, query_TM), (item_NIC, item_NM) = query, item
@@ -150,6 +175,20 @@ class MoL(Similarity):
 def _logits_of_pairs(query: Side, item: Side) -> Tensor:
     """<f_u(u), g_i(x)> / tau of query t with item t [T, M]."""
     return torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
+
+
+class _Compressed(nn.Module):
+    """Components of the whole and of each feature by itself, k' of them, compressed to k."""
+
+    def __init__(self, dim: int, groups: int, kept: int, config: MoLConfig) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(dim, config.component_dim) for _ in range(groups))
+        self.compression = AdaptiveCompression(kept + groups, kept, config.component_dim, config.gate_hidden)
+
+    def forward(self, whole_RKC: Tensor, groups: Sequence[Tensor]) -> Tensor:
+        of_groups = [map_(group_RD) for map_, group_RD in zip(self.maps, groups, strict=True)]
+        compressed: Tensor = self.compression(torch.cat([whole_RKC, torch.stack(of_groups, 1)], 1))
+        return compressed
 
 
 class _Projection(nn.Module):

@@ -6,12 +6,12 @@ import pytest
 
 from logitmix.modules.config import (
     DotConfig,
-    EncoderConfig,
     HIndexerConfig,
     LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
+    SASRecConfig,
 )
 
 NAN = float("nan")
@@ -20,10 +20,10 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("section", "prefix", "field", "wrong", "right"),
     [
-        (EncoderConfig, "model.encoder", "blocks", [0, -1], [1, 4]),
-        (EncoderConfig, "model.encoder", "heads", [0, -2], [1, 8]),
-        (EncoderConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
-        (EncoderConfig, "model.encoder", "max_length", [0], [1]),
+        (SASRecConfig, "model.encoder", "blocks", [0, -1], [1, 4]),
+        (SASRecConfig, "model.encoder", "heads", [0, -2], [1, 8]),
+        (SASRecConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
+        (SASRecConfig, "model.encoder", "max_length", [0], [1]),
         (DotConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (MoLConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (MoLConfig, "model.similarity", "query_components", [0], [1]),
@@ -83,6 +83,6 @@ def test_a_width_that_fbgemm_cannot_take_names_two_that_it_can(dim: int, near: s
 def test_heads_that_do_not_divide_the_width_name_two_that_do(dim: int, heads: int, near: str) -> None:
     problem = rf"^model\.dim \({dim}\) must be divisible by model\.encoder\.heads \({heads}\); "
     with pytest.raises(ValueError, match=problem + rf"set model\.encoder\.heads to {near}$"):
-        ModelConfig(dim=dim, encoder=EncoderConfig(heads=heads))
+        ModelConfig(dim=dim, encoder=SASRecConfig(heads=heads))
     for value in near.split(" or "):
-        ModelConfig(dim=dim, encoder=EncoderConfig(heads=int(value)))
+        ModelConfig(dim=dim, encoder=SASRecConfig(heads=int(value)))

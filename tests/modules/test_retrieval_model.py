@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import (
     DotConfig,
-    EncoderConfig,
     HIndexerConfig,
     LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
+    SASRecConfig,
 )
 from logitmix.modules.model import SampledLosses
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset
 
 ITEMS = 300
+IDS = Schema.of_ids(ITEMS)
 EPS = 2**-24
 """Largest relative error of rounding to FP32."""
 
@@ -49,7 +51,7 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
     )
     return ModelConfig(
         dim=16,
-        encoder=EncoderConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
+        encoder=SASRecConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
         similarity={"dot": DotConfig(temperature=0.2), "mlp": MLPConfig(hidden=9), "mol": mol}[similarity],
         hindexer=HIndexerConfig(dim=8, temperature=0.2, weight=0.2),
         loss=LossConfig(kind=kind, negatives=6, share=share),
@@ -57,7 +59,7 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
 
 
 def tower_of(options: ModelConfig, seed: int = 0) -> Tower:
-    tower, generator = Tower(options), torch.Generator().manual_seed(seed)
+    tower, generator = Tower(options, IDS), torch.Generator().manual_seed(seed)
     tower.reset_parameters(generator)
     with torch.no_grad():
         for parameter in tower.parameters():
@@ -79,6 +81,7 @@ def dataset(users: int = 13) -> Dataset:
 def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13) -> TrainingBatches:
     return TrainingBatches(
         dataset(users),
+        IDS,
         batch_size=8,
         max_length=options.encoder.max_length,
         negatives=options.loss.negatives,
@@ -93,7 +96,7 @@ def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Losses, and gradients of all parameters and of the whole table."""
     item_XD = table().requires_grad_()
     tower.zero_grad()
-    losses = SampledLosses(tower)(item_XD[batch.id_V], batch)
+    losses = SampledLosses(tower)({ITEM: item_XD[batch.id_V]}, batch)
     losses["loss"].backward()
     assert item_XD.grad is not None
     gradients = [parameter.grad for parameter in tower.parameters()] + [item_XD.grad]
@@ -167,7 +170,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, sha
         for t in range(start, end):
             negatives = batch.id_V[batch.negatives_GN[{"position": t, "sequence": group, "batch": 0}[share]]]
             history = inputs[start : t + 1]
-            query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)])))
+            query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)]))).vector_RD
             counted = [int(targets[t]), *(int(n) for n in negatives if n != targets[t])]
             for name in total:
                 module = getattr(tower, name)
@@ -199,7 +202,7 @@ def test_every_dropout_rate_is_felt_where_it_belongs(
     without = still(config("mol"))
     dropping = replace(without, **{section: replace(getattr(without, section), **{rate: 0.3})})
     batch, item_XD = batches(without).at(0), table()
-    losses = [SampledLosses(tower_of(options))(item_XD[batch.id_V], batch) for options in (without, dropping)]
+    losses = [SampledLosses(tower_of(options))({ITEM: item_XD[batch.id_V]}, batch) for options in (without, dropping)]
     moved = {name: not torch.equal(losses[0][name], losses[1][name]) for name in losses[0]}
     assert moved == {"similarity": similarity_moves, "hindexer": hindexer_moves, "loss": True}
 
@@ -208,21 +211,21 @@ def test_without_the_hindexer_there_is_no_stage_1() -> None:
     options = replace(config("dot"), hindexer=HIndexerConfig(weight=0.0))
     tower, batch = tower_of(options), batches(options).at(0)
     assert not any("hindexer" in name for name, _ in tower.named_parameters())
-    losses = SampledLosses(tower)(table()[batch.id_V], batch)
+    losses = SampledLosses(tower)({ITEM: table()[batch.id_V]}, batch)
     assert set(losses) == {"loss", "similarity"} and torch.equal(losses["loss"], losses["similarity"])
 
 
 def test_queries_are_those_of_training_at_the_last_positions() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
-    trained_TD = tower.query_tower(item_XD[batch.id_V][batch.input_T], batch.packing)
-    query_BD = tower.queries(item_XD[batch.id_V[batch.input_T]], batch.packing)
+    trained_TD = tower.query_tower(item_XD[batch.id_V][batch.input_T], batch.packing).vector_RD
+    query_BD = tower.queries(item_XD[batch.id_V[batch.input_T]], batch.packing).vector_RD
     lasts = [end - 1 for end in batch.packing.bounds[1:]]
     assert torch.equal(query_BD, trained_TD[lasts])
     # And they are what inference finds for each history alone.
     for b, (start, last) in enumerate(zip(batch.packing.bounds, lasts, strict=False)):
         history = batch.id_V[batch.input_T[start : last + 1]]
-        alone = tower.queries(item_XD[history], Packing(torch.tensor([len(history)])))
+        alone = tower.queries(item_XD[history], Packing(torch.tensor([len(history)]))).vector_RD
         torch.testing.assert_close(alone[0], query_BD[b], rtol=0, atol=1e-5)
 
 
@@ -230,7 +233,8 @@ def test_a_batch_of_another_step_has_other_masks() -> None:
     options = config("mol")
     tower, batch, other = tower_of(options), batches(options).at(0), batches(options).at(1)
     same = replace(batch, noise=other.noise)
-    losses = [float(SampledLosses(tower)(table()[batch.id_V], it)["loss"].detach()) for it in (batch, batch, same)]
+    loss, rows = SampledLosses(tower), {ITEM: table()[batch.id_V]}
+    losses = [float(loss(rows, it)["loss"].detach()) for it in (batch, batch, same)]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -238,10 +242,10 @@ def test_what_is_watched_of_the_gates_is_that_of_the_first_sequences() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
     rows = item_XD[batch.id_V]
-    diagnostics = tower.diagnostics(rows, batch, sequences=3)
+    diagnostics = tower.diagnostics({ITEM: rows}, batch, sequences=3)
     assert not any(value.requires_grad for value in diagnostics.values())
     positions = batch.packing.bounds[3]
-    query_TD = tower.query_tower(rows[batch.input_T], batch.packing)
+    query_TD = tower.query_tower(rows[batch.input_T], batch.packing).vector_RD
     query = tower.similarity.query(query_TD, batch.packing.row_T)
     item = tower.similarity.item(rows[batch.target_T], batch.packing.row_T)
     gates_TM = tower.similarity.gates(query, item).detach()[:positions].double()
@@ -258,8 +262,8 @@ def test_what_is_watched_of_the_gates_is_that_of_the_first_sequences() -> None:
         torch.testing.assert_close(diagnostics[name].double(), should, rtol=0, atol=1e-5)
     parts = [batches(options, rank, 12).at(1) for rank in range(12)]
     empty = next(part for part in parts if len(part.input_T) == 0)
-    assert tower.diagnostics(item_XD[empty.id_V], empty) == {}
-    assert tower_of(config("dot")).diagnostics(rows, batch) == {}
+    assert tower.diagnostics({ITEM: item_XD[empty.id_V]}, empty) == {}
+    assert tower_of(config("dot")).diagnostics({ITEM: rows}, batch) == {}
 
 
 def test_one_component_is_used_wholly() -> None:
@@ -274,7 +278,7 @@ def test_one_component_is_used_wholly() -> None:
 def test_the_mixture_begins_as_a_similarity(U: int, I: int) -> None:
     """Of 50 rows as they are initially, nearly all find themselves; with independent projections one in 50 would."""
     similarity = MoLConfig(query_components=U, item_components=I, component_dim=8)
-    tower = Tower(ModelConfig(dim=16, encoder=EncoderConfig(), similarity=similarity))
+    tower = Tower(ModelConfig(dim=16, encoder=SASRecConfig(), similarity=similarity), IDS)
     tower.reset_parameters(torch.Generator().manual_seed(0))
     row_XD, number_X = 0.02 * torch.randn(50, 16, generator=torch.Generator().manual_seed(1)), torch.arange(50)
     with torch.no_grad():
@@ -285,7 +289,7 @@ def test_the_mixture_begins_as_a_similarity(U: int, I: int) -> None:
 
 def test_initial_weights_follow_from_the_generator_alone() -> None:
     options = config("mol")
-    first, second, other = Tower(options), Tower(options), Tower(options)
+    first, second, other = (Tower(options, IDS) for _ in range(3))
     for tower, seed in ((first, 5), (second, 5), (other, 6)):
         with torch.no_grad():
             for parameter in tower.parameters():

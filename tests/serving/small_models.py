@@ -9,7 +9,8 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig
+from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig, SASRecConfig
+from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
 from logitmix.trainer.checkpoint import SavedModel
@@ -29,10 +30,10 @@ class SmallModel:
     tower: Tower
 
     def saved(self) -> SavedModel:
-        def read_rows(start: int, stop: int) -> Tensor:
+        def read_rows(table: str, start: int, stop: int) -> Tensor:
             return self.item_XD[start:stop]
 
-        return SavedModel(Config(model=self.config), SOURCE.step, self.tower, len(self.item_XD), read_rows)
+        return SavedModel(Config(model=self.config), SOURCE.step, self.tower, read_rows)
 
 
 def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0) -> SmallModel:
@@ -40,12 +41,12 @@ def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0)
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
         dim=16,
-        encoder=EncoderConfig(blocks=2, heads=2, max_length=LENGTH),
+        encoder=SASRecConfig(blocks=2, heads=2, max_length=LENGTH),
         similarity={"dot": DotConfig(), "mlp": MLPConfig(hidden=12), "mol": mol}[kind],
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)
-    tower = Tower(config)
+    tower = Tower(config, Schema.of_ids(num_items))
     tower.reset_parameters(generator)
     with torch.no_grad():
         for parameter in tower.parameters():
@@ -95,7 +96,7 @@ def brute_force(model: SmallModel, histories: list[list[int]], exclude_history: 
     tower, seen = model.tower, [history[-LENGTH:] for history in histories]
     packing = Packing(torch.tensor([len(history) for history in seen]))
     history_T = torch.tensor([item for history in seen for item in history])
-    query_BD = tower.queries(model.item_XD[history_T], packing)
+    query_BD = tower.queries(model.item_XD[history_T], packing).vector_RD
 
     def score(stage: torch.nn.Module) -> Tensor:
         query = stage.query(query_BD, packing.last_B)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import json_digest
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
@@ -23,20 +23,19 @@ from logitmix.trainer.run import RunProgress
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
 MIXED = ADAM | {
+    "model.features": ["all"],
     "tables.brand.sharding": "column_wise",
     "tables.zip.optimizer": "rowwise_adagrad",
     "tables.zip.dim": 16,
     "tables.flag.optimizer": "sgd",
     "tables.flag.dim": 16,
 }
-TABLES = [Table(ITEM, ITEMS), Table("brand", 9), Table("zip", 20), Table("flag", 2)]
-
-
+TABLES = (Table("brand", 9), Table("zip", 20), Table("flag", 2))
+SCHEMA = Schema(
+    (Feature(ITEM, "item", "id", ITEM), *(Feature(table.name, "user", "id", table.name) for table in TABLES)),
+    (Table(ITEM, ITEMS), *TABLES),
+)
 SETTINGS = {"adam": ADAM, "adagrad": ADAGRAD, "mixed": MIXED}
-
-
-def tables_of(config: Config) -> list[Table]:
-    return TABLES if config.tables.by_name else TABLES[:1]
 
 
 def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -60,7 +59,7 @@ def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
     """State two steps after the checkpoint of `steps`."""
     with process_group("cpu", 60) as ranks:
-        model = parallelize(tables_of(config), config, ranks)
+        model = parallelize(SCHEMA, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
@@ -72,7 +71,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
 
 def resume(run: Path, config: Config) -> dict[str, Tensor]:
     with process_group("cpu", 60) as ranks:
-        model = parallelize(tables_of(config), config, ranks)
+        model = parallelize(SCHEMA, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         for seed in range(done.step, done.step + 2):
@@ -90,6 +89,7 @@ def new_run(folder: Path, name: str, config: Config) -> Path:
     run = folder / name
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.toml").write_text(dump_toml(config))
+    (run / "dataset.json").write_text(json.dumps({"schema": SCHEMA.to_mapping()}))
     return run
 
 
@@ -132,9 +132,9 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert (model.step, model.config) == (3, small_config(data, ADAM))
     with process_group("cpu", 60) as ranks:
-        sharded = parallelize([Table(ITEM, ITEMS)], model.config, ranks)
+        sharded = parallelize(SCHEMA, model.config, ranks)
         checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
-        assert torch.equal(model.read_rows(0, ITEMS), gather_table(sharded))
+        assert torch.equal(model.read_rows(ITEM, 0, ITEMS), gather_table(sharded))
         for name, value in sharded.tower.state_dict().items():
             assert torch.equal(model.tower.state_dict()[name], value)
 
@@ -211,7 +211,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
     config = small_config(data, ADAM)
     run = new_run(tmp_path, "run", config)
     with process_group("cpu", 60) as ranks:
-        model = parallelize([Table(ITEM, ITEMS)], config, ranks)
+        model = parallelize(SCHEMA, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}

@@ -193,6 +193,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     others: dict[str, Any] = {
         "data.path": 'a "quoted" \\ path/ñ',
         "model.dim": 96,
+        "model.features": ["genres", "age"],
         "model.encoder.heads": 3,
         "model.loss.kind": "bce",
         "model.loss.share": "batch",
@@ -213,15 +214,16 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     }
     config = CONFIGS[kind]
     for flag, value in flatten(config).items():
-        if flag == "model.similarity.kind":
-            others[flag] = kind
+        if flag in ("model.similarity.kind", "model.encoder.kind"):
+            others[flag] = value
             continue
         if flag not in others:
             others[flag] = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v / 3 + 1e-9}[type(value)](
                 value
             )
         assert others[flag] != value, flag
-        config = replaced(config, flag.split("."), others[flag])
+        other = others[flag]
+        config = replaced(config, flag.split("."), tuple(other) if isinstance(other, list) else other)
     assert flatten(config) == others
     assert load_toml(dump_toml(config), "here") == config
 
@@ -301,7 +303,7 @@ def test_the_recipes_are_those_of_the_paper() -> None:
         config = load_recipe(name)
         assert (config.train.batch_size, config.model.loss.negatives) == (batch_size, 128)
         assert config.model.loss.kind == "softmax"
-        assert dataclasses.astuple(config.model.encoder) == (2, 1, 0.2, 200)
+        assert dataclasses.astuple(config.model.encoder) == ("sasrec", 2, 1, 0.2, 200)
         assert (config.tables.lr, config.dense.lr, config.data.path) == (1e-3, 1e-3, "data/ml-1m")
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import EncoderConfig, ModelConfig
+from logitmix.modules.config import ModelConfig, SASRecConfig
+from logitmix.modules.features import Embedded
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, EvaluateConfig
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.embed import Embedder
 from logitmix.trainer.evaluate import Evaluation, evaluate, excludes_history, metrics_of
 from logitmix.trainer.ranking import NOT_SERVED, Rankings
 from logitmix.trainer.sharded_rows import ShardedRows
@@ -64,7 +67,7 @@ def test_the_h_indexer_is_measured_by_itself_and_by_what_it_leaves_of_the_best()
 
 
 def small_tower() -> Tower:
-    tower = Tower(ModelConfig(dim=8, encoder=EncoderConfig(blocks=1, max_length=6, dropout=0.5)))
+    tower = Tower(ModelConfig(dim=8, encoder=SASRecConfig(blocks=1, max_length=6, dropout=0.5)), Schema.of_ids(ITEMS))
     tower.reset_parameters(torch.Generator().manual_seed(0))
     return tower
 
@@ -73,8 +76,8 @@ def item_table() -> Tensor:
     return torch.randn(ITEMS, 8, generator=torch.Generator().manual_seed(1))
 
 
-def whole(item_XD: Tensor, ranks: Ranks) -> ShardedRows:
-    return ShardedRows.of_ranges(ITEMS, item_XD, ranks)
+def whole(item_XD: Tensor, ranks: Ranks) -> dict[str, ShardedRows]:
+    return {ITEM: ShardedRows.of_ranges(ITEMS, item_XD, ranks)}
 
 
 L = 6
@@ -99,7 +102,7 @@ def test_a_constant_model_gets_the_last_place(ranks: Ranks) -> None:
     """All items alike: a ranking that breaks ties for the model would show a perfect one."""
     tower, users = small_tower(), users_of()
     constant = item_table()[:1].expand(ITEMS, 8).contiguous()
-    metrics = evaluate(tower, whole(constant, ranks), ITEMS, users, 64, True)
+    metrics = evaluate(Embedder(tower, whole(constant, ranks)), ITEMS, users, 64, True)
     expected = [
         NOT_SERVED if target in history else ITEMS - len(set(history))
         for history, target in zip(histories_of(users), users.target.tolist(), strict=True)
@@ -110,7 +113,8 @@ def test_a_constant_model_gets_the_last_place(ranks: Ranks) -> None:
 
 
 def test_a_broken_model_is_no_better_either(ranks: Ranks) -> None:
-    metrics = evaluate(small_tower(), whole(torch.full((ITEMS, 8), torch.nan), ranks), ITEMS, users_of(), 64, False)
+    broken = whole(torch.full((ITEMS, 8), torch.nan), ranks)
+    metrics = evaluate(Embedder(small_tower(), broken), ITEMS, users_of(), 64, False)
     assert metrics["mrr"] == pytest.approx(1 / ITEMS, rel=1e-12) and metrics["hr@50"] == 0.0
 
 
@@ -119,11 +123,11 @@ def test_a_model_that_knows_the_targets_is_perfect(ranks: Ranks) -> None:
     users = users_of((3,))
     tower, item_XD = small_tower(), item_table()
     with torch.no_grad():
-        query_1D = tower.queries(item_XD[users.history], Packing(torch.from_numpy(users.lengths)))
+        query_1D = tower.queries(item_XD[users.history], Packing(torch.from_numpy(users.lengths))).vector_RD
     item_XD[users.target[0]] = query_1D[0]
     if users.target[0] in users.history:
         pytest.fail("the dataset of this test must not repeat an item")
-    metrics = evaluate(tower, whole(item_XD, ranks), ITEMS, users, 64, True)
+    metrics = evaluate(Embedder(tower, whole(item_XD, ranks)), ITEMS, users, 64, True)
     assert metrics["hr@1"] == metrics["ndcg@10"] == metrics["mrr"] == 1.0
 
 
@@ -134,7 +138,7 @@ WALKS = [[item, item, 1, item, item] for item in range(2, 22)]
 def sharp_tower() -> Tower:
     """One that finds the last item of a history again."""
     tower = small_tower()
-    tower.queries = lambda item_TD, packing: item_TD[packing.last_B]  # type: ignore[method-assign]
+    tower.queries = lambda item_TD, packing, *_: Embedded(item_TD[packing.last_B])  # type: ignore[method-assign]
     return tower
 
 

@@ -13,8 +13,8 @@ import torch
 import two_ranks
 
 from logitmix.comm.process_group import process_group
-from logitmix.modules.config import EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving.format import read
 from logitmix.serving.model import item_shapes
 from logitmix.serving.retriever import Retriever
@@ -25,6 +25,7 @@ from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
+from logitmix.trainer.embed import Embedder
 from logitmix.trainer.export import export
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
@@ -67,7 +68,7 @@ def run(tmp_path: Path) -> Path:
         data=DataConfig(path=str(data)),
         model=ModelConfig(
             dim=16,
-            encoder=EncoderConfig(blocks=1, max_length=6),
+            encoder=SASRecConfig(blocks=1, max_length=6),
             similarity=MoLConfig(component_dim=4, gate_hidden=8, projection_hidden=16),
             hindexer=HIndexerConfig(dim=8, weight=0.2),
         ),
@@ -78,7 +79,7 @@ def run(tmp_path: Path) -> Path:
     (run / "config.toml").write_text(dump_toml(config))
     (run / "dataset.json").write_text(load_dataset(data).description())
     with process_group("cpu", 60) as ranks:
-        model = parallelize([Table(ITEM, X)], config, ranks)
+        model = parallelize(Schema.of_ids(X), config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)
@@ -93,7 +94,9 @@ def test_the_retriever_ranks_as_the_evaluation_does(run: Path, tmp_path: Path, e
     model = checkpoint.load_saved(run)
     users = ranking_users(load_dataset(tmp_path / "data"), "test", 6)
     with process_group("cpu", 60) as ranks:
-        rank_U = rank_corpus(model.tower, model.rows(ranks), X, users, 64, exclude_history).similarity_U
+        rank_U = rank_corpus(
+            Embedder(model.tower, model.sharded_rows(ranks)), X, users, 64, exclude_history
+        ).similarity_U
     export(run, tmp_path / "served")
     histories = [part.tolist() for part in np.split(users.seen, np.cumsum(users.seen_lengths)[:-1])]
     found = Retriever.load(tmp_path / "served").retrieve(histories, X, exclude_history).items.tolist()
@@ -188,9 +191,9 @@ def export_in_parts(run: Path, out: Path, shard_bytes: int) -> tuple[dict[str, A
     export_module.SHARD_BYTES = shard_bytes
     read_rows, most = checkpoint._read_rows, [0]
 
-    def counted(path: Path, dim: int, start: int, stop: int) -> torch.Tensor:
+    def counted(path: Path, schema: Schema, table: str, start: int, stop: int) -> torch.Tensor:
         most[0] = max(most[0], stop - start)
-        return read_rows(path, dim, start, stop)
+        return read_rows(path, schema, table, start, stop)
 
     checkpoint._read_rows = counted
     return export(run, out), most[0]
@@ -215,7 +218,9 @@ def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, mo
 
 def fail_on_the_second_rank(run: Path, out: Path) -> str:
     if os.environ["RANK"] == "1":
-        checkpoint._read_rows = lambda path, dim, start, stop: torch.full((stop - start, dim), torch.nan)
+        checkpoint._read_rows = lambda path, schema, table, start, stop: torch.full(
+            (stop - start, schema.table(table).dim), torch.nan
+        )
     export_module.SHARD_BYTES = 2**11
     try:
         export(run, out)

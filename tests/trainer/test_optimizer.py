@@ -5,7 +5,7 @@ import torch
 from small_data import ITEMS, gather_table, move_rows, move_tables, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer import optimizer
 from logitmix.trainer.parallelize import parallelize
 
@@ -26,7 +26,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
     config = small_config(data, FP32 | settings)
     torch.manual_seed(0)
     with process_group("cpu", 60) as ranks:
-        model = parallelize([Table(ITEM, ITEMS)], config, ranks)
+        model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
         reference = gather_table(model).clone()
         first, second = torch.zeros_like(reference), torch.zeros_like(reference)
         tables = config.tables
@@ -47,7 +47,7 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
     changes = []
     for ids, gradient in (([3, 3, 5], [1.0, 2.0, 4.0]), ([3, 5], [3.0, 4.0])):
         with process_group("cpu", 60) as ranks:
-            model = parallelize([Table(ITEM, ITEMS)], config, ranks)
+            model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
             before = gather_table(model)
             model.table_optimizers.begin_step(1.0)
             move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
@@ -59,7 +59,7 @@ def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
     config = small_config(data, FP32 | {"tables.optimizer": "rowwise_adagrad", "tables.lr": 0.1})
     torch.manual_seed(0)
     with process_group("cpu", 60) as ranks:
-        model = parallelize([Table(ITEM, ITEMS)], config, ranks)
+        model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
         expected, sums = gather_table(model).clone(), torch.zeros(ITEMS)
         for _ in range(5):
             ids = torch.randperm(ITEMS)[:10].sort().values
@@ -83,6 +83,9 @@ TABLES = {
 }
 
 
+ITEM_ID = Feature(ITEM, "item", "id", ITEM)
+
+
 def moved(data: Path, names: list[str], prefixes: list[str]) -> dict[str, torch.Tensor]:
     """Tables of these names after three steps, with settings of the table in each of the sections."""
     settings = {
@@ -92,12 +95,16 @@ def moved(data: Path, names: list[str], prefixes: list[str]) -> dict[str, torch.
     }
     random = torch.Generator().manual_seed(0)
     with process_group("cpu", 60) as ranks:
-        model = parallelize([Table(name, 20) for name in names], small_config(data, FP32 | settings), ranks)
+        others = [Feature(name, "user", "id", name) for name in names]
+        schema = Schema((ITEM_ID, *others), (Table(ITEM, 2), *(Table(name, 20) for name in names)))
+        model = parallelize(schema, small_config(data, FP32 | {"model.features": ["all"]} | settings), ranks)
+        no_items = {ITEM: torch.empty(0, dtype=torch.int64)}
         for step in range(3):
             ids = torch.randperm(20, generator=random)[:9].sort().values
             gradient = torch.randn(9, 8, generator=random)
             model.table_optimizers.begin_step((step + 1) / 3)
-            move_tables(model, dict.fromkeys(names, ids), dict.fromkeys(names, gradient))
+            ids_of, gradients = dict.fromkeys(names, ids), dict.fromkeys(names, gradient)
+            move_tables(model, no_items | ids_of, {ITEM: torch.empty(0, 8)} | gradients)
         return {name: gather_table(model, name) for name in names}
 
 

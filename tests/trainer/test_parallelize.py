@@ -9,12 +9,12 @@ from small_data import ITEMS, gather_table, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import autocast, embedding_tables, parallelize
+from logitmix.trainer.parallelize import autocast, embedding_tables, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
@@ -40,9 +40,9 @@ def train_steps(config: Config, steps: int) -> Seen:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
         batches = training_batches(config, dataset, ranks)
-        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
+        model = parallelize(dataset.schema, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
-        before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items, dtype=torch.bool)
+        before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items + 1, dtype=torch.bool)
         gradients, wire_bytes = {}, 0.0
         with Pipeline(model, optimizer, batches.at, steps) as pipeline:
             for _ in range(steps):
@@ -120,13 +120,15 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
     for config in configs:
         with process_group(config.train.device, 60) as ranks:
             dataset = load_dataset(config.data.path)
-            batches = training_batches(config, dataset, ranks)
-            model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
+            batches, model = (
+                training_batches(config, dataset, ranks),
+                parallelize(dataset.schema, config, ranks),
+            )
             optimizer = dense_optimizer(model.tower, config.dense)
             with Pipeline(model, optimizer, batches.at, 2) as pipeline:
                 pipeline.train_step()
                 pipeline.receive_rows()
-                pairs.append((pipeline.row_VD.detach(), gather_table(model)[pipeline.batch.id_V]))
+                pairs.append((pipeline.rows[ITEM].detach(), gather_table(model)[pipeline.batch.id_V]))
     return pairs
 
 
@@ -151,7 +153,8 @@ def test_dense_gradients_in_bf16(sharded: dict) -> None:
 
 
 def test_tables_are_cut_as_told(sharded: dict) -> None:
-    cuts = {"row_wise": [(ITEMS // 2, 8)] * 2, "table_wise": [(ITEMS, 8)], "column_wise": [(ITEMS, 4)] * 2}
+    rows = ITEMS + 1
+    cuts = {"row_wise": [(26, 8), (25, 8)], "table_wise": [(rows, 8)], "column_wise": [(rows, 4)] * 2}
     assert {name: sharded[name][0].shards for name in cuts} == cuts
 
 
@@ -203,7 +206,10 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
 )
 def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        embedding_tables([Table(ITEM, ITEMS), Table("zip", 5)], small_config(data, settings), torch.device("cpu"))
+        zip_code = Feature("zip", "user", "id", "zip")
+        schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
+        config = small_config(data, {"model.features": ["zip"]} | settings)
+        embedding_tables(model_schema(schema, config).tables, config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
@@ -26,7 +26,7 @@ ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients
 def a_pipeline(config: Config, total: int, done: RunProgress | None = None) -> Iterator[Pipeline]:
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, 60) as ranks:
-        model = parallelize([Table(ITEM, dataset.num_items)], config, ranks)
+        model = parallelize(dataset.schema, config, ranks)
         optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
             yield pipeline
@@ -139,7 +139,7 @@ def test_what_is_not_finite_stops_the_step_before_a_weight_moves(data: Path, whe
         if where == "loss":
             pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
         elif where == "rows":
-            pipeline.row_VD.grad[0, 0] = torch.inf
+            pipeline.rows[ITEM].grad[0, 0] = torch.inf
         else:
             next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
         with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 2; train another --run"):

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import DotConfig, EncoderConfig, HIndexerConfig, ModelConfig, MoLConfig
+from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
+from logitmix.modules.features import Embedded
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving.topk import rank_keys
 from logitmix.trainer import ranking as module
 from logitmix.trainer.data.batches import RankingUsers
+from logitmix.trainer.embed import Embedder
 from logitmix.trainer.ranking import NOT_SERVED, TOP, Rankings, rank_corpus
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 
@@ -36,7 +39,7 @@ def users_of(histories: list[list[int]], targets: list[int]) -> RankingUsers:
     items = [item for history, target in zip(histories, targets, strict=True) for item in (*history, target)]
     ends = np.cumsum([len(history) + 1 for history in histories])
     first = ends - [len(history) + 1 for history in histories]
-    return RankingUsers(np.array(items, np.int32), first, ends - 1, L)
+    return RankingUsers(np.array(items, np.int32), np.arange(len(first)), first, ends - 1, L)
 
 
 def sharded(item_XD: Tensor, ranks: Ranks) -> ShardedRows:
@@ -61,14 +64,19 @@ class GivenScores(nn.Module):
         super().__init__()
         self.first = first
 
-    def query(self, query_BD: Tensor, row_B: Tensor) -> tuple[Tensor]:
-        return (query_BD,)
+    def query_side(self, query: Embedded, row_B: Tensor) -> tuple[Tensor]:
+        return (query.vector_RD,)
 
-    def item(self, item_ND: Tensor, row_N: Tensor) -> tuple[Tensor]:
-        return (item_ND,)
+    def item_side(self, item: Embedded, row_N: Tensor) -> tuple[Tensor]:
+        return (item.vector_RD,)
 
     def all_pairs(self, query: tuple[Tensor], item: tuple[Tensor]) -> Tensor:
         return item[0][:, self.first + query[0][:, 0].long()].t()
+
+
+def numbered(users: int, dim: int) -> Embedded:
+    """Queries that are their own numbers."""
+    return Embedded(torch.arange(users).float()[:, None].expand(-1, dim))
 
 
 def rank_scores(
@@ -80,12 +88,15 @@ def rank_scores(
     tower = SimpleNamespace(
         similarity=GivenScores(0),
         hindexer=GivenScores(users) if len(stages) > 1 else None,
-        item_tower=lambda row_ND: row_ND,
-        queries=lambda row_TD, packing: torch.arange(len(packing.lengths_B))[:, None].float().expand(-1, D),
+        schema=Schema.of_ids(len(item_XD)),
+        item_tower=lambda rows, features: Embedded(rows[ITEM]),
+        queries=lambda row_TD, packing, *_: Embedded(
+            torch.arange(len(packing.lengths_B))[:, None].float().expand(-1, D)
+        ),
         config=SimpleNamespace(dim=D),
     )
     rows, ranking_users = sharded(item_XD, ranks), users_of(histories, targets)
-    return rank_corpus(cast(Tower, tower), rows, len(item_XD), ranking_users, users, True)
+    return rank_corpus(Embedder(cast(Tower, tower), {ITEM: rows}), len(item_XD), ranking_users, users, True)
 
 
 def ranked(scores: list[list[float]], targets: list[int], histories: list[list[int]], ranks: Ranks) -> list[int]:
@@ -135,11 +146,11 @@ def tower_of(kind: str, hindexer: bool = True) -> Tower:
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=5, projection_hidden=6)
     config = ModelConfig(
         dim=DIM,
-        encoder=EncoderConfig(blocks=1, max_length=L, dropout=0.5),
+        encoder=SASRecConfig(blocks=1, max_length=L, dropout=0.5),
         similarity=mol if kind == "mol" else DotConfig(),
         hindexer=HIndexerConfig(dim=4, weight=1.0 if hindexer else 0.0),
     )
-    tower = Tower(config)
+    tower = Tower(config, Schema.of_ids(ITEMS))
     tower.reset_parameters(torch.Generator().manual_seed(0))
     return tower
 
@@ -164,7 +175,7 @@ def histories_of(users: RankingUsers) -> list[list[int]]:
 def scores_of(tower: Tower, item_XD: Tensor, history: list[int]) -> dict[str, Tensor]:
     """One user's scores of all items, one pair after the other, for each stage."""
     encoded = history[-L:]
-    query_1D = tower.queries(item_XD[encoded], Packing(torch.tensor([len(encoded)])))
+    query_1D = tower.queries(item_XD[encoded], Packing(torch.tensor([len(encoded)]))).vector_RD
     scores = {}
     for name in ("similarity", "hindexer"):
         if (stage := getattr(tower, name)) is not None:
@@ -182,7 +193,7 @@ def test_a_ranking_is_that_of_scoring_every_item_for_every_user(
 ) -> None:
     tower, item_XD, users = tower_of(kind, hindexer), item_table(), random_users()
     told: list[int] = []
-    found = rank_corpus(tower, sharded(item_XD, ranks), ITEMS, users, 4, exclude, told.append)
+    found = rank_corpus(Embedder(tower, {ITEM: sharded(item_XD, ranks)}), ITEMS, users, 4, exclude, told.append)
     assert sum(told) == len(users) and tower.training
     expected: dict[str, list[Any]] = {"similarity": [], "hindexer": [], "stage1": []}
     for history, target in zip(histories_of(users), users.target.tolist(), strict=True):
@@ -204,7 +215,13 @@ def test_a_ranking_is_that_of_scoring_every_item_for_every_user(
 
 def test_what_is_not_left_has_no_rank_in_stage_1(ranks: Ranks) -> None:
     tower, item_XD = tower_of("mol"), item_table()
-    found = rank_corpus(tower, sharded(item_XD, ranks), ITEMS, users_of([list(range(ITEMS - 3))], [ITEMS - 1]), 4, True)
+    found = rank_corpus(
+        Embedder(tower, {ITEM: sharded(item_XD, ranks)}),
+        ITEMS,
+        users_of([list(range(ITEMS - 3))], [ITEMS - 1]),
+        4,
+        True,
+    )
     assert found.stage1_UK is not None
     assert sorted(found.stage1_UK[0].tolist()) == [1, 2, 3] + [NOT_SERVED] * (TOP - 3)
 
@@ -219,11 +236,11 @@ def test_neither_users_at_once_nor_chunks_of_items_change_a_rank(
     kind: str, changes: dict[str, Any], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower, rows, users = tower_of(kind), sharded(item_table(), ranks), random_users()
-    whole = rank_corpus(tower, rows, ITEMS, users, 64, True)
+    whole = rank_corpus(Embedder(tower, {ITEM: rows}), ITEMS, users, 64, True)
     for name, value in (CHUNKS | changes).items():
         monkeypatch.setattr(module, name, value)
     for batch_size in (1, 3, 16):
-        assert_same(rank_corpus(tower, rows, ITEMS, users, batch_size, True), whole)
+        assert_same(rank_corpus(Embedder(tower, {ITEM: rows}), ITEMS, users, batch_size, True), whole)
 
 
 def assert_same(found: Rankings, expected: Rankings) -> None:
@@ -242,7 +259,7 @@ def test_equal_items_have_equal_scores_wherever_they_stand(
     tower, item_XD = tower_of(kind), item_table(items)
     item_XD[::2] = item_XD[0]
     users = users_of([[1, 3, 5], [7, 9], [11]], [0, 500, 1000])
-    found = rank_corpus(tower, sharded(item_XD, ranks), items, users, 2, True)
+    found = rank_corpus(Embedder(tower, {ITEM: sharded(item_XD, ranks)}), items, users, 2, True)
     for user, history in enumerate(histories_of(users)):
         score_X = scores_of(tower, item_XD, history)["similarity"]
         better = [item for item in range(1, items, 2) if score_X[item] > score_X[0] and item not in history]
@@ -259,10 +276,10 @@ def rank_in_small_chunks() -> tuple[list[Rankings], int, int]:
     with process_group("cpu", 60) as ranks:
         for kind in ("dot", "mol"):
             tower, rows = tower_of(kind), sharded(item_table(), ranks)
-            tower.query_tower.register_forward_hook(lambda *_: encoded.append(1))
+            tower.query_tower.register_forward_hook(lambda *call: encoded.extend([1] * (len(call[-1].vector_RD) > 0)))
             fetch = rows.fetch
             rows.fetch = lambda ids, fetch=fetch: fetched.append(len(ids)) or fetch(ids)  # type: ignore[method-assign]
-            found.append(rank_corpus(tower, rows, ITEMS, random_users(), 2, True))
+            found.append(rank_corpus(Embedder(tower, {ITEM: rows}), ITEMS, random_users(), 2, True))
     return found, len(encoded), max(fetched)
 
 

@@ -7,7 +7,7 @@ from small_data import ITEMS, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import ITEM, Table
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
@@ -20,7 +20,7 @@ def fetch_from(configs: list[Config]) -> list[list[torch.Tensor]]:
     found = []
     for config in configs:
         with process_group("cpu", 60) as ranks:
-            rows = parallelize([Table(ITEM, ITEMS)], config, ranks).item_rows()
+            rows = parallelize(Schema.of_ids(ITEMS - 1), config, ranks).sharded_rows()[ITEM]
             rounds = len(ASKED)
             own = [ASKED[(number + ranks.rank) % rounds] for number in range(rounds)] + [[]]
             found.append([rows.fetch(torch.tensor(ids, dtype=torch.int64)) for ids in own])

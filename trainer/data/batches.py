@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
-from logitmix.modules.noise import Noise, derive_key
+from logitmix.modules.noise import Noise, derive_key, random_bits
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.lookups import Ints, columns_of, look_up, ranges, unique_inverse
 
 HELD_OUT = 2
 """Leave-one-out: a user's last action is the test item, the one before it the validation item."""
-
-Ints = NDArray[np.int64]
 
 
 class TrainingBatches:
@@ -31,17 +31,23 @@ class TrainingBatches:
     def __init__(
         self,
         dataset: Dataset,
+        schema: Schema,
         *,
         batch_size: int,
         max_length: int,
         negatives: int,
         share: Literal["position", "sequence", "batch"],
         seed: int,
+        item_id_dropout: float = 0.0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Raises ValueError where no user has the four actions that one training position takes."""
-        self.dataset, self.batch_size, self.negatives, self.share = dataset, batch_size, negatives, share
+        """`schema` names the dataset's features that the batches are to have.
+
+        Raises ValueError where no user has the four actions that one training position takes."""
+        self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
+        self.columns = columns_of(dataset)
+        self.batch_size, self.negatives, self.share = batch_size, negatives, share
         self.seed, self.rank, self.world_size = seed, rank, world_size
         lengths = np.diff(dataset.offsets) - HELD_OUT
         self.users = np.flatnonzero(lengths >= 2)
@@ -69,9 +75,12 @@ class TrainingBatches:
         items = self.dataset.items_flat
         named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
+        found = look_up(self.columns, self.schema, self._rows_of(unique, step), unique, users, inputs)
         input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
         return Batch(
+            ids=found.ids,
             id_V=torch.from_numpy(unique),
+            features=found.features,
             packing=Packing(torch.from_numpy(lengths), first_row=int(bounds[first])),
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_T),
@@ -93,6 +102,15 @@ class TrainingBatches:
             return random.integers(0, items, (1, N))
         return random.integers(0, items, (len(lengths), N))[first:last]
 
+    def _rows_of(self, items_V: Ints, step: int) -> Ints:
+        """The rows of the item table that stand for the items in this step: those of dropped ones are the unknown."""
+        if self.item_id_dropout == 0:
+            return items_V
+        key = derive_key("item_id_dropout", self.seed, step)
+        bits_V = random_bits(key, torch.from_numpy(items_V), torch.zeros(1, dtype=torch.int64))[:, 0].numpy()
+        dropped = bits_V.astype(np.int64) + 2**31 < self.item_id_dropout * 2**32
+        return np.where(dropped, self.schema.table(ITEM).unknown, items_V)
+
     def _order(self, epoch: int) -> Ints:
         """The users' places in an epoch."""
         if self._shuffled[0] != epoch:
@@ -112,6 +130,8 @@ class RankingUsers:
     and items[place[u]] is the target."""
 
     items: NDArray[np.integer]
+    user: Ints
+    """Their indices."""
     first: Ints
     place: Ints
     max_length: int
@@ -138,13 +158,18 @@ class RankingUsers:
         return np.minimum(self.seen_lengths, self.max_length)
 
     @property
+    def encoded(self) -> Ints:
+        """Places of the actions that are encoded of the histories, user after user."""
+        return ranges(self.place - self.lengths, self.lengths)
+
+    @property
     def history(self) -> Ints:
-        """What is encoded of the histories, user after user."""
-        return self.items[ranges(self.place - self.lengths, self.lengths)].astype(np.int64)
+        """The items of these actions."""
+        return self.items[self.encoded].astype(np.int64)
 
     def of(self, index: slice | Ints) -> "RankingUsers":
         """Some of the users."""
-        return replace(self, first=self.first[index], place=self.place[index])
+        return replace(self, user=self.user[index], first=self.first[index], place=self.place[index])
 
     def batches(self, size: int) -> Iterator["RankingUsers"]:
         """Consecutive users, `size` at a time."""
@@ -175,21 +200,4 @@ def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUse
     # Three actions give one of each: history, validation item, test item.
     users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
     place = dataset.offsets[users + 1] - (1 if split == "test" else HELD_OUT)
-    return RankingUsers(dataset.items_flat, dataset.offsets[users], place, max_length)
-
-
-def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
-    """Sorted unique numbers, all from 0 to count - 1, and where each of the named ones stands among them."""
-    if count > 4 * len(named):
-        unique, inverse = np.unique(named, return_inverse=True)
-        return unique.astype(np.int64), inverse
-    # A pass over all numbers costs less than sorting.
-    present = np.zeros(count, dtype=bool)
-    present[named] = True
-    return np.flatnonzero(present), (np.cumsum(present) - 1)[named]
-
-
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Concatenated arange(start, start + length) of each pair."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return RankingUsers(dataset.items_flat, users, dataset.offsets[users], place, max_length)

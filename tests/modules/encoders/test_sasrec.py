@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import EncoderConfig
+from logitmix.modules.config import SASRecConfig
 from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padded
 from logitmix.modules.noise import Noise
 
@@ -23,7 +23,7 @@ NOISE = Noise(12345)
 def make(heads: int = 2, blocks: int = 2, dim: int = DIM, max_length: int = 6, dropout: float = 0.3) -> SASRec:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    encoder = SASRec(dim, EncoderConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout)).double()
+    encoder = SASRec(dim, SASRecConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout)).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
@@ -179,7 +179,7 @@ def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
 
 
 def test_positions_start_from_the_truncated_normal() -> None:
-    encoder = SASRec(64, EncoderConfig(max_length=500))
+    encoder = SASRec(64, SASRecConfig(max_length=500))
     encoder.reset_parameters(torch.Generator().manual_seed(0))
     assert 0.0395 < float(encoder.position_LD.detach().abs().max()) <= 0.04
     # 0.8796 of 0.02, cut at two standard deviations; 32,000 values.

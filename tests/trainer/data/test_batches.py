@@ -42,8 +42,10 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> TrainingBatches:
+    dataset = dataset or of_lengths(LENGTHS)
     return TrainingBatches(
-        dataset or of_lengths(LENGTHS),
+        dataset,
+        dataset.schema,
         batch_size=batch_size,
         max_length=max_length,
         negatives=negatives,

@@ -1,0 +1,136 @@
+"""Features of items, users and events as embeddings of one width.
+
+Axes: R rows (items, sequences or positions), S ids of all bags, V unique ids of a table, G features, W width of a table
+or vector, D width of the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .schema import Feature
+
+
+@dataclass(frozen=True)
+class Values:
+    """One feature of R rows.
+
+    Of kind id, `values` is int64 [R], of kind ids int64 [S] with `offsets` [R + 1]: both index the unique ids of the
+    feature's table. Of kind number it is FP32 [R], of kind vector FP32 [R, W], as the dataset has them.
+    """
+
+    values: Tensor
+    offsets: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Values":
+        offsets = None if self.offsets is None else self.offsets.to(device, non_blocking=True)
+        return Values(self.values.to(device, non_blocking=True), offsets)
+
+    def first(self, rows: int) -> "Values":
+        """Those of the first rows."""
+        if self.offsets is None:
+            return Values(self.values[:rows])
+        return Values(self.values[: int(self.offsets[rows])], self.offsets[: rows + 1])
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        self.values.record_stream(stream)
+        if self.offsets is not None:
+            self.offsets.record_stream(stream)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What features some items, users and actions have; `values` by the features' names.
+
+    item_row_V: where each item's row is among the unique ids of the item table; None where these are the items' own, in
+    order.
+    """
+
+    item_row_V: Tensor | None = None
+    values: Mapping[str, Values] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Features":
+        row = None if self.item_row_V is None else self.item_row_V.to(device, non_blocking=True)
+        return replace(self, item_row_V=row, values={name: of.to(device) for name, of in self.values.items()})
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        if self.item_row_V is not None:
+            self.item_row_V.record_stream(stream)
+        for of in self.values.values():
+            of.record_stream(stream)
+
+
+class Embedded(NamedTuple):
+    """Items or queries: one vector each [R, D], the sum of all that is known of them, and their features' embeddings
+    one by one, each [R, D]."""
+
+    vector_RD: Tensor
+    groups: Sequence[Tensor] = ()
+
+
+class FeatureEmbeddings(nn.Module):
+    """Each feature as an embedding [R, D]: the row of an id, the mean of a bag's rows (zero where it is empty), or a
+    linear map of a number or vector, normalized by the dataset's mean and deviation. Rows of another width than D pass
+    a linear map too."""
+
+    def __init__(self, features: Sequence[Feature], table_dims: Mapping[str, int], dim: int) -> None:
+        super().__init__()
+        self.features = tuple(features)
+        # By place, not by name: a module's own attributes must not clash with what a dataset calls its columns.
+        self.maps = nn.ModuleList(_map(feature, table_dims, dim) for feature in self.features)
+
+    def forward(self, rows: Mapping[str, Tensor], of: Mapping[str, Values]) -> list[Tensor]:
+        """The features' embeddings [R, D], from the rows [V, W] of each table's unique ids."""
+        return [
+            map_(_looked_up(feature, rows, of[feature.name]))
+            for feature, map_ in zip(self.features, self.maps, strict=True)
+        ]
+
+
+def _map(feature: Feature, table_dims: Mapping[str, int], dim: int) -> nn.Module:
+    if not feature.table:
+        return nn.Linear(feature.width, dim)
+    width = table_dims[feature.table]
+    return nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
+
+
+def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tensor:
+    match feature.kind:
+        case "id":
+            return F.embedding(of.values, rows[feature.table])
+        case "ids":
+            assert of.offsets is not None
+            return F.embedding_bag(of.values, rows[feature.table], of.offsets, mode="mean", include_last_offset=True)
+        case _:
+            normalized = (of.values - feature.mean) / feature.deviation
+            return normalized.view(len(normalized), feature.width)
+
+
+class AdaptiveCompression(nn.Module):
+    """k' embeddings of a row become k of the same width (section 3.1.1, «Adaptive Embedding Compression»):
+    v_i = sum over j of w_ji v'_j, with weights from a two-layer MLP of all k'.
+
+    Axes: J embeddings in (the paper's k'), K embeddings out (k), C their width.
+    """
+
+    def __init__(self, count: int, kept: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.shape = (count, kept)
+        self.weights = nn.Sequential(nn.Linear(count * width, hidden), nn.SiLU(), nn.Linear(hidden, count * kept))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """To follow the random initialization of the layers: begins by keeping the first K embeddings as they are."""
+        last = self.weights[2]
+        assert isinstance(last, nn.Linear)
+        last.weight.zero_()
+        nn.init.eye_(last.bias.view(self.shape))
+
+    def forward(self, v_RJC: Tensor) -> Tensor:
+        """[R, J, C] -> [R, K, C]."""
+        w_RJK = self.weights(v_RJC.flatten(1)).view(-1, *self.shape)
+        return torch.bmm(w_RJK.transpose(1, 2), v_RJC)

@@ -1,0 +1,96 @@
+"""Raw feature values, as requests and lists of new items give them -> what the towers take.
+
+Axes: R rows (requests, events or items), S ids of all bags.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from logitmix.common.mappings import nearest
+from logitmix.modules.features import Values
+from logitmix.modules.schema import ITEM, Feature, Owner, Schema
+
+
+class FeatureReader:
+    """Encodes feature values of a model's schema with its vocabularies.
+
+    A value that is not in the vocabulary is unknown, and so is one that is missing; a missing list is empty, a missing
+    number or vector the mean that the model was trained with.
+    """
+
+    def __init__(self, schema: Schema, vocabularies: Mapping[str, Sequence[str]]) -> None:
+        """`vocabularies`: of each table but that of the items, the values by row."""
+        self.schema = schema
+        self._rows = cache(lambda table: {value: row for row, value in enumerate(vocabularies[table])})
+
+    def read(self, owner: Owner, records: Sequence[Mapping[str, Any]], what: str) -> dict[str, Values]:
+        """The features of R items, users or events, each a mapping of feature names to raw values, by name: indices are
+        rows of the whole tables.
+
+        Raises ValueError that names the record (`what` and its number), the feature and what is wrong.
+        """
+        features = {feature.name: feature for feature in self.schema.of(owner) if feature.name != ITEM}
+        for place, record in enumerate(records):
+            for name in record:
+                if name not in features:
+                    there = ", ".join(features) or "none"
+                    raise ValueError(
+                        f"{what} {place}: the model has no {owner} feature {name!r}{nearest(name, list(features))}; "
+                        f"there are: {there}"
+                    )
+        return {name: self._column(feature, records, what) for name, feature in features.items()}
+
+    def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], what: str) -> Values:
+        cells = []
+        for place, record in enumerate(records):
+            try:
+                cells.append(self._cell(feature, record.get(feature.name)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{what} {place}: feature {feature.name} {error}") from None
+        if feature.kind == "ids":
+            lengths = torch.tensor([0, *(len(cell) for cell in cells)])
+            return Values(torch.tensor([row for cell in cells for row in cell], dtype=torch.int64), lengths.cumsum(0))
+        kind = torch.int64 if feature.kind == "id" else torch.float32
+        shape = (len(cells), feature.width) if feature.kind == "vector" else (len(cells),)
+        return Values(torch.tensor(cells, dtype=kind).view(shape))
+
+    def _cell(self, feature: Feature, value: Any) -> Any:
+        match feature.kind:
+            case "id":
+                return self._row(feature, value)
+            case "ids":
+                return [self._row(feature, entry) for entry in _list(value)] if value is not None else []
+            case "number":
+                return feature.mean if value is None else _number(value)
+            case _:
+                if value is None:
+                    return [feature.mean] * feature.width
+                numbers = [_number(entry) for entry in _list(value)]
+                if len(numbers) != feature.width:
+                    raise ValueError(f"has {len(numbers)} numbers; it must have {feature.width}")
+                return numbers
+
+    def _row(self, feature: Feature, value: Any) -> int:
+        unknown = self.schema.table(feature.table).unknown
+        if value is None:
+            return unknown
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"is {value!r}; it must be text or a whole number")
+        row: int = self._rows(feature.table).get(str(value), unknown)
+        return row
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"is {value!r}; it must be a list")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"is {value!r}; it must be a finite number")
+    return float(value)

@@ -1,0 +1,155 @@
+"""The towers with features: what queries and items are made of, one after the other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitmix.modules.batch import Packing
+from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLConfig, PooledConfig, SASRecConfig
+from logitmix.modules.features import Features, Values
+from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.modules.towers import Tower
+
+D, ITEMS = 8, 6
+SCHEMA = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("genres", "item", "ids", "genre"),
+        Feature("price", "item", "number", mean=1.0, deviation=2.0),
+        Feature("favorite", "user", "id", "genre"),
+        Feature("age", "user", "number"),
+        Feature("action", "event", "id", "action"),
+    ),
+    (Table("item", ITEMS + 1), Table("genre", 5, dim=4), Table("action", 3)),
+)
+IDS = Schema.of_ids(ITEMS)
+MOL = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=5, projection_hidden=6)
+CONFIG = ModelConfig(
+    dim=D, encoder=SASRecConfig(blocks=1, max_length=5), similarity=MOL, hindexer=HIndexerConfig(dim=4, weight=1.0)
+)
+LENGTHS = [2, 3]
+
+
+def tower_of(config: ModelConfig = CONFIG, schema: Schema = SCHEMA) -> Tower:
+    tower, generator = Tower(config, schema), torch.Generator().manual_seed(0)
+    tower.reset_parameters(generator)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return tower
+
+
+def rows() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    dims = SCHEMA.dims(D)
+    return {table.name: torch.randn(table.rows, dims[table.name], generator=generator) for table in SCHEMA.tables}
+
+
+def features() -> Features:
+    """Of four items (the last an unknown one), two users and five events; ids are rows of the whole tables."""
+    return Features(
+        torch.tensor([0, 2, 5, ITEMS]),
+        {
+            "genres": Values(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2, 3, 3])),
+            "price": Values(torch.tensor([1.0, 3.0, 0.0, 1.0])),
+            "favorite": Values(torch.tensor([4, 0])),
+            "age": Values(torch.tensor([0.5, -1.0])),
+            "action": Values(torch.tensor([1, 2, 0, 1, 1])),
+        },
+    )
+
+
+def item_groups(tower: Tower) -> tuple[Tensor, Tensor]:
+    """Genres and price [4, D] of the four items, written out."""
+    genre_map, price_map = tower.item_tower.features.maps
+    genre = rows()["genre"] @ genre_map.weight.t()
+    none = torch.zeros(D)
+    genres = torch.stack([(genre[1] + genre[2]) / 2, none, genre[3], none])
+    price = torch.tensor([[0.0], [1.0], [-0.5], [0.0]]) @ price_map.weight.t() + price_map.bias
+    return genres, price
+
+
+def test_an_item_is_the_sum_of_its_row_and_its_features() -> None:
+    tower = tower_of()
+    item = tower.item_tower(rows(), features())
+    genres, price = item_groups(tower)
+    expected = rows()["item"][[0, 2, 5, ITEMS]] + genres + price
+    torch.testing.assert_close(item.vector_RD, expected)
+    for group, should in zip(item.groups, (genres, price), strict=True):
+        torch.testing.assert_close(group, should)
+
+
+@pytest.mark.parametrize("encoder", [SASRecConfig(blocks=1, max_length=5), PooledConfig(hidden=5, max_length=5)])
+def test_a_query_is_the_encoded_events_and_its_users_features(encoder: SASRecConfig | PooledConfig) -> None:
+    tower, tables = tower_of(replace(CONFIG, encoder=encoder)), rows()
+    packing, item_TD = Packing(torch.tensor(LENGTHS)), torch.randn(5, D)
+    query = tower.query_tower(item_TD, packing, tables, features())
+    (favorite_map, age_map), sequence_T = tower.query_tower.users.maps, [0, 0, 1, 1, 1]
+    favorite = (tables["genre"] @ favorite_map.weight.t())[[4, 0]][sequence_T]
+    age = (torch.tensor([[0.5], [-1.0]]) @ age_map.weight.t() + age_map.bias)[sequence_T]
+    action = tables["action"][[1, 2, 0, 1, 1]]
+    encoded = tower.query_tower.encoder(item_TD + action, packing, None)
+    torch.testing.assert_close(query.vector_RD, encoded + favorite + age)
+    for group, should in zip(query.groups, (favorite, age, action), strict=True):
+        torch.testing.assert_close(group, should)
+
+
+def test_components_of_mol_are_compressed_with_the_features() -> None:
+    """v_i = sum over j of w_ji v'_j, of the projection's components and one of each feature (section 3.1.1)."""
+    tower = tower_of(replace(CONFIG, similarity=replace(MOL, normalize=False, temperature=1.0)))
+    mol, item = tower.similarity, tower.item_tower(rows(), features())
+    components, _ = mol.item(item.vector_RD, torch.arange(4), groups=item.groups)
+    compressed = mol.item_features
+    own = mol.item_projection(item.vector_RD).view(4, 3, 4)
+    of_groups = [map_(group) for map_, group in zip(compressed.maps, item.groups, strict=True)]
+    v_JC = torch.cat([own, torch.stack(of_groups, 1)], 1)
+    w_JK = compressed.compression.weights(v_JC.flatten(1)).view(4, 5, 3)
+    for row in range(4):
+        for i in range(3):
+            expected = sum(w_JK[row, j, i] * v_JC[row, j] for j in range(5))
+            torch.testing.assert_close(components[row, i], expected)
+
+
+@pytest.mark.parametrize("similarity", [MOL, DotConfig()])
+def test_every_parameter_and_every_row_that_is_named_gets_a_gradient(similarity: MoLConfig | DotConfig) -> None:
+    tower, tables = tower_of(replace(CONFIG, similarity=similarity)), {k: v.requires_grad_() for k, v in rows().items()}
+    item = tower.item_tower(tables, features())
+    packing, history_T = Packing(torch.tensor(LENGTHS)), torch.tensor([0, 1, 2, 3, 0])
+    queries = tower.query_sides(tower.queries(item.vector_RD[history_T], packing, tables, features()))
+    items = tower.item_sides(item)
+    score = tower.similarity.all_pairs(queries.similarity, items.similarity).pow(2).sum()
+    score = score + tower.hindexer.all_pairs(queries.hindexer, items.hindexer).pow(2).sum()
+    score.backward()
+    for name, parameter in tower.named_parameters():
+        # Of the last positions alone, attention's queries and the positions' embeddings are used.
+        assert parameter.grad is not None and (parameter.grad.any() or "key_value.bias" in name), name
+    touched = {name: table.grad.any(1).nonzero().flatten().tolist() for name, table in tables.items()}
+    assert touched == {"item": [0, 2, 5, 6], "genre": [0, 1, 2, 3, 4], "action": [0, 1, 2]}
+
+
+def test_with_ids_alone_an_item_is_its_row_itself() -> None:
+    tower, table = tower_of(schema=IDS), rows()["item"]
+    item = tower.item_tower({"item": table}, Features())
+    assert item.vector_RD is table and not item.groups
+    assert not any("features" in name for name, _ in tower.named_parameters())
+
+
+def test_queries_of_a_batch_are_those_of_each_user_alone() -> None:
+    tower, tables = tower_of(), rows()
+    item_TD = torch.randn(5, D)
+    together = tower.query_sides(tower.queries(item_TD, Packing(torch.tensor(LENGTHS)), tables, features()))
+    whole, start = features().values, 0
+    for user, length in enumerate(LENGTHS):
+        events = slice(start, start + length)
+        own = Features(
+            values={name: Values(whole[name].values[user : user + 1]) for name in ("favorite", "age")}
+            | {"action": Values(whole["action"].values[events])}
+        )
+        alone = tower.query_sides(tower.queries(item_TD[events], Packing(torch.tensor([length])), tables, own))
+        for ours, theirs in zip(
+            together.similarity + together.hindexer, alone.similarity + alone.hindexer, strict=True
+        ):
+            torch.testing.assert_close(ours[user], theirs[0])
+        start += length

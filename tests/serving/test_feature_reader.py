@@ -1,0 +1,70 @@
+"""Raw feature values become what the towers take; what is missing or unknown has its place."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from logitmix.modules.schema import Feature, Owner, Schema, Table
+from logitmix.serving.features import FeatureReader
+
+SCHEMA = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("tags", "item", "ids", "tags"),
+        Feature("price", "item", "number", mean=3.0, deviation=2.0),
+        Feature("image", "item", "vector", width=2, mean=0.5),
+        Feature("favorite", "user", "id", "brand"),
+    ),
+    (Table("item", 10), Table("brand", 3), Table("tags", 4)),
+)
+READER = FeatureReader(SCHEMA, {"brand": ["", "acme", "17"], "tags": ["", "a", "b", "c"]})
+
+
+def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
+    items: list[dict[str, Any]] = [
+        {"brand": "acme", "tags": ["c", "new", "a"], "price": 7, "image": [1, 2.5]},
+        {"brand": 17, "tags": [], "price": -0.5, "image": (0.0, 0.0)},
+        {"brand": "other"},
+    ]
+    values = READER.read("item", items, "item")
+    assert set(values) == {"brand", "tags", "price", "image"}
+    assert values["brand"].values.tolist() == [1, 2, 0] and values["brand"].offsets is None
+    assert values["tags"].values.tolist() == [3, 0, 1]
+    assert values["tags"].offsets is not None and values["tags"].offsets.tolist() == [0, 3, 3, 3]
+    assert values["price"].values.tolist() == [7.0, -0.5, 3.0]
+    assert values["image"].values.tolist() == [[1.0, 2.5], [0.0, 0.0], [0.5, 0.5]]
+    assert READER.read("user", [{"favorite": None}, {}], "request")["favorite"].values.tolist() == [0, 0]
+    assert READER.read("event", [{}] * 3, "event") == {}
+
+
+def test_no_rows_have_the_right_shapes() -> None:
+    values = READER.read("item", [], "item")
+    assert {name: tuple(of.values.shape) for name, of in values.items()} == {
+        "brand": (0,), "tags": (0,), "price": (0,), "image": (0, 2),
+    }  # fmt: skip
+    assert values["tags"].offsets is not None and torch.equal(values["tags"].offsets, torch.tensor([0]))
+    assert values["brand"].values.dtype == torch.int64 and values["price"].values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("owner", "record", "said"),
+    [
+        ("item", {"bran": 1}, "item 1: the model has no item feature 'bran' (did you mean brand?); there are: brand, "),
+        ("user", {"brand": 1}, "item 1: the model has no user feature 'brand'; there are: favorite"),
+        ("event", {"x": 1}, "item 1: the model has no event feature 'x'; there are: none"),
+        ("item", {"item": "x"}, "item 1: the model has no item feature 'item'"),
+        ("item", {"brand": 1.5}, "item 1: feature brand is 1.5; it must be text or a whole number"),
+        ("item", {"brand": True}, "item 1: feature brand is True; it must be text or a whole number"),
+        ("item", {"tags": "a"}, "item 1: feature tags is 'a'; it must be a list"),
+        ("item", {"tags": [None, []]}, "item 1: feature tags is []; it must be text or a whole number"),
+        ("item", {"price": "7"}, "item 1: feature price is '7'; it must be a finite number"),
+        ("item", {"price": float("nan")}, "item 1: feature price is nan; it must be a finite number"),
+        ("item", {"image": [1]}, "item 1: feature image has 1 numbers; it must have 2"),
+    ],
+)
+def test_a_wrong_value_is_named(owner: Owner, record: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        READER.read(owner, [{}, record], "item")
+    assert str(error.value).startswith(said)

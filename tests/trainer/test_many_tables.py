@@ -1,0 +1,176 @@
+"""Training with many tables and features: what batches name, and two processes against one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import two_ranks
+from small_data import gather_table, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import ITEM
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of, look_up
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import parallelize
+
+EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
+SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": SGD,
+    "adam": {},
+    "rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad"},
+    "column_wise": SGD | {"tables.sharding": "column_wise"},
+    "mixed": SGD | {"tables.item.sharding": "row_wise", "tables.brand.sharding": "table_wise", "tables.brand.lr": 0.3},
+    "widths": SGD | {"tables.brand.dim": 4, "tables.action.dim": 12},
+    "parts": SGD | {"comm.parts": 3},
+    "dot": SGD | {"model.similarity.kind": "dot"},
+    "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
+    "id dropout": SGD | {"model.item_id_dropout": 0.4},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small", features=True)
+
+
+@dataclass
+class Seen:
+    """Of one rank: its own part of the losses; the rest is global."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    named: dict[str, set[int]]
+
+
+def train_steps(config: Config, steps: int) -> Seen:
+    dataset = load_dataset(config.data.path)
+    with process_group("cpu", 60) as ranks:
+        batches, model = training_batches(config, dataset, ranks), parallelize(dataset.schema, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        before = {name: gather_table(model, name) for name in model.shards()}
+        losses, named = [], {name: set[int]() for name in before}
+        for step in range(steps):
+            optimizer.zero_grad()
+            batch = batches.at(step)
+            for name, id_V in batch.ids.items():
+                named[name] |= set(id_V.tolist())
+            rows = model.row_exchange(batch.ids)
+            rows.send_rows()
+            found = model.loss(rows.wait(), batch)
+            model.backward(found["loss"])
+            model.table_optimizers.begin_step(1.0)
+            rows.send_gradients()
+            rows.apply_gradients()
+            optimizer.step()
+            losses.append(found["loss"].detach())
+        gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+        return Seen(losses, gradients, before, {name: gather_table(model, name) for name in before}, named)
+
+
+def train_all(configs: list[Config], steps: int) -> list[Seen]:
+    return [train_steps(config, steps) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
+    """By name: both ranks of two, and one process alone, after a step."""
+    configs = [small_config(data, EXACT | settings) for settings in SETTINGS.values()]
+    pairs = zip(*two_ranks.run(train_all, configs, 1), strict=True)
+    return {name: (*pair, train_steps(config, 1)) for name, config, pair in zip(SETTINGS, configs, pairs, strict=True)}
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """In the norm of the whole tensor: single elements may be zero but for rounding."""
+    assert (actual - expected).norm() <= relative * expected.norm()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_ranks_do_what_one_process_does(trained: dict[str, tuple[Seen, Seen, Seen]], name: str) -> None:
+    first, second, alone = trained[name]
+    assert_close(first.losses[0] + second.losses[0], alone.losses[0], 1e-5)
+    for key, expected in alone.gradients.items():
+        assert torch.equal(first.gradients[key], second.gradients[key])
+        assert_close(first.gradients[key], expected, 1e-5)
+    for table, before in alone.before.items():
+        assert torch.equal(first.before[table], before) and torch.equal(first.after[table], second.after[table])
+        moved = (alone.after[table] != before).any(1).nonzero().flatten().tolist()
+        assert moved and set(moved) <= alone.named[table] == first.named[table] | second.named[table]
+        # Adam divides by a root of small numbers, where a rounding weighs more.
+        relative = 1e-3 if name == "adam" else 1e-5
+        assert_close(first.after[table] - before, alone.after[table] - before, relative)
+
+
+def test_a_table_learns_at_its_own_rate(trained: dict[str, tuple[Seen, Seen, Seen]]) -> None:
+    slow, fast = trained["sgd"][2], trained["mixed"][2]
+    assert_close(fast.after["brand"] - fast.before["brand"], 3 * (slow.after["brand"] - slow.before["brand"]), 1e-5)
+    assert torch.equal(fast.after["tags"], slow.after["tags"])
+
+
+def value_of(column: Column, row: int) -> Any:
+    if column.offsets is None:
+        return column.values[row]
+    return column.values[column.offsets[row] : column.offsets[row + 1]]
+
+
+def test_lookups_name_each_row_once_and_every_value(data: Path) -> None:
+    dataset, random = load_dataset(data), np.random.default_rng(1)
+    rows = {
+        "item": np.sort(random.choice(dataset.num_items, 9, replace=False)),
+        "user": random.integers(0, dataset.num_users, 4),
+        "event": random.integers(0, len(dataset.items_flat), 11),
+    }
+    found = look_up(columns_of(dataset), dataset.schema, rows["item"], rows["item"], rows["user"], rows["event"])
+    assert found.features.item_row_V is None and torch.equal(found.ids[ITEM], torch.from_numpy(rows["item"]))
+    for id_V in found.ids.values():
+        assert torch.equal(id_V, id_V.unique())
+    columns = {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}
+    for feature in dataset.schema.features:
+        if feature.name == ITEM:
+            continue
+        of = found.features.values[feature.name]
+        values = found.ids[feature.table][of.values] if feature.sparse else of.values
+        pieces = values if of.offsets is None else values.tensor_split(of.offsets[1:-1])
+        assert len(pieces) == len(rows[feature.owner])
+        for row, piece in zip(rows[feature.owner], pieces, strict=True):
+            np.testing.assert_array_equal(piece.numpy(), value_of(columns[feature.owner][feature.name], row))
+
+
+def dropped(
+    dataset: Dataset, config: Config, step: int, rank: int = 0, world_size: int = 1
+) -> tuple[set[int], set[int]]:
+    """Items of a batch that are replaced, and all."""
+    from logitmix.trainer.data.batches import TrainingBatches
+
+    loss = config.model.loss
+    batches = TrainingBatches(
+        dataset, dataset.schema.only([]), batch_size=16, max_length=12, negatives=loss.negatives, share="sequence",
+        seed=0, item_id_dropout=config.model.item_id_dropout, rank=rank, world_size=world_size,
+    )  # fmt: skip
+    batch = batches.at(step)
+    row_V = batch.id_V if batch.features.item_row_V is None else batch.ids[ITEM][batch.features.item_row_V]
+    replaced = row_V != batch.id_V
+    assert (row_V[replaced] == dataset.num_items).all()
+    return set(batch.id_V[replaced].tolist()), set(batch.id_V.tolist())
+
+
+def test_ids_are_dropped_at_their_rate_alike_on_all_ranks_and_anew_each_step(data: Path) -> None:
+    dataset, config = load_dataset(data), small_config(data, {"model.item_id_dropout": 0.4})
+    alone = [dropped(dataset, config, step) for step in range(20)]
+    shares = [len(gone) / len(named) for gone, named in alone]
+    # 20 batches of some 40 items: 3 standard deviations of their mean.
+    assert abs(np.mean(shares) - 0.4) < 3 * (0.24 / 800) ** 0.5
+    assert len({frozenset(gone) for gone, _ in alone}) == 20
+    for step in range(3):
+        parts = [dropped(dataset, config, step, rank, 2) for rank in range(2)]
+        assert set.union(*(gone for gone, _ in parts)) == alone[step][0]
+    assert not dropped(dataset, small_config(data), 0)[0]

@@ -1,0 +1,100 @@
+"""Which rows of which tables some items, users and actions need.
+
+Axes: T actions, V items, B users, S ids of a feature's bags.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from logitmix.modules.features import Features, Values
+from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.trainer.data.dataset import Column, Dataset
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """The sorted unique ids of each table (int64), and the features as indices into them."""
+
+    ids: dict[str, Tensor]
+    features: Features
+
+
+def columns_of(dataset: Dataset) -> dict[Owner, Mapping[str, Column]]:
+    """The dataset's features, by owner and name."""
+    return {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}
+
+
+def look_up(
+    columns: Mapping[Owner, Mapping[str, Column]],
+    schema: Schema,
+    item_row_V: Ints,
+    items_V: Ints,
+    users_B: Ints,
+    actions_T: Ints,
+) -> Lookups:
+    """What the features of `schema` need for these items, users (by index) and actions (by place in the dataset).
+
+    The items are unique and sorted. `columns` has these features. `item_row_V` are the rows of the item table that
+    stand for the items: their own, or the unknown one's.
+    """
+    rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
+    named: dict[str, dict[str, Ints]] = {table.name: {} for table in schema.tables}
+    named[ITEM][ITEM] = item_row_V
+    values: dict[str, Values] = {}
+    offsets: dict[str, Ints | None] = {}
+    for feature in schema.features:
+        if feature.name == ITEM:
+            continue
+        taken, offsets[feature.name] = _taken(columns[feature.owner][feature.name], rows[feature.owner])
+        if feature.sparse:
+            named[feature.table][feature.name] = taken.astype(np.int64, copy=False)
+        else:
+            values[feature.name] = Values(torch.from_numpy(np.ascontiguousarray(taken, np.float32)))
+    ids: dict[str, Tensor] = {}
+    for table, by_feature in named.items():
+        if list(by_feature) == [ITEM] and item_row_V is items_V:
+            # Sorted and unique as they are.
+            ids[table], values[ITEM] = torch.from_numpy(items_V), Values(torch.arange(len(items_V)))
+            continue
+        unique, inverse = unique_inverse(np.concatenate([*by_feature.values()]), schema.table(table).rows)
+        ids[table] = torch.from_numpy(unique)
+        ends = np.cumsum([len(part) for part in by_feature.values()])[:-1]
+        for name, index in zip(by_feature, np.split(inverse, ends), strict=True):
+            bags = offsets.get(name)
+            values[name] = Values(torch.from_numpy(index), None if bags is None else torch.from_numpy(bags))
+    row_V = values.pop(ITEM).values
+    in_order = len(row_V) == len(ids[ITEM]) and torch.equal(row_V, torch.arange(len(row_V)))
+    return Lookups(ids, Features(None if in_order else row_V, values))
+
+
+def _taken(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
+    """The values of rows, one after the other, and where each row's begin if a row has several."""
+    if column.offsets is None:
+        return column.values[rows], None
+    starts = column.offsets[rows].astype(np.int64)
+    lengths = column.offsets[rows + 1] - starts
+    return column.values[ranges(starts, lengths)], np.concatenate([[0], np.cumsum(lengths)])
+
+
+def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
+    """Sorted unique numbers, all from 0 to count - 1, and where each of the named ones stands among them."""
+    if count > 4 * len(named):
+        unique, inverse = np.unique(named, return_inverse=True)
+        return unique.astype(np.int64), inverse
+    # A pass over all numbers costs less than sorting.
+    present = np.zeros(count, dtype=bool)
+    present[named] = True
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[named]
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenated arange(start, start + length) of each pair."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
