@@ -79,15 +79,15 @@ def main(options: Options) -> None:
     out, datasets = Path(options.out), options.datasets.split(",")
     arms = options.arms.split(",")
     for dataset in datasets:
-        _prepare(out / "data" / dataset, dataset, options.source)
+        prepare(out / "data" / dataset, dataset, options.source)
     tasks = [(dataset, arm, seed) for seed in range(options.seeds) for dataset in datasets for arm in arms]
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = pool.map(lambda task: _train(out, *task), tasks)
+        runs = pool.map(lambda task: train(out, *task, ARMS[task[1]]), tasks)
         results = dict(zip(tasks, track(runs, "training", len(tasks), console=Console(stderr=True)), strict=True))
     seeds = range(options.seeds)
     rows = {
-        dataset: {arm: _compared([results[dataset, arm, seed] for seed in seeds],
-                                 [results[dataset, arms[0], seed] for seed in seeds]) for arm in arms}
+        dataset: {arm: compared([results[dataset, arm, seed] for seed in seeds],
+                                [results[dataset, arms[0], seed] for seed in seeds], METRICS) for arm in arms}
         for dataset in datasets
     }  # fmt: skip
     if options.json:
@@ -96,7 +96,7 @@ def main(options: Options) -> None:
         _show(rows, options)
 
 
-def _prepare(path: Path, dataset: str, source: str) -> None:
+def prepare(path: Path, dataset: str, source: str) -> None:
     if (path / "dataset.json").exists():
         return
     raw = dataset.removesuffix("-mol")
@@ -104,29 +104,39 @@ def _prepare(path: Path, dataset: str, source: str) -> None:
     logitmix("prepare", raw, *given, "--out", str(path))
 
 
-def _train(out: Path, dataset: str, arm: str, seed: int) -> Results:
+def train(out: Path, dataset: str, arm: str, seed: int, words_of_arm: Sequence[str]) -> Results:
+    """Results of a run, which is trained where there is none yet."""
     run = out / f"{dataset}-{arm}-{seed}"
     if not (run / "results.json").exists():
-        words = [*RECIPES[dataset], "--data.path", str(out / "data" / dataset), "--train.seed", str(seed), *ARMS[arm]]
+        words = [
+            *RECIPES[dataset],
+            "--data.path",
+            str(out / "data" / dataset),
+            "--train.seed",
+            str(seed),
+            *words_of_arm,
+        ]
         logitmix("train", *words, "--run", str(run), "--train.device", "cpu", processes=2)
     results: Results = json.loads((run / "results.json").read_text())
     speed = statistics.median(row["examples_per_second"] for row in read_rows(run, "train"))
     return results | {"examples_per_second": speed}
 
 
-def _compared(runs: Sequence[Results], reference: Sequence[Results]) -> dict[str, dict[str, float]]:
+def compared(
+    runs: Sequence[Results], reference: Sequence[Results], metrics: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """Median speed; of each metric its mean over the seeds, mean paired difference to the reference, and the half
     width of its interval."""
-    compared = {"examples_per_second": {"mean": statistics.median(run["examples_per_second"] for run in runs)}}
-    for metric in METRICS:
+    found = {"examples_per_second": {"mean": statistics.median(run["examples_per_second"] for run in runs)}}
+    for metric in metrics:
         differences = [run[metric] - other[metric] for run, other in zip(runs, reference, strict=True)]
         spread = statistics.stdev(differences) / math.sqrt(len(differences))
-        compared[metric] = {
+        found[metric] = {
             "mean": statistics.mean(run[metric] for run in runs),
             "difference": statistics.mean(differences),
             "half_width": QUANTILES[len(differences) - 2] * spread,
         }
-    return compared
+    return found
 
 
 def _show(rows: dict[str, dict[str, dict[str, dict[str, float]]]], options: Options) -> None:
@@ -135,11 +145,11 @@ def _show(rows: dict[str, dict[str, dict[str, dict[str, float]]]], options: Opti
     for dataset, arms in rows.items():
         first = next(iter(arms))
         base = arms[first]["examples_per_second"]["mean"]
-        for arm, compared in arms.items():
-            speed = compared["examples_per_second"]["mean"]
+        for arm, of_arm in arms.items():
+            speed = of_arm["examples_per_second"]["mean"]
             cells = [f"{speed:.0f} ({speed / base - 1:+.0%})"]
             for metric in METRICS:
-                of, reference = compared[metric], arms[first][metric]["mean"]
+                of, reference = of_arm[metric], arms[first][metric]["mean"]
                 difference = f"{of['difference']:+.4f} ± {of['half_width']:.4f}"
                 relative = f"{of['difference'] / reference:+.1%} ± {of['half_width'] / reference:.1%}"
                 cells += [f"{of['mean']:.4f}", *(["", ""] if arm == first else [difference, relative])]

@@ -150,6 +150,8 @@ class HIndexerConfig:
     """Its cosines are divided by it."""
     weight: float = 0.0
     """Weight of its own sampled softmax in the loss; 0 leaves it out of training, export and retrieval."""
+    detach: bool = False
+    """Its loss trains its two projections alone: no gradient of it reaches the tables, the towers and the encoder."""
 
     def __post_init__(self) -> None:
         require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")

@@ -71,6 +71,9 @@ class Embedded(NamedTuple):
     vector_RD: Tensor
     groups: Sequence[Tensor] = ()
 
+    def detach(self) -> "Embedded":
+        return Embedded(self.vector_RD.detach(), [group_RD.detach() for group_RD in self.groups])
+
 
 class FeatureEmbeddings(nn.Module):
     """Each feature as an embedding [R, D]: the row of an id, the mean of a bag's rows (zero where it is empty), or a

@@ -43,6 +43,8 @@ class SampledLosses(nn.Module):
         losses = {"similarity": self._loss(tower.similarity, query, item, batch)}
         losses["loss"] = losses["similarity"]
         if tower.hindexer is not None:
+            if tower.config.hindexer.detach:
+                query, item = query.detach(), item.detach()
             losses["hindexer"] = self._loss(tower.hindexer, query, item, batch)
             losses["loss"] = losses["loss"] + tower.config.hindexer.weight * losses["hindexer"]
         return losses

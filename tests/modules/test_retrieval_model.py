@@ -104,6 +104,28 @@ def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
     return {name: loss.detach() for name, loss in losses.items()}, [g.clone() for g in gradients]
 
 
+def gradients_of(options: ModelConfig, weights: Tower) -> dict[str, Tensor]:
+    tower, batch, item_XD = Tower(options, IDS), batches(options).at(0), table().requires_grad_()
+    tower.load_state_dict({name: value for name, value in weights.state_dict().items() if name in tower.state_dict()})
+    SampledLosses(tower)({ITEM: item_XD[batch.id_V]}, batch)["loss"].backward()
+    assert item_XD.grad is not None
+    return {name: parameter.grad for name, parameter in tower.named_parameters()} | {"table": item_XD.grad}
+
+
+@pytest.mark.parametrize("similarity", ["dot", "mol"])
+def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> None:
+    """As it does otherwise, to the last bit; and all else as without it."""
+    with_it = config(similarity)
+    without = replace(with_it, hindexer=replace(with_it.hindexer, weight=0.0))
+    detached = replace(with_it, hindexer=replace(with_it.hindexer, detach=True))
+    alone, together, found = (gradients_of(options, tower_of(with_it)) for options in (without, with_it, detached))
+    own = {name: gradient for name, gradient in together.items() if name.startswith("hindexer.")}
+    assert len(own) == 2 and found.keys() == {**alone, **own}.keys() == together.keys()
+    for name, gradient in (alone | own).items():
+        assert torch.equal(found[name], gradient), name
+    assert not torch.equal(together["table"], alone["table"])
+
+
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""Peak memory of each rank through train, evaluate, checkpoint and export, on a dataset made for it.
+
+    python -m benchmarks.memory [--items 8000000] [--processes 2] [--folder DIR] [--json]
+
+What counts is anonymous memory (RssAnon and RssShmem of /proc/PID/status, sampled every 2 ms): what a process has
+allocated. Pages of mapped files, such as the libraries' code and an export's items, are not counted: they are the
+system's to drop. The bound is 0.65 x (table + optimizer state) + 2 GB, for two ranks: half of them, 15 % more, and what
+does not grow with the corpus. The model is demo-mol's with row-wise Adagrad; users are few and their histories short.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import machine
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
+
+DIM = 64
+SETTINGS = {
+    "model.dim": DIM, "tables.optimizer": "rowwise_adagrad", "tables.sharding": "row_wise", "train.device": "cpu",
+    "train.batch-size": 128, "evaluate.users": 8, "evaluate.batch-size": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    items: int = 8_000_000
+    users: int = 2_000
+    processes: int = 2
+    folder: str = ""
+    """Where the dataset, the run and the export are made, and removed; the system's place for temporary files when not
+    given. 8 million items take 20 GB."""
+    json: bool = False
+
+
+def main(options: Options) -> None:
+    folder = Path(tempfile.mkdtemp(dir=options.folder or None))
+    try:
+        rows = list(_measure(options, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    limit = 0.65 * options.items * (DIM + 1) * 4 + 2e9
+    if options.json:
+        print(json.dumps({"limit": limit, "rows": rows}))
+        return
+    title = f"GB at most, of {limit / 1e9:.2f} allowed; {options.items:,} items, {machine()}"
+    table = Table("command", "phase", *(f"rank {rank}" for rank in range(options.processes)), "s", title=title)
+    for row in rows:
+        peaks = [f"{peak / 1e9:.2f}" for peak in row["peaks"]] + [""] * (options.processes - len(row["peaks"]))
+        table.add_row(row["command"], row["phase"], *peaks, f"{row['s']:.0f}")
+    Console(width=120).print(table)
+
+
+def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each command and phase."""
+    data, run = folder / "data", folder / "run"
+    _write_data(options, data)
+    settings = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *settings, "--train.epochs"]
+    commands = {
+        "train": [*train, "2"],
+        "train on": [*train, "3"],
+        "evaluate": ["evaluate", str(run), "--threads", "1", "--device", "cpu"],
+        "export": ["export", str(run), "--out", str(folder / "export")],
+        "export alone": ["export", str(run), "--out", str(folder / "export"), "--overwrite"],
+        "retrieve": ["retrieve", str(folder / "export"), "--history", "0,1,2"],
+    }
+    for name, words in commands.items():
+        Console(stderr=True).print(f"measuring {name}", highlight=False)
+        processes = 1 if name in ("export alone", "retrieve") else options.processes
+        peaks = _run(words, processes, folder / "peaks")
+        for phase in peaks[0]:
+            of_ranks = [of[phase] for of in peaks]
+            seconds = max(of["s"] for of in of_ranks)
+            yield {"command": name, "phase": phase, "peaks": [of["peak"] for of in of_ranks], "s": seconds}
+
+
+def _write_data(options: Options, out: Path) -> None:
+    random = np.random.default_rng(0)
+    offsets = np.concatenate([[0], np.cumsum(random.integers(5, 20, options.users))])
+    items = random.integers(0, options.items, offsets[-1])
+    ids = pa.array(np.arange(options.items)).cast(pa.string())
+    write_dataset(out, DatasetContents(offsets, items, np.arange(offsets[-1]), ids), "made")
+
+
+def _run(words: list[str], processes: int, folder: Path) -> list[dict[str, dict[str, float]]]:
+    """Peaks and seconds by phase, of each rank."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    command = ["-m", "benchmarks.memory", "rank", str(folder), *words]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, "-m", "benchmarks.memory", "--", *command[2:]]
+    done = subprocess.run(
+        [sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+class Watch:
+    """This process's peak in each phase: the innermost one that it is in."""
+
+    def __init__(self, first: str) -> None:
+        self.phases, self.peaks, self.seconds = [first], {first: 0}, {first: 0.0}
+        self.lock, self.before = threading.Lock(), time.perf_counter()
+        threading.Thread(target=self._keep_sampling, daemon=True).start()
+
+    def sample(self) -> None:
+        with self.lock:
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+            phase, now = self.phases[-1], time.perf_counter()
+            self.peaks[phase] = max(self.peaks.get(phase, 0), kib * 1024)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.before
+            self.before = now
+
+    def _keep_sampling(self) -> None:
+        while True:
+            self.sample()
+            time.sleep(0.002)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.sample()
+        self.phases.append(name)
+        try:
+            yield
+        finally:
+            self.sample()
+            self.phases.pop()
+
+    def wrap(self, owner: Any, name: str, phase: str) -> None:
+        """Makes a function of a module or class a phase."""
+        wrapped: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.phase(phase):
+                return wrapped(*arguments, **options)
+
+        setattr(owner, name, timed)
+
+    def report(self) -> dict[str, dict[str, float]]:
+        return {name: {"peak": peak, "s": self.seconds[name]} for name, peak in self.peaks.items()}
+
+
+def run_rank(folder: Path, words: list[str]) -> None:
+    """One process of a command, watched."""
+    watch = Watch(words[0])
+    from logitmix.trainer import checkpoint, cli, evaluate, loop
+
+    watch.wrap(loop, "load_dataset", "load the dataset")
+    watch.wrap(loop, "parallelize", "initialize")
+    watch.wrap(checkpoint, "restore", "restore")
+    watch.wrap(checkpoint, "save", "checkpoint")
+    watch.wrap(checkpoint, "restore_best", "load the best")
+    watch.wrap(evaluate.Evaluation, "__call__", "evaluate")
+    cli.main(words)
+    (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(watch.report()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        run_rank(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        main(tyro.cli(Options, description=__doc__))
