@@ -1,5 +1,6 @@
 """Many tables on two ranks and on one: the same losses, rows and updates, wherever the rows lie."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Case:
     ids: list[list[dict[str, list[int]]]]
     ahead: bool = False
     """Rows of the next step are sent as soon as they are updated."""
+    unused: tuple[str, ...] = ()
+    """Tables whose rows are asked for, and are no part of the loss."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def run_case(case: Case) -> Seen:
             rows = exchange.wait()
             ids = named(case, step, ranks.rank, ranks.world_size)
             asked = case.ids[step] if ranks.world_size == 1 else [case.ids[step][ranks.rank]]
-            loss = sum(loss_of(rows, ids, of_rank) for of_rank in asked)
+            used = {name: of_table for name, of_table in ids.items() if name not in case.unused}
+            loss = sum(loss_of(rows, used, of_rank) for of_rank in asked)
             losses.append(loss.item())
             (loss * ranks.world_size).backward()
             model.table_optimizers.begin_step(1.0)
@@ -159,6 +163,7 @@ def cases() -> dict[str, Case]:
     for sharding in SHARDINGS:
         cases[sharding] = mixed(SGD | FP32 | {"tables.sharding": sharding})
     cases["nothing"] = Case(TABLES, SGD | FP32, [[{table.name: [] for table in TABLES}] * RANKS] * 2)
+    cases["unused"] = dataclasses.replace(mixed(SGD | FP32), unused=("brand", "zip"))
     cases["bytes"] = mixed(SGD | {"tables.sharding": "row_wise"})
     cases["large and small"] = Case(
         [Table("item", 10_000), Table("city", 50), Table("flag", 1)],
@@ -169,7 +174,7 @@ def cases() -> dict[str, Case]:
 
 
 def with_settings(case: Case, settings: dict[str, Any]) -> Case:
-    return Case(case.tables, case.settings | settings, case.ids, case.ahead)
+    return dataclasses.replace(case, settings=case.settings | settings)
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +218,12 @@ def test_rows_move_by_their_gradient(seen: dict, sharding: str) -> None:
         torch.testing.assert_close(seen[sharding][0].after[name], table.detach())
 
 
-def test_tables_that_nobody_asks_for_stay(seen: dict) -> None:
-    for name in ("nothing", *SHARDINGS):
+def test_tables_that_nobody_asks_for_or_uses_stay(seen: dict) -> None:
+    expected = {"nothing": [table.name for table in TABLES], "unused": ["brand", "zip", "never"]}
+    for name in ("nothing", "unused", *SHARDINGS):
         for each in seen[name]:
             still = [table for table in each.before if torch.equal(each.before[table], each.after[table])]
-            assert still == (list(each.before) if name == "nothing" else ["never"])
+            assert still == expected.get(name, ["never"]), name
 
 
 def test_the_wire_counts_each_table_by_itself(seen: dict) -> None:

@@ -1,0 +1,53 @@
+from types import SimpleNamespace
+
+import pytest
+
+from logitmix.modules.embeddings import EmbeddingTable
+from logitmix.trainer.config import TablesConfig
+from logitmix.trainer.plan import ShardPlace, TablePlan, _constraints, plan_summary
+
+TABLES = [EmbeddingTable("item", 1000, 8), EmbeddingTable("brand", 400, 8), EmbeddingTable("city", 9, 8)]
+
+
+EITHER = "row_wise table_wise"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "expected"),
+    [
+        # A share of all bytes is half of 1,409 rows; of four, a quarter.
+        (2, {}, ["row_wise", EITHER, EITHER]),
+        (4, {}, ["row_wise", "row_wise", "table_wise"]),
+        (1, {}, [EITHER, EITHER, EITHER]),
+        # Nine rows for four ranks are three each, and none for the last; for five, two each but the last.
+        (5, {"sharding": "row_wise"}, ["row_wise", "row_wise", "row_wise"]),
+        (4, {"sharding": "row_wise"}, ["row_wise", "row_wise", "table_wise"]),
+        (2, {"sharding": "column_wise"}, ["column_wise", "column_wise", "column_wise"]),
+        (
+            2,
+            {"sharding": "table_wise", "by_name": {"city": {"sharding": "row_wise"}}},
+            ["table_wise", "table_wise", "row_wise"],
+        ),
+        # Adam's moments make the brands larger than the items.
+        (2, {"optimizer": "sgd", "by_name": {"brand": {"optimizer": "adam"}}}, [EITHER, "row_wise", EITHER]),
+    ],
+)
+def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, expected: list[str]) -> None:
+    ranks = SimpleNamespace(world_size=world_size)
+    found = _constraints(TABLES, TablesConfig(**settings), ranks)  # type: ignore[arg-type]
+    assert [" ".join(found[table.name].sharding_types) for table in TABLES] == expected
+
+
+def test_a_plan_is_a_line_for_each_table() -> None:
+    plan = {
+        "item": TablePlan(1000, 64, "row_wise", "adam", "fp32", 3 * 2**20, (_place(0), _place(1))),
+        "zip": TablePlan(9, 16, "table_wise", "sgd", "fp32", 576, (_place(1),)),
+    }
+    assert plan_summary(plan).splitlines() == [
+        "table item  1,000 x 64  row_wise on 2 ranks, adam, 3.0 MiB",
+        "table zip   9 x 16  table_wise on rank 1, sgd, 0.0 MiB",
+    ]
+
+
+def _place(rank: int) -> ShardPlace:
+    return ShardPlace(rank, 0, 9, 0, 16)
