@@ -1,0 +1,91 @@
+"""Every registered codec; the FP8 format itself is tested in test_fp8.py."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from logitmix.comm.codec import CODECS, DIRECTIONS, Codec, Direction, Segment, width_of
+from logitmix.comm.config import BackwardPrecision, Precision
+
+LAYOUTS = [(Segment("a", 8),), (Segment("a", 8), Segment("b", 3), Segment("a", 8))]
+REGISTERED = [(direction, name) for direction in DIRECTIONS for name in CODECS[direction]]
+BOUND = {
+    ("forward", "fp32"): 0.0, ("forward", "bf16"): 2**-8, ("forward", "fp16"): 2**-10, ("forward", "fp8"): 2**-4,
+    ("backward", "fp32"): 0.0, ("backward", "bf16"): 2**-8, ("backward", "fp16"): 2**-10, ("backward", "fp8"): 2**-3,
+    ("backward", "fp8_stochastic"): 2**-2,
+}  # fmt: skip
+"""How far a value may arrive from itself, relative to the largest of its segment."""
+
+HOLDS_ALL = {"fp32"}
+"""Precisions that hold every finite FP32 number."""
+
+
+def rows_of(layout: tuple[Segment, ...], rows: int = 50) -> torch.Tensor:
+    return torch.randn(rows, width_of(layout), generator=torch.Generator().manual_seed(0))
+
+
+def sent(codec: Codec, values: torch.Tensor, layout: tuple[Segment, ...], seed: int = 1) -> torch.Tensor:
+    encoded = torch.zeros(len(values), codec.row_bytes(layout), dtype=torch.uint8)
+    codec.encode(values, layout, encoded, seed if codec.stochastic else None)
+    return encoded
+
+
+def test_the_command_line_offers_what_is_registered() -> None:
+    assert (*CODECS["forward"],) == get_args(Precision)
+    assert (*CODECS["backward"],) == get_args(BackwardPrecision)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("direction", "name"), REGISTERED)
+def test_rows_arrive_within_the_bound(direction: Direction, name: str, layout: tuple[Segment, ...]) -> None:
+    codec, values = CODECS[direction][name], rows_of(layout)
+    # Into columns of a wider matrix, as where ranks own columns.
+    wide = torch.full((len(values), width_of(layout) + 5), torch.nan)
+    arrived = wide[:, 2:-3]
+    codec.decode(sent(codec, values, layout), layout, arrived)
+    largest = torch.cat(
+        [part.abs().amax(1, keepdim=True).expand_as(part) for part in values.split([s.width for s in layout], dim=1)],
+        dim=1,
+    )
+    error = (arrived - values).abs()
+    assert (error <= BOUND[direction, name] * largest).all()
+    assert (error > 0).any() == (name != "fp32")
+    assert wide[:, :2].isnan().all() and wide[:, -3:].isnan().all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("direction", "name"), REGISTERED)
+def test_a_row_is_encoded_by_itself(direction: Direction, name: str, layout: tuple[Segment, ...]) -> None:
+    """Its bytes are those of its segments one after the other, and do not depend on other rows."""
+    codec, values = CODECS[direction][name], rows_of(layout)
+    whole = sent(codec, values, layout)
+    assert codec.row_bytes(layout) == sum(codec.row_bytes((segment,)) for segment in layout)
+    if not codec.stochastic:
+        assert torch.equal(sent(codec, values[7:9], layout), whole[7:9])
+    parts = zip(
+        whole.split([codec.row_bytes((segment,)) for segment in layout], dim=1),
+        values.split([segment.width for segment in layout], dim=1),
+        layout,
+        strict=True,
+    )
+    for encoded, part, segment in parts:
+        if not codec.stochastic:
+            assert torch.equal(encoded, sent(codec, part.contiguous(), (segment,)))
+
+
+@pytest.mark.parametrize(("direction", "name"), REGISTERED)
+def test_saturated_values_are_found(direction: Direction, name: str) -> None:
+    codec, layout = CODECS[direction][name], LAYOUTS[1]
+    values = rows_of(layout)
+    assert not codec.saturated(values, sent(codec, values, layout), layout).any()
+    values[3, 9], values[4, 0], values[5, 1] = 3.4e38, torch.inf, torch.nan
+    found = codec.saturated(values, sent(codec, values, layout), layout)
+    assert found.nonzero().tolist() == ([] if name in HOLDS_ALL else [[3, 9]])
+
+
+@pytest.mark.parametrize(("direction", "name"), REGISTERED)
+def test_nothing_is_encoded_too(direction: Direction, name: str) -> None:
+    codec, layout = CODECS[direction][name], LAYOUTS[0]
+    values = torch.empty(0, 8)
+    codec.decode(sent(codec, values, layout), layout, values)
