@@ -3,9 +3,12 @@
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
     items-00000-of-000NN.safetensors
-                         of consecutive items: table [R, D], with which histories are encoded, and the item cache: what
-                         the similarity (similarity.0, …; of MoL the components [R, I, C] and the gating weights [R, M])
-                         and the h-indexer (hindexer.0 [R, H], where there is one) make of the items
+                         of consecutive items: table [R, D], the vectors of which histories are encoded (with ids alone
+                         the rows of the item table), and the item cache: what the similarity (similarity.0, …; of MoL
+                         the components [R, I, C] and the gating weights [R, M]) and the h-indexer (hindexer.0 [R, H],
+                         where there is one) make of the items
+    tables.safetensors   TABLE.rows of each table of features; of the item table the row of unknown items alone; and of
+                         those of features TABLE.values.data and .bounds, the vocabulary, as the raw ids below
     ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where in
                          it they begin and end), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds where there are titles
@@ -16,6 +19,7 @@ All other tensors are FP32. The fields of the manifest:
     logitmix, torch           versions that wrote it
     run, step, dataset        where the weights come from: names of run and dataset, step of the checkpoint
     model                     the model's configuration
+    schema                    the features that the model uses, and their tables (modules/schema.py)
     num_items                 X
     exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
                               model was evaluated
@@ -46,8 +50,9 @@ from torch import Tensor
 from logitmix.common.files import file_digest, json_digest, sync
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
+from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.items import Items
-from logitmix.serving.model import TABLE, item_shapes, weight_shapes
+from logitmix.serving.model import IDS_ALONE, TABLE, item_shapes, row_shapes, weight_shapes
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import MAX_ITEMS
 
@@ -55,7 +60,7 @@ T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
 FORMAT_VERSION = 2
-MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
+MANIFEST, WEIGHTS, TABLES, IDS = "manifest.json", "tower.safetensors", "tables.safetensors", "ids.safetensors"
 
 Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
@@ -64,7 +69,18 @@ _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
 _ABOUT_ITEMS = ("num_items", "exclude_history")
-_FIELDS = ("format", "format_version", *_WRITERS, *_SOURCE, "model", *_ABOUT_ITEMS, "signature", "files", "sha256")
+_FIELDS = (
+    "format",
+    "format_version",
+    *_WRITERS,
+    *_SOURCE,
+    "model",
+    "schema",
+    *_ABOUT_ITEMS,
+    "signature",
+    "files",
+    "sha256",
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,8 @@ class About:
     """X."""
     exclude_history: bool
     """Whether retrieval leaves a history's own items out where the caller does not say."""
+    schema: Schema = IDS_ALONE
+    """What the model uses of the dataset's features."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +113,10 @@ class Contents:
     about: About
     weights: Mapping[str, Tensor]
     """Of the towers."""
+    rows: Mapping[str, Tensor]
+    """[rows, W] of each table of features; of the items' table [1, W], the unknown item's."""
+    vocabularies: Mapping[str, Texts]
+    """Of each table of features, the values by row."""
     items: Items
     raw_ids: Texts
     """[X], each once, with their order."""
@@ -108,13 +130,22 @@ def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) ->
     This and what follows raise ValueError for numbers that are not finite, and OSError where the disk is full or
     forbids it.
     """
-    assert _shapes(weights) == weight_shapes(about.model)
+    assert _shapes(weights) == weight_shapes(about.model, about.schema)
     return _write_tensors(staging / WEIGHTS, weights)
+
+
+def write_tables(staging: Path, about: About, rows: Mapping[str, Tensor], vocabularies: Mapping[str, Texts]) -> Entries:
+    """Likewise the rows of the tables and the vocabularies of features."""
+    assert _shapes(rows) == row_shapes(about.model, about.schema)
+    tensors = {f"{name}.rows": of for name, of in rows.items()}
+    for name, texts in vocabularies.items():
+        tensors |= {f"{name}.values.data": texts.data, f"{name}.values.bounds": texts.bounds}
+    return _write_tensors(staging / TABLES, tensors)
 
 
 def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
     """Likewise the table's rows and the cache of the items of shard `number` of `count`."""
-    assert _shapes(items) == item_shapes(about.model, len(items[TABLE]))
+    assert _shapes(items) == item_shapes(about.model, len(items[TABLE]), about.schema)
     return _write_tensors(staging / items_file(number, count), items)
 
 
@@ -138,9 +169,10 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "torch": str(torch.__version__),
         **dataclasses.asdict(about.source),
         "model": to_mapping(about.model),
+        "schema": about.schema.to_mapping(),
         "num_items": about.num_items,
         "exclude_history": about.exclude_history,
-        "signature": signature(about.model),
+        "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
     manifest |= {"sha256": _manifest_digest(manifest)}
@@ -177,17 +209,21 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
         source=_parse(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, ""),
         num_items=manifest["num_items"],
         exclude_history=manifest["exclude_history"],
+        schema=_parse(Schema, manifest["schema"], path / MANIFEST, "schema."),
     )
     _check_about(path / MANIFEST, manifest, about)
     tensors = _check_files(path / MANIFEST, manifest["files"], about)
     for name in tensors:
         _check_file(path / name, manifest["files"][name])
     found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
-    ids = found.pop(IDS)
+    ids, tables = found.pop(IDS), found.pop(TABLES)
+    names = [table.name for table in about.schema.tables]
     on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
     return Contents(
         about=about,
         weights=on_device.pop(WEIGHTS),
+        rows={name: tables[f"{name}.rows"].to(device) for name in names},
+        vocabularies={name: _texts(path / TABLES, tables, f"{name}.values") for name in names if name != ITEM},
         items=Items([on_device[name] for name in sorted(on_device)]),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
@@ -210,19 +246,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def signature(model: ModelConfig) -> dict[str, Any]:
+def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
     """What a retrieval takes and gives, for readers of the manifest."""
+    kinds = {"id": "text or whole number", "ids": "list of texts or whole numbers", "number": "number"}
+
+    def features(owner: Owner) -> dict[str, str]:
+        of_owner = [feature for feature in schema.of(owner) if feature.name != ITEM]
+        return {feature.name: kinds.get(feature.kind, f"list of {feature.width} numbers") for feature in of_owner}
+
     return {
         "inputs": {
             "history": {
                 "items": "raw ids, or item indices from 0 to num_items - 1",
                 "order": "oldest first",
-                "min_length": 1,
+                "min_length": 0 if schema.of("user") else 1,
                 "max_length": model.encoder.max_length,
                 "longer": "the last max_length are encoded",
             },
+            "user": features("user"),
+            "events": {"one a history item, oldest first": features("event")},
             "k": "number of items to retrieve",
         },
+        "new_items": features("item"),
         "outputs": {
             "items": "item indices, highest score first, equal scores by rising index; -1 where none is left",
             "scores": "F32, the similarity; -inf where no item is left",
@@ -254,7 +299,7 @@ def _is_ours(path: Path) -> bool:
     """A serving directory, be it a damaged one, with nothing in it that is not ours to remove."""
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
-    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, IDS}
+    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, TABLES, IDS}
     return all(re.fullmatch(r"items-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 
@@ -263,7 +308,7 @@ def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
         _broken(file, f"num_items is {about.num_items!r}, not a number from 1 to {MAX_ITEMS}")
     if type(about.exclude_history) is not bool:
         _broken(file, f"exclude_history is {about.exclude_history!r}, not true or false")
-    if manifest["signature"] != signature(about.model):
+    if manifest["signature"] != signature(about.model, about.schema):
         _broken(file, "its signature is not that of its model")
 
 
@@ -273,14 +318,20 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         _broken(file, "files is not a mapping")
     count = sum(name.startswith("items-") for name in files)
     shards = [items_file(number, count) for number in range(count)]
-    _check_keys(file, files, (WEIGHTS, IDS, *shards), "files.")
+    _check_keys(file, files, (WEIGHTS, TABLES, IDS, *shards), "files.")
     for name in files:
         _check_keys(file, files[name], ("bytes", "sha256", "tensors"), f"files.{name}.")
     tensors = {name: entry["tensors"] for name, entry in files.items()}
     try:
         rows = [tensors[name][TABLE]["shape"][0] for name in shards]
-        expected = {name: _float32(item_shapes(about.model, R)) for name, R in zip(shards, rows, strict=True)}
-        expected |= {WEIGHTS: _float32(weight_shapes(about.model)), IDS: _ids(tensors[IDS], about.num_items)}
+        expected = {
+            name: _float32(item_shapes(about.model, R, about.schema)) for name, R in zip(shards, rows, strict=True)
+        }
+        expected |= {
+            WEIGHTS: _float32(weight_shapes(about.model, about.schema)),
+            IDS: _ids(tensors[IDS], about.num_items),
+        }
+        expected |= {TABLES: _tables(tensors[TABLES], about)}
     except (LookupError, TypeError, ValueError, RuntimeError):
         _broken(file, "the tensors of its files are no names with shapes")
     if sum(rows) != about.num_items:
@@ -297,11 +348,25 @@ def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
 
 def _ids(found: Mapping[str, Any], X: int) -> dict[str, Any]:
     """The tensors of the ids file, with the data as long as found."""
-    expected: dict[str, Any] = {"raw_ids.order": {"dtype": "I64", "shape": [X]}}
-    for texts in ("raw_ids", "titles") if "titles.data" in found else ("raw_ids",):
-        expected[f"{texts}.bounds"] = {"dtype": "I64", "shape": [X + 1]}
-        expected[f"{texts}.data"] = {"dtype": "U8", "shape": [int(found[f"{texts}.data"]["shape"][0])]}
+    expected = _texts_of(found, "raw_ids", X) | {"raw_ids.order": {"dtype": "I64", "shape": [X]}}
+    return expected | (_texts_of(found, "titles", X) if "titles.data" in found else {})
+
+
+def _tables(found: Mapping[str, Any], about: About) -> dict[str, Any]:
+    """Likewise those of the tables file."""
+    shapes = row_shapes(about.model, about.schema)
+    expected = {f"{name}.rows": {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}
+    for table in about.schema.tables:
+        if table.name != ITEM:
+            expected |= _texts_of(found, f"{table.name}.values", table.rows)
     return expected
+
+
+def _texts_of(found: Mapping[str, Any], name: str, count: int) -> dict[str, Any]:
+    return {
+        f"{name}.bounds": {"dtype": "I64", "shape": [count + 1]},
+        f"{name}.data": {"dtype": "U8", "shape": [int(found[f"{name}.data"]["shape"][0])]},
+    }
 
 
 def _check_file(file: Path, entry: Mapping[str, Any]) -> None:

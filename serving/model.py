@@ -1,6 +1,6 @@
 """The trained tower as serving needs it: from its weights, and by the names and shapes of what an export holds.
 
-Axes: X items in the corpus, D encoder width.
+Axes: R items, D width of the model.
 """
 
 from collections.abc import Mapping
@@ -9,38 +9,47 @@ import torch
 from torch import Tensor
 
 from logitmix.modules.config import ModelConfig
+from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 
 TABLE = "table"
-"""Name of the item table [X, D] beside the cache: histories are encoded with its rows."""
+"""Name of the items' vectors [R, D] beside the cache: histories are encoded with them."""
+IDS_ALONE = Schema.of_ids(1)
 
 
-def trained_tower(config: ModelConfig, weights: Mapping[str, Tensor]) -> Tower:
+def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Tensor]) -> Tower:
     """The tower with these weights as they are, on the device that they are on."""
-    tower = _empty_tower(config)
+    tower = _empty_tower(config, schema)
     tower.load_state_dict(weights, assign=True)
     return tower.requires_grad_(False).eval()
 
 
-def item_cache(tower: Tower, row_XD: Tensor) -> dict[str, Tensor]:
-    """The items' side of both stages, by name: similarity.0, … and hindexer.0, each [X, ...]."""
-    sides = tower.item_sides(tower.item_tower({ITEM: row_XD}))._asdict()
-    return {f"{stage}.{i}": part for stage, side in sides.items() for i, part in enumerate(side or ())}
+def item_cache(tower: Tower, items: Embedded) -> dict[str, Tensor]:
+    """The items' vectors and sides of both stages by name: table, similarity.0, … and hindexer.0, each [R, ...]."""
+    sides = tower.item_sides(items)._asdict()
+    parts = {f"{stage}.{i}": part for stage, side in sides.items() for i, part in enumerate(side or ())}
+    return {TABLE: items.vector_RD, **parts}
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, list[int]]:
+def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
     """The weights of a tower of this configuration."""
-    return {name: list(value.shape) for name, value in _empty_tower(config).state_dict().items()}
+    return {name: list(value.shape) for name, value in _empty_tower(config, schema).state_dict().items()}
 
 
-def item_shapes(config: ModelConfig, num_items: int) -> dict[str, list[int]]:
-    """What `item_cache` gives for a tower of this configuration, and the table."""
-    row_XD = torch.empty(num_items, config.dim, device="meta")
-    cache = item_cache(_empty_tower(config), row_XD)
-    return {name: list(value.shape) for name, value in {TABLE: row_XD, **cache}.items()}
+def item_shapes(config: ModelConfig, count: int, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
+    """What `item_cache` gives of `count` items for a tower of this configuration."""
+    vector_RD = torch.empty(count, config.dim, device="meta")
+    items = Embedded(vector_RD, [vector_RD] * (len(schema.of("item")) - 1))
+    return {name: list(value.shape) for name, value in item_cache(_empty_tower(config, schema), items).items()}
 
 
-def _empty_tower(config: ModelConfig) -> Tower:
+def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
+    """By table, the rows that an export holds: all, but of the items' table the unknown item's alone."""
+    dims = schema.dims(config.dim)
+    return {table.name: [1 if table.name == ITEM else table.rows, dims[table.name]] for table in schema.tables}
+
+
+def _empty_tower(config: ModelConfig, schema: Schema) -> Tower:
     with torch.device("meta"):
-        return Tower(config, Schema.of_ids(1))
+        return Tower(config, schema)

@@ -5,16 +5,19 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 """
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
+from logitmix.modules.features import Embedded, Features
 from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.towers import Sides
+from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
 from logitmix.serving.items import Chunk
 from logitmix.serving.model import trained_tower
@@ -22,6 +25,8 @@ from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
 """Items that stage 1 keeps unless told otherwise; the paper's k'."""
+UNKNOWN = -1
+"""In place of an item's index: an item that is not known."""
 _QUERIES = 32
 """Histories ranked at once."""
 _NUMBERS = {"cpu": 2**22, "cuda": 2**26}
@@ -36,6 +41,17 @@ class Retrieved:
     """int64 [B, k]: item indices, highest score first, equal scores by rising index; -1 where none is left."""
     scores: Tensor
     """FP32 [B, k]: the similarity; -inf where no item is left."""
+
+
+class Request(TypedDict, total=False):
+    """One user and what is known of them; every entry may be missing."""
+
+    history: Sequence[str | int]
+    """Raw item ids, oldest first."""
+    user: Mapping[str, Any]
+    """Features of the user by name; the manifest's signature has their names and kinds."""
+    events: Sequence[Mapping[str, Any]]
+    """Features of the events, one mapping for each item of the history."""
 
 
 class Row(TypedDict):
@@ -54,8 +70,10 @@ class Retriever:
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
-        self._tower = trained_tower(about.model, contents.weights)
-        self._items = contents.items
+        self.tower = trained_tower(about.model, about.schema, contents.weights)
+        self._rows, self._items = contents.rows, contents.items
+        self._reader = FeatureReader(about.schema, contents.vocabularies)
+        self._unknown_1D = self.embed_items([{}]).vector_RD
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Retriever":
@@ -92,16 +110,42 @@ class Retriever:
 
         Raises ValueError for an empty history, for what is not an item index, and for a k below 1 or above `stage1`.
         """
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
-        if stage1 is not None and stage1 < k:
-            raise ValueError(f"stage1 is {stage1}; it must be at least k ({k})")
         kept = max(STAGE_1, k) if stage1 is None else stage1
         exclude_history = self.exclude_history if exclude_history is None else exclude_history
-        checked = [self._checked(history, place) for place, history in enumerate(histories)]
-        best_BK = torch.full((len(checked), k), NOTHING)
-        for start in range(0, len(checked), _QUERIES):
-            keys_BK = self._rank(checked[start : start + _QUERIES], min(k, self.num_items), kept, exclude_history)
+        checked = [_Asked(self._checked(history, place)) for place, history in enumerate(histories)]
+        return self._retrieve(checked, k, kept, exclude_history)
+
+    @torch.inference_mode()
+    def recommend(
+        self,
+        requests: Sequence[Request],
+        k: int,
+        unknown: Literal["skip", "unknown", "refuse"] = "skip",
+        exclude_history: bool | None = None,
+        stage1: int | None = None,
+    ) -> list[list[Row]]:
+        """The k best items for each request, or fewer where fewer are left, for people and programs to read.
+
+        An id of the history that is no item here is left out («skip»), stands for an unknown item («unknown»), or is an
+        error («refuse»). A request without a history is answered from its user's features, where the model has any. The
+        rest is as in `retrieve`.
+
+        Raises ValueError, with the request's number, for what cannot be answered.
+        """
+        kept = max(STAGE_1, k) if stage1 is None else stage1
+        exclude_history = self.exclude_history if exclude_history is None else exclude_history
+        asked = [self._asked(request, place, unknown) for place, request in enumerate(requests)]
+        found = self._retrieve(asked, min(k, self.num_items), kept, exclude_history)
+        return [self._shown(*ranking) for ranking in zip(found.items.tolist(), found.scores.tolist(), strict=True)]
+
+    def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
+        if k < 1:
+            raise ValueError(f"k is {k}; it must be at least 1")
+        if kept < k:
+            raise ValueError(f"stage1 is {kept}; it must be at least k ({k})")
+        best_BK = torch.full((len(asked), k), NOTHING)
+        for start in range(0, len(asked), _QUERIES):
+            keys_BK = self._rank(asked[start : start + _QUERIES], min(k, self.num_items), kept, exclude_history)
             best_BK[start : start + _QUERIES, : keys_BK.shape[1]] = keys_BK.cpu()
         return Retrieved(*split_keys(best_BK))
 
@@ -126,12 +170,40 @@ class Retriever:
     ) -> list[Row]:
         """`retrieve` for one history of raw ids, for people to read: k rows, or fewer where fewer items are left."""
         found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)
-        items, scores = found.items[0].tolist(), found.scores[0].tolist()
+        return self._shown(found.items[0].tolist(), found.scores[0].tolist())
+
+    def _shown(self, items: list[int], scores: list[float]) -> list[Row]:
         return [
             Row(rank=rank, id=self.raw_ids[item], title=self.titles[item] if self.titles else None, score=score)
             for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1)
             if item >= 0
         ]
+
+    @torch.inference_mode()
+    def embed_items(self, records: Sequence[Mapping[str, Any]]) -> Embedded:
+        """Items that were not trained, from the raw values of their features by name: the towers' view of them. Raises
+        ValueError that names the record and the feature."""
+        own_row_R = torch.zeros(len(records), dtype=torch.int64)
+        features = Features(own_row_R, self._reader.read("item", records, "item")).to(self._items.device)
+        return self.tower.item_tower(self._rows, features)
+
+    def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
+        if strange := sorted(set(request) - set(Request.__annotations__)):
+            raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: history, user, events")
+        history, events = list(request.get("history", ())), list(request.get("events", ()))
+        if events and len(events) != len(history):
+            raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
+        if unknown == "refuse":
+            self.indices_of(history)
+        items = [self.raw_ids.find(str(raw_id)) for raw_id in history]
+        kept = [at for at, item in enumerate(items) if item is not None or unknown == "unknown"]
+        if not kept and not self.tower.schema.of("user"):
+            raise ValueError(f"request {place} names no item that is known here; give at least one")
+        return _Asked(
+            [UNKNOWN if (item := items[at]) is None else item for at in kept],
+            request.get("user", {}),
+            [events[at] for at in kept] if events else None,
+        )
 
     def _checked(self, history: Sequence[int], place: int) -> list[int]:
         try:
@@ -145,41 +217,55 @@ class Retriever:
                 raise ValueError(f"history {place} holds {item}; item indices go from 0 to {self.num_items - 1}")
         return items
 
-    def _rank(self, histories: list[list[int]], k: int, kept: int, exclude_history: bool) -> Tensor:
+    def _rank(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Tensor:
         """Keys [B, <= k] of the best items of each history."""
-        tower = self._tower
-        query_BD, packing = self._queries(histories)
-        query = tower.similarity.query(query_BD, packing.last_B)
-        excluded = _Excluded(histories if exclude_history else [], self._items.device)
-        if tower.hindexer is None or kept >= self.num_items:
-            items = self._items.all("similarity", self._chunk(len(histories), tower.similarity))
-            return _best(tower.similarity, query, items, k, excluded)
-        items = self._items.all("hindexer", self._chunk(len(histories), tower.hindexer))
-        candidates_BK = _best(tower.hindexer, tower.hindexer.query(query_BD, packing.last_B), items, kept, excluded)
-        return torch.cat([self._rerank(query, row, keys_K, k) for row, keys_K in enumerate(candidates_BK)])
+        tower, query = self.tower, self._queries(asked)
+        excluded = _Excluded([of.items for of in asked] if exclude_history else [], self._items.device)
+        if tower.hindexer is None or query.hindexer is None or kept >= self.num_items:
+            items = self._items.all("similarity", self._chunk(len(asked), tower.similarity))
+            return _best(tower.similarity, query.similarity, items, k, excluded)
+        items = self._items.all("hindexer", self._chunk(len(asked), tower.hindexer))
+        candidates_BK = _best(tower.hindexer, query.hindexer, items, kept, excluded)
+        return torch.cat([self._rerank(query.similarity, row, keys_K, k) for row, keys_K in enumerate(candidates_BK)])
 
     def _rerank(self, query: Side, row: int, candidates_K: Tensor, k: int) -> Tensor:
         """Keys [1, k] of the best of one query's candidates from stage 1, given as keys."""
         index_K = split_keys(candidates_K)[0]
         # In the order of the items, so that gathering reads memory forwards.
         index_K = index_K[index_K >= 0].sort().values
-        similarity = self._tower.similarity
+        similarity = self.tower.similarity
         items = self._items.some("similarity", index_K, self._chunk(1, similarity))
         one = tuple(part[row : row + 1] for part in query)
         best_1K = _best(similarity, one, items, k, None)
         missing = best_1K.new_full((1, k - best_1K.shape[1]), NOTHING)
         return torch.cat([best_1K, missing], dim=1)
 
-    def _queries(self, histories: list[list[int]]) -> tuple[Tensor, Packing]:
+    def _queries(self, asked: list["_Asked"]) -> Sides:
         device, L = self._items.device, self.config.encoder.max_length
-        encoded = [history[-L:] for history in histories]
-        packing = Packing(torch.tensor([len(history) for history in encoded])).to(device)
-        history_T = torch.tensor([item for history in encoded for item in history])
-        return self._tower.queries(self._items.rows(history_T), packing).vector_RD, packing
+        # Where there is no history, an unknown item stands for it.
+        encoded = [of.items[-L:] or [UNKNOWN] for of in asked]
+        events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
+        values = self._reader.read("user", [of.user for of in asked], "request")
+        values |= self._reader.read("event", [event for of_history in events for event in of_history], "event")
+        item_T = torch.tensor([item for items in encoded for item in items])
+        vector_TD = self._items.rows(item_T.clamp(min=0))
+        vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
+        packing = Packing(torch.tensor([len(items) for items in encoded])).to(device)
+        features = Features(values=values).to(device)
+        return self.tower.query_sides(self.tower.queries(vector_TD, packing, self._rows, features))
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""
         return max(1, _NUMBERS[self._items.device.type] // (queries * stage.pair_numbers))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request in terms of item indices; UNKNOWN stands for an item that is not known."""
+
+    items: list[int]
+    user: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] | None = None
 
 
 class _Excluded:
@@ -188,6 +274,7 @@ class _Excluded:
     def __init__(self, histories: list[list[int]], device: torch.device) -> None:
         lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
         items = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
+        # UNKNOWN is no item's index, and so excludes none.
         self.row_T = torch.repeat_interleave(lengths).to(device)
         self.item_T = items.to(device)
 

@@ -41,6 +41,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
+  update-items DIR --items FILE                     new items into a serving directory, from their features
 
 datasets: {names}
 recipes:  {recipes}"""
@@ -111,18 +112,38 @@ class ExportCommand:
 
 @dataclass(frozen=True)
 class RetrieveCommand:
-    """The top items for one history."""
+    """The top items for one request."""
 
     directory: tyro.conf.Positional[str]
     """Serving directory."""
-    history: str
+    history: str = ""
     """Raw item ids, oldest first, separated by commas."""
+    user: str = "{}"
+    """Features of the user, as a JSON object: {"age": "25"}."""
+    events: str = "[]"
+    """Features of the events, as a JSON list of objects, one for each item of the history."""
+    unknown: Literal["refuse", "skip", "unknown"] = "refuse"
+    """Ids of the history that are not known: an error, left out, or an unknown item."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """How many items."""
     stage1: int | None = None
     """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as the run was evaluated."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class UpdateItemsCommand:
+    """Add items to a serving directory, from their features alone: no training, no new export."""
+
+    directory: tyro.conf.Positional[str]
+    """Serving directory."""
+    items: str
+    """CSV or Parquet table of the items, with the features' names as columns."""
+    item_column: str = "item"
+    """Column with the item ids; the first where there is none of this name."""
     json: bool = False
     """Print JSON."""
 
@@ -234,12 +255,17 @@ def _export(words: list[str]) -> None:
 
 def _retrieve(words: list[str]) -> None:
     command = _parse(RetrieveCommand, "retrieve", words)
-    from logitmix.serving.retriever import Retriever
+    from logitmix.serving.retriever import Request, Retriever
 
     retriever = Retriever.load(Path(command.directory))
     history = [part.strip() for part in command.history.split(",") if part.strip()]
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
-    rows = retriever.rows(history, command.k, exclude, command.stage1)
+    request: Request = {
+        "history": history,
+        "user": _json("--user", command.user, dict),
+        "events": _json("--events", command.events, list),
+    }
+    (rows,) = retriever.recommend([request], command.k, command.unknown, exclude, command.stage1)
     if command.json:
         print(json.dumps(rows))
         return
@@ -247,6 +273,30 @@ def _retrieve(words: list[str]) -> None:
     for row in rows:
         table.add_row(str(row["rank"]), row["id"], row["title"] or "", f"{row['score']:.4f}")
     Console().print(table)
+
+
+def _update_items(words: list[str]) -> None:
+    command = _parse(UpdateItemsCommand, "update-items", words)
+    from logitmix.trainer.update import update_items
+
+    counts = update_items(Path(command.directory), command.items, command.item_column, Console(stderr=True))
+    if command.json:
+        print(json.dumps(counts))
+    else:
+        print(
+            f"{command.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
+            f"{counts['num_items']:,} now"
+        )
+
+
+def _json(flag: str, text: str, kind: type[T]) -> T:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} is no JSON: {error}") from None
+    if not isinstance(found, kind):
+        raise ValueError(f"{flag} is {text}; it must be a JSON {'object' if kind is dict else 'list'}")
+    return found
 
 
 def _parse(kind: type[T], command: str, words: list[str], default: T | None = None) -> T:
@@ -275,6 +325,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "evaluate": _evaluate,
     "export": _export,
     "retrieve": _retrieve,
+    "update-items": _update_items,
 }
 
 

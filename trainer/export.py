@@ -5,8 +5,8 @@ Axes: X items in the corpus, R items of a shard, D width of a row.
 
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,15 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
-from logitmix.modules.schema import ITEM
+from logitmix.modules.schema import ITEM, Owner
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries, Source
-from logitmix.serving.model import TABLE, item_cache, item_shapes
+from logitmix.serving.model import item_cache, item_shapes
 from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel, load_saved
-from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.dataset import Column, load_dataset
+from logitmix.trainer.data.lookups import columns_of, look_up
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
@@ -35,6 +36,17 @@ SHARD_BYTES = 2**28
 """Size of a shard of items, roughly."""
 CHUNK_ITEMS = 2**13
 """Items whose cache is computed at once."""
+
+
+@dataclass(frozen=True)
+class DatasetItems:
+    """What an export takes from the dataset: its features, and ids and texts that are read when they are asked for."""
+
+    raw_ids: Callable[[], pa.ChunkedArray]
+    titles: Callable[[], pa.ChunkedArray | None]
+    columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
+    vocabulary: Callable[[str], list[str]] = lambda table: []
+    """The values of a table of features, by row."""
 
 
 def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best", "last"] = "best") -> dict[str, Any]:
@@ -51,15 +63,16 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
         require_same_dataset(run, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
-        about = About(model.config.model, source, model.num_items, exclude_history)
-        return export_model(model, about, dataset.raw_id_column, dataset.title_column, out, overwrite, ranks)
+        about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema)
+        columns = columns_of(dataset)
+        items = DatasetItems(dataset.raw_id_column, dataset.title_column, columns, dataset.vocabulary)
+        return export_model(model, about, items, out, overwrite, ranks)
 
 
 def export_model(
     model: SavedModel,
     about: About,
-    raw_ids: Callable[[], pa.ChunkedArray],
-    titles: Callable[[], pa.ChunkedArray | None],
+    dataset: DatasetItems,
     out: Path,
     overwrite: bool,
     ranks: Ranks,
@@ -80,7 +93,7 @@ def export_model(
 
     staging = on_first_rank(make, ranks)
     try:
-        entries = on_all_ranks(lambda: _write_own(model, about, raw_ids, titles, staging, ranks), ranks)
+        entries = on_all_ranks(lambda: _write_own(model, about, dataset, staging, ranks), ranks)
 
         def finish() -> dict[str, Any]:
             manifest = serving.write_manifest(staging, about, {name: of[name] for of in entries for name in of})
@@ -98,44 +111,65 @@ def export_model(
 def _write_own(
     model: SavedModel,
     about: About,
-    raw_ids: Callable[[], pa.ChunkedArray],
-    titles: Callable[[], pa.ChunkedArray | None],
+    dataset: DatasetItems,
     staging: Path,
     ranks: Ranks,
 ) -> Entries:
     """Writes this rank's files: a share of the shards, and on rank 0 the weights and ids."""
     tower, entries = model.tower.eval(), Entries()
+    others = {table.name: table.rows for table in about.schema.tables if table.name != ITEM}
     if ranks.rank == 0:
         entries |= serving.write_weights(staging, about, tower.state_dict())
-        column = titles()
-        shown = None if column is None else _texts(column)
-        entries |= serving.write_ids(staging, about, _with_order(_texts(raw_ids())), shown)
+        vocabularies = {name: Texts.of(dataset.vocabulary(name)) for name in others}
+        entries |= serving.write_tables(staging, about, _exported_rows(model), vocabularies)
+        column = dataset.titles()
+        shown = None if column is None else texts_of(column)
+        entries |= serving.write_ids(staging, about, with_order(texts_of(dataset.raw_ids())), shown)
+    rows = {
+        table.name: model.read_rows(table.name, 0, table.rows) for table in about.schema.tables if table.name != ITEM
+    }
     bounds = _shard_bounds(tower, about.num_items)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
-        items = _items(tower, model.read_rows(ITEM, bounds[number], bounds[number + 1]))
+        own = model.read_rows(ITEM, bounds[number], bounds[number + 1])
+        items = _items(tower, bounds[number], rows | {ITEM: own}, dataset.columns)
         entries |= serving.write_items(staging, about, number, count, items)
     return entries
 
 
 def _shard_bounds(tower: Tower, num_items: int) -> list[int]:
-    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(tower.config, 1).values())
+    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(tower.config, 1, tower.schema).values())
     rows = max(1, SHARD_BYTES // item_bytes)
     return [*range(0, num_items, rows), num_items]
 
 
 @torch.inference_mode()
-def _items(tower: Tower, row_RD: Tensor) -> dict[str, Tensor]:
-    """The rows and what the similarity and the h-indexer make of them."""
-    shapes = item_shapes(tower.config, len(row_RD))
-    items = {name: torch.empty(shape) for name, shape in shapes.items() if name != TABLE}
-    for start in range(0, len(row_RD), CHUNK_ITEMS):
-        for name, value in item_cache(tower, row_RD[start : start + CHUNK_ITEMS]).items():
+def _items(
+    tower: Tower, first: int, rows: Mapping[str, Tensor], columns: Mapping[Owner, Mapping[str, Column]]
+) -> dict[str, Tensor]:
+    """Vectors and sides of the items from number `first` on whose own rows [R, W] these are, beside all of the other
+    tables'."""
+    count = len(rows[ITEM])
+    items = {name: torch.empty(shape) for name, shape in item_shapes(tower.config, count, tower.schema).items()}
+    none = np.empty(0, np.int64)
+    for start in range(0, count, CHUNK_ITEMS):
+        item_N = np.arange(first + start, first + min(start + CHUNK_ITEMS, count))
+        found = look_up(columns, tower.schema, item_N, item_N, none, none)
+        chunk = {name: rows[name][id_V] for name, id_V in found.ids.items() if name != ITEM}
+        own_ND = rows[ITEM][start : start + CHUNK_ITEMS]
+        for name, value in item_cache(tower, tower.item_tower(chunk | {ITEM: own_ND}, found.features)).items():
             items[name][start : start + CHUNK_ITEMS] = value
-    return {TABLE: row_RD, **items}
+    return items
 
 
-def _texts(column: pa.ChunkedArray) -> Texts:
+def _exported_rows(model: SavedModel) -> dict[str, Tensor]:
+    """All rows of the tables, but of the items' the unknown item's alone."""
+    first = {ITEM: model.num_items}
+    tables = model.tower.schema.tables
+    return {table.name: model.read_rows(table.name, first.get(table.name, 0), table.rows) for table in tables}
+
+
+def texts_of(column: pa.ChunkedArray) -> Texts:
     """Arrow's texts, "" for what is null."""
     array = column.fill_null("").cast(pa.large_string()).combine_chunks()
     _, offsets, data = array.buffers()
@@ -144,7 +178,7 @@ def _texts(column: pa.ChunkedArray) -> Texts:
     return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
-def _with_order(raw_ids: Texts) -> Texts:
+def with_order(raw_ids: Texts) -> Texts:
     """Raw ids that can be looked up; ValueError where two are the same."""
     buffers = [pa.py_buffer(tensor.numpy()) for tensor in (raw_ids.bounds, raw_ids.data)]
     array = pa.LargeStringArray.from_buffers(len(raw_ids), *buffers)

@@ -15,7 +15,7 @@ from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
 from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
-from logitmix.trainer.export import export_model
+from logitmix.trainer.export import DatasetItems, export_model
 
 LENGTH = 7
 SOURCE = Source(run="small", step=12, dataset="demo")
@@ -31,7 +31,8 @@ class SmallModel:
 
     def saved(self) -> SavedModel:
         def read_rows(table: str, start: int, stop: int) -> Tensor:
-            return self.item_XD[start:stop]
+            # The last row is that of unknown items.
+            return torch.cat([self.item_XD, torch.zeros(1, self.config.dim)])[start:stop]
 
         return SavedModel(Config(model=self.config), SOURCE.step, self.tower, read_rows)
 
@@ -62,13 +63,12 @@ def raw_ids(num_items: int) -> list[str]:
 def export_small(model: SmallModel, out: Path, overwrite: bool = False) -> Path:
     ids = raw_ids(len(model.item_XD))
     titles = [f"«{raw_id}»" for raw_id in ids]
-    about = About(model.config, SOURCE, len(ids), exclude_history=True)
+    about = About(model.config, SOURCE, len(ids), True, model.tower.schema)
     with process_group("cpu", 60) as ranks:
         export_model(
             model.saved(),
             about,
-            lambda: pa.chunked_array([ids]),
-            lambda: pa.chunked_array([titles]),
+            DatasetItems(lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles])),
             out,
             overwrite,
             ranks,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import SOURCE, export_small, small_model
 
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving.format import (
     About,
     Contents,
@@ -23,10 +24,11 @@ from logitmix.serving.format import (
     write_ids,
     write_items,
     write_manifest,
+    write_tables,
     write_weights,
 )
 from logitmix.serving.items import Items
-from logitmix.serving.model import item_shapes, weight_shapes
+from logitmix.serving.model import item_shapes, row_shapes, weight_shapes
 from logitmix.serving.texts import Texts
 from logitmix.trainer import export as export_module
 
@@ -49,21 +51,40 @@ def served(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "served"))
 
 
+SCHEMA = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("favorites", "user", "ids", "brand"),
+        Feature("price", "item", "number", mean=0.1, deviation=2.5),
+    ),
+    (Table("item", 5), Table("brand", 3, dim=8)),
+)
+
+
 def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents:
     config, generator = small_model("mol", 1).tower.config, torch.Generator().manual_seed(0)
-    weights, *shards = (
+    sizes = (1, len(ids) - 1)
+    weights, rows, *shards = (
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        for shapes in (weight_shapes(config), *(item_shapes(config, R) for R in (1, len(ids) - 1)))
+        for shapes in (
+            weight_shapes(config, SCHEMA),
+            row_shapes(config, SCHEMA),
+            *(item_shapes(config, R, SCHEMA) for R in sizes),
+        )
     )
     order = sorted(range(len(ids)), key=lambda index: ids[index].encode("utf-8", "surrogatepass"))
     raw_ids = dataclasses.replace(Texts.of(ids), order=torch.tensor(order))
-    about = About(config, SOURCE, len(ids), exclude_history=False)
-    return Contents(about, weights, Items(shards), raw_ids, None if titles is None else Texts.of(titles))
+    about = About(config, SOURCE, len(ids), exclude_history=False, schema=SCHEMA)
+    vocabularies = {"brand": Texts.of(["", "é", "17"])}
+    shown = None if titles is None else Texts.of(titles)
+    return Contents(about, weights, rows, vocabularies, Items(shards), raw_ids, shown)
 
 
 def write(contents: Contents, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True)
     entries = write_weights(out, contents.about, contents.weights)
+    entries |= write_tables(out, contents.about, contents.rows, contents.vocabularies)
     for number, shard in enumerate(contents.items.shards):
         entries |= write_items(out, contents.about, number, len(contents.items.shards), shard)
     entries |= write_ids(out, contents.about, contents.raw_ids, contents.titles)
@@ -74,7 +95,11 @@ def assert_same(left: Contents, right: Contents) -> None:
     assert left.about == right.about
     assert list(left.raw_ids) == list(right.raw_ids)
     assert (left.titles is None) == (right.titles is None) and list(left.titles or ()) == list(right.titles or ())
-    for a, b in zip((left.weights, *left.items.shards), (right.weights, *right.items.shards), strict=True):
+    assert {name: list(of) for name, of in left.vocabularies.items()} == {
+        name: list(of) for name, of in right.vocabularies.items()
+    }
+    parts = [(of.weights, of.rows, *of.items.shards) for of in (left, right)]
+    for a, b in zip(*parts, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -120,7 +145,7 @@ def test_the_manifest_says_what_is_here(original: Path) -> None:
             "hindexer.0": {"dtype": "F32", "shape": [R, 8]},
         }
     assert manifest["files"]["ids.safetensors"]["tensors"]["raw_ids.order"] == {"dtype": "I64", "shape": [X]}
-    assert len(manifest["files"]) == 5
+    assert len(manifest["files"]) == 6
     assert manifest["signature"]["inputs"]["history"]["max_length"] == 7
     for name, entry in manifest["files"].items():
         content = (original / name).read_bytes()

@@ -1,0 +1,206 @@
+"""A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_data import ITEMS, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.features import Embedded
+from logitmix.modules.schema import ITEM, Feature
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.data.batches import RankingUsers, ranking_users
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.embed import Embedder
+from logitmix.trainer.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.update import update_items
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    data = write_dataset(folder / "data", features=True)
+    settings = {"model.features": ["all"], "model.item_id_dropout": 0.2, "tables.brand.dim": 4}
+    train(small_config(data, settings | {"dense.lr": 0.02, "tables.lr": 0.05}), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def dataset(run: Path) -> Dataset:
+    return load_dataset(run.parent / "data")
+
+
+@pytest.fixture
+def served(run: Path, tmp_path: Path) -> Path:
+    export(run, tmp_path / "served")
+    return tmp_path / "served"
+
+
+def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
+    """The value as the source had it."""
+    values = dataset.vocabulary(feature.table) if feature.sparse else []
+    match feature.kind:
+        case "id":
+            return values[column.values[row]] or None
+        case "ids":
+            assert column.offsets is not None
+            return [values[of] or "?" for of in column.values[column.offsets[row] : column.offsets[row + 1]]]
+        case "number":
+            return float(column.values[row])
+        case _:
+            return column.values[row].tolist()
+
+
+def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
+    names = dataset.raw_ids()
+    actions = range(users.first[place], users.place[place])
+    schema, user = dataset.schema, int(users.user[place])
+    return {
+        "history": [names[dataset.items_flat[action]] for action in actions],
+        "user": {f.name: raw(dataset, f, dataset.user_features[f.name], user) for f in schema.of("user")},
+        "events": [
+            {f.name: raw(dataset, f, dataset.event_features[f.name], action) for f in schema.of("event")}
+            for action in actions
+        ],
+    }
+
+
+def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
+    features = [f for f in dataset.schema.of("item") if f.name != ITEM]
+    return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in features}
+
+
+@torch.no_grad()
+def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
+    """Of each user with each item, by the trained model from its tables."""
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks:
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset))
+        queries = model.tower.query_sides(embedder.queries(users))
+        items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
+    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
+
+
+def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Dataset, served: Path) -> None:
+    users = ranking_users(dataset, "test", 12)
+    scores = trained_scores(run, dataset, users)
+    retriever, place_of = Retriever.load(served), {name: place for place, name in enumerate(dataset.raw_ids())}
+    requests = [request_of(dataset, users, place) for place in range(len(users))]
+    found = retriever.recommend(requests, ITEMS, exclude_history=False)
+    for ranking, score_X in zip(found, scores, strict=True):
+        assert len(ranking) == ITEMS
+        got = torch.tensor([row["score"] for row in ranking])
+        torch.testing.assert_close(got, score_X[[place_of[row["id"]] for row in ranking]], rtol=0, atol=2e-4)
+    # And what is known of users and events matters.
+    for left_out in ("user", "events"):
+        bare: list[Request] = [{key: of for key, of in request.items() if key != left_out} for request in requests]  # type: ignore[misc]
+        assert retriever.recommend(bare, 5, exclude_history=False) != [ranking[:5] for ranking in found]
+
+
+def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from logitmix.trainer import export as export_module
+
+    export(run, tmp_path / "whole")
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 2**12)
+    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 7)
+    export(run, tmp_path / "parts")
+    request: Request = {"history": ["item-3", "item-4"], "user": {"country": "country-1"}}
+    whole, parts = (Retriever.load(tmp_path / name).recommend([request], ITEMS)[0] for name in ("whole", "parts"))
+    for left, right in zip(whole, parts, strict=True):
+        assert left["score"] == pytest.approx(right["score"], abs=2e-4)
+
+
+def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path) -> None:
+    retriever = Retriever.load(served)
+    young, old = ({"history": [], "user": {"age": age, "country": "country-2"}} for age in (-5.0, 5.0))
+    first, second = retriever.recommend([young, old], 5)  # type: ignore[list-item]
+    assert len(first) == len(second) == 5 and first != second
+    known: Request = {"history": ["item-1"], "events": [{"rating": 5}]}
+    mixed: Request = {"history": ["new", "item-1"], "events": [{"rating": 1}, {"rating": 5}]}
+    skipped, expected = retriever.recommend([mixed, known], 5)
+    assert skipped == expected
+    (kept,) = retriever.recommend([mixed], 5, unknown="unknown")
+    assert kept != expected
+    with pytest.raises(ValueError, match=r"^no item of \w+ has the id 'new'"):
+        retriever.recommend([mixed], 5, unknown="refuse")
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, user, events"),
+        ({"history": ["item-1"], "events": [{}, {}]}, "request 0 has 2 events for 1 items of its history"),
+        ({"user": {"aeg": 3}}, "request 0: the model has no user feature 'aeg' (did you mean age?)"),
+        ({"history": ["item-1"], "events": [{"rating": "x"}]}, "event 0: feature rating is 'x'; it must be a finite"),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line(served: Path, request_: Request, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Retriever.load(served).recommend([request_], 5)
+    assert str(error.value).startswith(said)
+
+
+def csv_of(records: dict[str, dict[str, Any]]) -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return "|".join(str(part) for part in value)
+        return "" if value is None else str(value)
+
+    names = list(next(iter(records.values())))
+    lines = [",".join([raw_id, *(cell(record[name]) for name in names)]) for raw_id, record in records.items()]
+    return "\n".join([",".join(["item", *names]), *lines]) + "\n"
+
+
+def test_new_items_are_those_of_their_features_and_the_old_stay(
+    run: Path, dataset: Dataset, served: Path, tmp_path: Path
+) -> None:
+    """A new item with an old one's features is the old one with an unknown id."""
+    before = Retriever.load(served)
+    request: Request = {"history": ["item-3", "item-9"], "user": {"country": "country-1"}}
+    (old,) = before.recommend([request], ITEMS, exclude_history=False)
+    records = {f"new-{item}": item_record(dataset, item) | {"title": f"Title {item}"} for item in (4, 7, 30)}
+    records["item-5"] = item_record(dataset, 6) | {"title": "not taken"}
+    (tmp_path / "new.csv").write_text(csv_of(records))
+    assert update_items(served, str(tmp_path / "new.csv")) == {"added": 3, "known": 1, "num_items": ITEMS + 3}
+
+    after = Retriever.load(served)
+    (found,) = after.recommend([request], ITEMS + 3, exclude_history=False)
+    scores = {row["id"]: row["score"] for row in found}
+    assert {row["id"]: row["score"] for row in old} == {name: scores[name] for name in scores if name[:3] != "new"}
+    assert {row["id"]: row["title"] for row in found if row["id"][:3] == "new"} == {
+        f"new-{item}": f"Title {item}" for item in (4, 7, 30)
+    }
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks, torch.no_grad():
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset))
+        tower, rows = model.tower, {ITEM: model.read_rows(ITEM, ITEMS, ITEMS + 1)}
+        for item in (4, 7, 30):
+            known = embedder.items(np.array([item]))
+            own = model.read_rows(ITEM, item, item + 1)
+            vector = known.vector_RD - own + rows[ITEM]
+            side = tower.item_sides(Embedded(vector, known.groups))
+            query = before._queries([before._asked(request, 0, "refuse")])
+            score = tower.similarity.all_pairs(query.similarity, side.similarity)
+            assert scores[f"new-{item}"] == pytest.approx(float(score), abs=2e-4)
+    # New items may stand in histories, and come again.
+    assert after.recommend([{"history": ["new-4", "item-3"]}], 5, unknown="refuse")[0]
+    assert update_items(served, str(tmp_path / "new.csv")) == {"added": 0, "known": 4, "num_items": ITEMS + 3}
+
+
+def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path) -> None:
+    before = json.loads((served / "manifest.json").read_text())
+    (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
+    with pytest.raises(ValueError, match="item 0: feature price is 'much'; it must be a finite number"):
+        update_items(served, str(tmp_path / "new.csv"))
+    with pytest.raises(ValueError, match="no file or folder at nowhere"):
+        update_items(served, "nowhere")
+    assert json.loads((served / "manifest.json").read_text()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "served"]

@@ -1,0 +1,148 @@
+"""New items in a serving directory, without training: their sides from the exported item tower and their features.
+
+Axes: R new items.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from logitmix.common.files import whole_directory
+from logitmix.modules.schema import ITEM, Feature
+from logitmix.serving import format as serving
+from logitmix.serving.model import item_cache
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.texts import Texts
+from logitmix.trainer.data.raw import SideTable
+from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.sources.table import read_side
+from logitmix.trainer.export import CHUNK_ITEMS, texts_of, with_order
+
+TITLE = "title"
+SEPARATOR = "|"
+"""Between the values of a list that is given as text."""
+
+
+def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
+    """Adds the items of a CSV or Parquet table to a serving directory, which is replaced when the new one is complete;
+    gives how many were added, and how many were there already and stay as they are.
+
+    Raises ValueError for what is no intact serving directory, a table that cannot be read, and values that do not fit
+    the features of the model's schema.
+    """
+    contents = serving.read(directory)
+    retriever = Retriever(contents)
+    table = _read(items, id_column, said or Console(stderr=True))
+    features = {feature.name: feature for feature in contents.about.schema.of("item") if feature.name != ITEM}
+    if said and (unused := sorted(set(table.columns) - set(features) - {TITLE})):
+        said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
+    # Of an id that is there several times the last row counts.
+    places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
+    new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
+    if new:
+        rows = np.array(list(new.values()))
+        columns = {name: column.take(pa.array(rows)) for name, column in table.columns.items()}
+        shards = list(_shards(retriever, features, columns, len(new)))
+        titles = columns[TITLE].cast(pa.string()).fill_null("").to_pylist() if TITLE in columns else None
+        _write(directory, contents, shards, list(new), titles)
+    return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
+
+
+def _read(items: str, id_column: str, console: Console) -> SideTable:
+    """A table of items; ValueError where a row of it is malformed."""
+    if not Path(items).exists():
+        raise ValueError(f"no file or folder at {items}; give a CSV or Parquet table with --items")
+    with (
+        TemporaryDirectory() as folder,
+        closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,
+        Progress(console=console, disable=True) as progress,
+    ):
+        table = read_side(items, "--items", id_column, rejects, progress)
+        rejects.finish()
+    return table
+
+
+def _shards(
+    retriever: Retriever, features: Mapping[str, Feature], columns: Mapping[str, pa.Array], count: int
+) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, count, CHUNK_ITEMS):
+        stop = min(start + CHUNK_ITEMS, count)
+        values = {
+            name: [_value(features[name], value) for value in column[start:stop].to_pylist()]
+            for name, column in columns.items()
+            if name in features
+        }
+        records = [{name: of[row] for name, of in values.items()} for row in range(stop - start)]
+        with torch.inference_mode():
+            yield item_cache(retriever.tower, retriever.embed_items(records))
+
+
+def _value(feature: Feature, value: Any) -> Any:
+    """As a request has it; CSV knows text alone."""
+    if not isinstance(value, str):
+        return value
+    if not value:
+        return None
+    match feature.kind:
+        case "id":
+            return value
+        case "ids":
+            return [part for part in value.split(SEPARATOR) if part]
+        case "number":
+            return _number(value)
+        case _:
+            return [_number(part) for part in value.split(SEPARATOR)]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # what reads it says what is wrong
+
+
+def _write(
+    directory: Path,
+    contents: serving.Contents,
+    shards: Sequence[Mapping[str, Tensor]],
+    ids: list[str],
+    titles: list[str] | None,
+) -> None:
+    about = replace(contents.about, num_items=contents.about.num_items + len(ids))
+    before, files = len(contents.items.shards), serving.read_manifest(directory)["files"]
+    count = before + len(shards)
+    with whole_directory(directory) as staging:
+        names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
+        names |= {name: name for name in (serving.WEIGHTS, serving.TABLES)}
+        for old, name in names.items():
+            _link(directory / old, staging / name)
+        entries = {name: files[old] for old, name in names.items()}
+        for number, shard in enumerate(shards, start=before):
+            entries |= serving.write_items(staging, about, number, count, shard)
+        shown = None
+        if contents.titles is not None or titles is not None:
+            old_titles = list(contents.titles or [""] * contents.about.num_items)
+            shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
+        raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
+        entries |= serving.write_ids(staging, about, with_order(raw_ids), shown)
+        serving.write_manifest(staging, about, entries)
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:
+        # Where the file system has no links.
+        shutil.copyfile(old, new)
