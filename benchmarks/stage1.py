@@ -63,10 +63,9 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"setting": setting, "results": rows}))
         return
-    names = [name.removeprefix("hindexer/") for name in STAGE_1]
-    table = Table(
-        "dataset, weight", *(head for metric in METRICS for head in (metric, "± 95 %")), *names, title=setting
-    )
+    heads = [head for metric in METRICS for head in (metric, "difference, 95 %")]
+    heads += [name.removeprefix("hindexer/") for name in STAGE_1]
+    table = Table("dataset, weight", *heads, title=setting)
     for name, row in rows.items():
         cells = []
         for metric in METRICS:
