@@ -1,0 +1,174 @@
+"""Items without history: how often an item that was never trained is retrieved when a user takes it next.
+
+    python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16] [--json]
+
+10 % of MovieLens-100k's items are taken out of every sequence; a model is trained on the rest with genres and year, and
+exported; `update-items` adds the others from their features alone. Then each action with a cold item is asked for: its
+user's warm items before it are the history, and all items but those compete, warm and cold. Beside HR@50 of the model
+stand that of a random order (50 of the items that compete), of popularity by genre (an item's genres' mean number of
+actions for a warm item; the same for all users), and of the user's own genres (cosine of the history's counts of genres
+with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, it is downloaded.
+"""
+
+import csv
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import logitmix, machine, spread
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+
+K, COLD_SHARE, LENGTH = 50, 0.1, 100
+SCHEMA = '[features.genres]\nowner = "item"\nkind = "ids"\n\n[features.year]\nowner = "item"\nkind = "id"\n'
+COMMON = ["--model.features", "genres", "year", "--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
+MODELS = {
+    "dot": ["ml-1m-dot"],
+    "mol": ["ml-1m-mol", "--model.similarity.query-components", "4", "--model.similarity.item-components", "4",
+            "--model.similarity.projection-hidden", "128", "--model.similarity.gate-hidden", "64"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    models: str = "dot,mol"
+    seeds: int = 3
+    """Each with cold items of its own."""
+    epochs: int = 16
+    dropout: float = 0.3
+    """model.item_id_dropout."""
+    source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
+    """Folder with ml-100k.zip."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A user takes a cold item."""
+
+    history: list[int]
+    target: int
+
+
+def main(options: Options) -> None:
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = ["--source", str(Path(options.source) / "ml-100k.zip")] if options.source else []
+        logitmix("prepare", "ml-100k", *given, "--out", str(folder / "ml-100k"))
+        dataset = load_dataset(folder / "ml-100k")
+        for seed in range(options.seeds):
+            cold = np.random.default_rng(seed).permutation(dataset.num_items) < COLD_SHARE * dataset.num_items
+            of_seed = _baselines(dataset, cold, questions := _questions(dataset, cold))
+            write_tables(folder / str(seed), dataset, cold)
+            for model in options.models.split(","):
+                of_seed[model] = _hit_rate(folder / str(seed), model, dataset, questions, seed, options)
+            for method, rate in of_seed.items():
+                found.setdefault(method, []).append(rate)
+    setting = f"{options.seeds} seeds, {options.epochs} epochs, item_id_dropout {options.dropout}; {machine()}"
+    if options.json:
+        print(json.dumps({"setting": setting, "hr@50": found}))
+        return
+    table = Table("method", "HR@50 of cold targets", "/ chance", title=setting)
+    chance = statistics.mean(found["chance"])
+    for method, rates in found.items():
+        table.add_row(method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}")
+    Console(width=120).print(table)
+
+
+def write_tables(folder: Path, dataset: Dataset, cold: np.ndarray) -> None:
+    """actions.csv of warm items, and all items' features, of the cold ones again by themselves."""
+    folder.mkdir()
+    users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.offsets))
+    with open(folder / "actions.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["user", "item", "timestamp"])
+        for user, item, at in zip(users, dataset.items_flat, dataset.timestamps_flat, strict=True):
+            if not cold[item]:
+                rows.writerow([user, item, at])
+    genres, years = _genres(dataset), dataset.item_features["year"].values
+    names, known = dataset.vocabulary("genres"), dataset.vocabulary("year")
+    for name, items in (("items.csv", range(dataset.num_items)), ("cold.csv", np.flatnonzero(cold).tolist())):
+        with open(folder / name, "w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["item", "genres", "year"])
+            for item in items:
+                rows.writerow([item, "|".join(names[of] for of in genres[item].nonzero()[0]), known[years[item]]])
+    (folder / "schema.toml").write_text(SCHEMA)
+
+
+def _genres(dataset: Dataset) -> np.ndarray:
+    """Which genres each item has [X, G]."""
+    column = dataset.item_features["genres"]
+    assert column.offsets is not None
+    has = np.zeros((dataset.num_items, dataset.schema.table("genres").rows), bool)
+    has[np.repeat(np.arange(dataset.num_items), np.diff(column.offsets)), column.values] = True
+    return has
+
+
+def _questions(dataset: Dataset, cold: np.ndarray) -> list[Question]:
+    questions = []
+    for user in range(dataset.num_users):
+        items = dataset.items_flat[dataset.offsets[user] : dataset.offsets[user + 1]]
+        for place in np.flatnonzero(cold[items]):
+            history = items[:place][~cold[items[:place]]].tolist()
+            if history:
+                questions.append(Question(history, int(items[place])))
+    return questions
+
+
+def _baselines(dataset: Dataset, cold: np.ndarray, questions: list[Question]) -> dict[str, float]:
+    genres = _genres(dataset).astype(np.float64)
+    actions = np.bincount(dataset.items_flat, minlength=dataset.num_items) * ~cold
+    of_genre = genres.T @ actions / np.maximum(genres.T @ ~cold, 1)
+    popularity = genres @ of_genre / np.maximum(genres.sum(1), 1)
+    length = np.maximum(np.sqrt(genres.sum(1)), 1)
+    hits = {"popularity by genre": 0, "the user's genres": 0}
+    chance = 0.0
+    for question in questions:
+        chance += K / (dataset.num_items - len(set(question.history)))
+        of_user = genres[question.history].sum(0)
+        for method, score_X in (("popularity by genre", popularity), ("the user's genres", genres @ of_user / length)):
+            score_X = score_X.copy()
+            score_X[question.history] = -np.inf
+            # Ties at the edge count by the share of them that would be drawn.
+            above, equal = (score_X > score_X[question.target]).sum(), (score_X == score_X[question.target]).sum()
+            hits[method] += min(1.0, max(0.0, (K - above) / equal))
+    count = len(questions)
+    return {"chance": chance / count} | {method: hit / count for method, hit in hits.items()}
+
+
+def _hit_rate(
+    folder: Path, model: str, dataset: Dataset, questions: list[Question], seed: int, options: Options
+) -> float:
+    data, run, served = str(folder / "data"), str(folder / model), str(folder / f"{model}-served")
+    if not Path(data).exists():
+        words = ["--items", str(folder / "items.csv"), "--schema", str(folder / "schema.toml")]
+        logitmix("prepare", "table", "--source", str(folder / "actions.csv"), "--out", data, *words)
+    words = [*MODELS[model], *COMMON, "--data.path", data, "--run", run, "--train.seed", str(seed)]
+    words += ["--train.epochs", str(options.epochs), "--evaluate.every-epochs", str(max(1, options.epochs // 4))]
+    logitmix("train", *words, "--model.item-id-dropout", str(options.dropout), "--train.device", "cpu")
+    logitmix("export", run, "--out", served)
+    logitmix("update-items", served, "--items", str(folder / "cold.csv"))
+    retriever = Retriever.load(served)
+    assert retriever.num_items == dataset.num_items
+    requests: list[Request] = [{"history": question.history} for question in questions]
+    hits = 0
+    for start in range(0, len(requests), 256):
+        found = retriever.recommend(requests[start : start + 256], K, exclude_history=True)
+        for question, ranking in zip(questions[start : start + 256], found, strict=True):
+            hits += any(row["id"] == str(question.target) for row in ranking)
+    return hits / len(questions)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
