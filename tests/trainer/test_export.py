@@ -203,12 +203,13 @@ def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, mo
     item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(read_config(run).model, 1).values())
     monkeypatch.setattr(export_module, "SHARD_BYTES", 12 * item_bytes)
     alone = export(run, tmp_path / "alone")
-    assert sorted(alone["files"])[1:-1] == [f"items-{number:05}-of-00005.safetensors" for number in range(5)]
+    shards = [name for name in alone["files"] if name.startswith("items-")]
+    assert shards == [f"items-{number:05}-of-00005.safetensors" for number in range(5)]
     for manifest, most in two_ranks.run(export_in_parts, run, tmp_path / "together", 12 * item_bytes):
         assert manifest == alone and most == 12
     histories = [[3, 49, 7, 12, 12], [0, 25], [49]]
     monkeypatch.setattr(export_module, "SHARD_BYTES", 2**28)
-    assert len(export(run, tmp_path / "whole")["files"]) == 3
+    assert "items-00000-of-00001.safetensors" in export(run, tmp_path / "whole")["files"]
     expected, found = (Retriever.load(tmp_path / name) for name in ("whole", "together"))
     for stage1 in (None, 20):
         left, right = (each.retrieve(histories, 10, stage1=stage1) for each in (expected, found))
