@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, lookup
 from logitmix.modules.model import RetrievalModel
+from logitmix.modules.schema import Schema
 
 TABLES = [EmbeddingTable("item", 10**12, 64), EmbeddingTable("zip", 5, 16), EmbeddingTable("brand", 7, 64, "fp16")]
 
@@ -13,7 +14,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def test_tables_have_no_rows_before_they_are_sharded() -> None:
-    model = RetrievalModel(TABLES, ModelConfig())
+    model = RetrievalModel(TABLES, Schema.of_ids(1), ModelConfig())
     assert {name: tuple(weight.shape) for name, weight in weights(model.tables).items()} == {
         "item": (10**12, 64),
         "zip": (5, 16),
