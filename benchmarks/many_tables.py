@@ -22,10 +22,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Shown
 
-from benchmarks.measure import logged, logitmix, machine
+from benchmarks.measure import logitmix, machine
 from logitmix.modules.schema import Feature, Kind, Owner, Schema, Table
 from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.run import read_rows
 
 TABLES = 20
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")
@@ -138,7 +139,7 @@ def train(folder: Path, name: str, features: list[str], wire: str, steps: int, p
     epochs = -(-steps // -(-USERS // 32))
     recipe.write_text(RECIPE.format(data=folder / "data", features=features, wire=wire, epochs=epochs))
     logitmix("train", str(recipe), "--run", str(folder / name), processes=processes)
-    return logged(folder / name, "train")
+    return read_rows(folder / name, "train")
 
 
 def _seconds(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -109,7 +109,7 @@ class Parts:
         """Every part of the tower ends its own graph until `backward`."""
         similarity, hindexer = tower.similarity, tower.hindexer
         parts = {
-            "encoder": [(tower.query_tower, "forward")],
+            "encoder": [(tower.query_tower.encoder, "forward")],
             "similarity: query tower": [(similarity, "query")],
             "similarity: item tower": [(similarity, "item")],
             "similarity: loss": [(similarity, "sampled_softmax"), (similarity, "sampled_bce")],
