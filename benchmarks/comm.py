@@ -43,6 +43,7 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
@@ -315,7 +316,7 @@ def _comparison(fp8: dict[str, float], other: dict[str, float], name: str) -> st
 
 def _dense_parameters() -> int:
     with torch.device("meta"):
-        tower = Tower(_config(Path(), "fp32", EPOCH).model)
+        tower = Tower(_config(Path(), "fp32", EPOCH).model, Schema.of_ids(ITEMS))
     return sum(parameter.numel() for parameter in tower.parameters())
 
 
