@@ -6,6 +6,7 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, V uni
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,18 +49,28 @@ class Packing:
 _INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "offset_B", "last_B")
 
 
+class Bags(NamedTuple):
+    """Bags of a table's ids: int64 values [S], and where each of R bags begins, offsets [R + 1]."""
+
+    values: Tensor
+    offsets: Tensor
+
+    def to(self, device: torch.device) -> "Bags":
+        return Bags(self.values.to(device), self.offsets.to(device))
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's part of a global batch.
 
-    ids: of each table, the sorted unique ids that the batch needs rows of (int64, on the CPU). id_V: the unique items
-    that the batch names (int64, sorted). features: of these items, of the sequences' users and of the events at the
-    positions. input_T, target_T: the history's items and
-    the items that follow them, as indices into id_V. negatives_GN: the negatives of each group, likewise; a group is
-    a sequence, or a position, or the whole batch where it has one row. total_positions: T summed over all ranks.
+    ids: of each table, the sorted unique ids that the batch needs rows of (int64, on the CPU); of a pooled table, bags
+    of ids. id_V: the unique items that the batch names (int64, sorted). features: of these items, of the sequences'
+    users and of the events at the positions. input_T, target_T: the history's items and the items that follow them, as
+    indices into id_V. negatives_GN: the negatives of each group, likewise; a group is a sequence, or a position, or the
+    whole batch where it has one row. total_positions: T summed over all ranks.
     """
 
-    ids: Mapping[str, Tensor]
+    ids: Mapping[str, Tensor | Bags]
     id_V: Tensor
     features: Features
     packing: Packing

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, cat, device, nn
-from torchrec import EmbeddingCollection, KeyedJaggedTensor
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+from .batch import Bags
 
 
 @dataclass(frozen=True)
@@ -17,26 +19,37 @@ class EmbeddingTable:
     rows: int
     dim: int
     precision: Literal["fp32", "fp16"] = "fp32"
+    pooled: bool = False
+    """Whether its owners sum the rows of each bag, rather than send them one by one."""
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "num_embeddings": self.rows,
+            "embedding_dim": self.dim,
+            "feature_names": [self.name],
+            "data_type": DataType.FP16 if self.precision == "fp16" else DataType.FP32,
+        }
 
 
 def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
     """The tables, on the meta device: their rows exist only where a shard of them is placed.
 
-    torchrec wants one width in a collection, so there is one for each, «dim_64», in the order of the tables.
+    torchrec wants one width in a collection, so there is one for each, «dim_64», in the order of the tables. A pooled
+    table is an EmbeddingBagCollection by itself, «bags_NAME».
     """
     by_dim: dict[int, list[EmbeddingConfig]] = {}
     for table in tables:
-        config = EmbeddingConfig(
-            name=table.name,
-            num_embeddings=table.rows,
-            embedding_dim=table.dim,
-            feature_names=[table.name],
-            data_type=DataType.FP16 if table.precision == "fp16" else DataType.FP32,
-        )
-        by_dim.setdefault(table.dim, []).append(config)
-    return nn.ModuleDict(
-        {f"dim_{dim}": EmbeddingCollection(tables=configs, device=device("meta")) for dim, configs in by_dim.items()}
-    )
+        if not table.pooled:
+            by_dim.setdefault(table.dim, []).append(EmbeddingConfig(**table._config()))
+    collections: dict[str, nn.Module] = {
+        f"dim_{dim}": EmbeddingCollection(tables=configs, device=device("meta")) for dim, configs in by_dim.items()
+    }
+    for table in tables:
+        if table.pooled:
+            config = EmbeddingBagConfig(**table._config(), pooling=PoolingType.SUM)
+            collections[f"bags_{table.name}"] = EmbeddingBagCollection(tables=[config], device=device("meta"))
+    return nn.ModuleDict(collections)
 
 
 def lookup(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
@@ -44,3 +57,8 @@ def lookup(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     pieces = list(ids.values())
     lengths = pieces[0].new_tensor([len(piece) for piece in pieces])
     return KeyedJaggedTensor(keys=list(ids), values=pieces[0] if len(pieces) == 1 else cat(pieces), lengths=lengths)
+
+
+def bag_lookup(name: str, bags: Bags) -> KeyedJaggedTensor:
+    """Bags of a table's ids, as they are."""
+    return KeyedJaggedTensor(keys=[name], values=bags.values, lengths=bags.offsets.diff())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from logitmix.common.mappings import from_mapping
+from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
@@ -146,8 +147,13 @@ def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:
 
 
 def move_tables(model: "ParallelModel", ids: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """The same for several tables."""
-    exchange = model.row_exchange(ids)
+    """The same for several tables; each id of a pooled one is a bag by itself."""
+    exchange = model.row_exchange(
+        {
+            name: Bags(of_table, torch.arange(len(of_table) + 1)) if model.plan[name].pooled else of_table
+            for name, of_table in ids.items()
+        }
+    )
     exchange.send_rows()
     for name, leaf in exchange.wait().items():
         leaf.grad = gradients[name]

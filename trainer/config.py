@@ -34,6 +34,8 @@ class TableSettings:
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"
     """Of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
+    pooled: bool = False
+    """For bags of many ids: the owners of rows add them up and send a sum for each bag, rather than its rows."""
     optimizer: Literal["adam", "rowwise_adagrad", "sgd"] = "adam"
     """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
     lr: float = 1e-3
@@ -248,6 +250,8 @@ def _table_value(flag: str, setting: str, text: str) -> Any:
     if setting not in kinds:
         raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
     try:
+        if kinds[setting] is bool:
+            return {"true": True, "false": False}[text]
         return kinds[setting](text) if kinds[setting] in (int, float) else text
-    except ValueError:
+    except (ValueError, KeyError):
         raise ValueError(f"{flag} is {text!r}; it must be of type {kinds[setting].__name__}") from None

@@ -5,6 +5,7 @@ Axes: V items, B users, T positions of their histories, packed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class Embedder:
 
     def _fetch(self, item_V: Ints, user_B: Ints, action_T: Ints) -> tuple[dict[str, torch.Tensor], Lookups]:
         found = look_up(self.columns, self.tower.schema, item_V, item_V, user_B, action_T)
-        return {name: self.tables[name].fetch(id_V) for name, id_V in found.ids.items()}, found
+        return {name: self.tables[name].fetch(cast(torch.Tensor, id_V)) for name, id_V in found.ids.items()}, found
 
 
 _NONE = np.empty(0, np.int64)

@@ -98,15 +98,17 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
     """This rank's part of the batches that the configuration asks for."""
+    schema = model_schema(dataset.schema, config)
     return TrainingBatches(
         dataset,
-        model_schema(dataset.schema, config),
+        schema,
         batch_size=config.train.batch_size,
         max_length=config.model.encoder.max_length,
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
+        pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

@@ -6,21 +6,25 @@ tables take another route with the same meaning.
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.optim.adam import adam
-from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Shard, ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.trainer.config import DenseConfig, TablesConfig, TableSettings
+
+ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -72,19 +76,19 @@ class TableOptimizers:
     They move rows inside the backward of the lookup: fused into FBGEMM's kernels, or TouchedRowsAdam on CPU.
     """
 
-    def __init__(self, collections: Iterable[ShardedEmbeddingCollection], config: TablesConfig) -> None:
+    def __init__(self, collections: Iterable[ShardedCollection], config: TablesConfig) -> None:
         """The collections are sharded with `table_kernel` and `set_fused_optimizer`."""
         self.config = config
         self.fused: list[CombinedOptimizer] = []
         self.adam: dict[str, TouchedRowsAdam] = {}
         for collection in collections:
             self.fused.append(cast(CombinedOptimizer, collection.fused_optimizer))
-            weights = collection.state_dict()
+            weights = {table_name(key): weight for key, weight in collection.state_dict().items()}
             for name, parameter in cast(dict[str, Any], collection.module_sharding_plan).items():
                 if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-                    self.adam[name] = TouchedRowsAdam(weights[state_key(name)], config.of(name))
+                    self.adam[name] = TouchedRowsAdam(weights[name], config.of(name))
             for kernel in _kernels(collection):
-                if isinstance(kernel, BatchedDenseEmbedding):
+                if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
                     _take_over(kernel, self.adam)
 
     def begin_step(self, rate: float) -> None:
@@ -119,14 +123,9 @@ class TableOptimizers:
                 cast(Any, part).set_optimizer_step(steps)
 
 
-def state_key(table: str) -> str:
-    """A table's name in a collection's state dict."""
-    return f"embeddings.{table}.weight"
-
-
 def table_name(key: str) -> str:
-    """The other way round."""
-    return key.removeprefix("embeddings.").removesuffix(".weight")
+    """The table of a name in a state dict, such as «embeddings.TABLE.weight»."""
+    return key.split(".")[-2]
 
 
 class TouchedRowsAdam:
@@ -213,6 +212,23 @@ class _UpdatedRows(BatchedDenseEmbedding):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
+class _UpdatedBags(BatchedDenseEmbeddingBag):
+    """The same for sums of bags."""
+
+    _shards: list[tuple[TouchedRowsAdam, _Shard]]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values = features.values().long().split(features.length_per_key())
+        lengths = features.lengths().long().view(len(values), -1)
+        shards = [self._shards[table] for table in self._feature_table_map]
+        asks = torch.empty(0, requires_grad=True)
+        sums = [
+            _BagLookup.apply(*shard, ids, of_bags, asks)
+            for shard, ids, of_bags in zip(shards, values, lengths, strict=True)
+        ]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+
+
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, optimizer: TouchedRowsAdam, shard: _Shard, ids: Tensor, asks: Tensor) -> Tensor:
@@ -226,18 +242,36 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _take_over(kernel: BatchedDenseEmbedding, optimizers: Mapping[str, TouchedRowsAdam]) -> None:
-    """Turn the kernel into _UpdatedRows, over the storage it had."""
+class _BagLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, optimizer: TouchedRowsAdam, shard: _Shard, ids: Tensor, lengths: Tensor, asks: Tensor
+    ) -> Tensor:
+        ctx.update, ctx.lengths = partial(optimizer.update, shard, ids), lengths
+        ends = lengths.cumsum(0)
+        return F.embedding_bag(ids, shard.row, ends - lengths, mode="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, None]:
+        ctx.update(gradient.repeat_interleave(ctx.lengths, dim=0))
+        return None, None, None, None, None
+
+
+def _take_over(
+    kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRowsAdam]
+) -> None:
+    """Turn the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[table.name] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
     # TorchRec builds its kernels itself and offers no place to name another class. The optimizers stay out of its
     # module tree, so that its state dict keeps the sharded names.
-    kernel.__class__ = _UpdatedRows
+    kernel.__class__ = _UpdatedRows if isinstance(kernel, BatchedDenseEmbedding) else _UpdatedBags
     object.__setattr__(kernel, "_shards", shards)
 
 
-def _kernels(collection: ShardedEmbeddingCollection) -> Iterator[nn.Module]:
+def _kernels(collection: ShardedCollection) -> Iterator[nn.Module]:
     # The lookups are not among the module's children.
     for lookup in collection._lookups:
         yield from lookup.modules()

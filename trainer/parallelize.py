@@ -13,19 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.types import ShardedTensor, ShardingEnv
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import nearest
-from logitmix.modules.batch import Batch
+from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import Schema, Table
+from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.modules.towers import Tower
+from logitmix.trainer.bags import PooledTable
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.plan import Plans, TablePlan, describe, plan_tables
@@ -38,6 +41,7 @@ class ParallelModel:
     """Sharded tables and a replicated tower, ready to train."""
 
     tables: Sequence[ShardedTables]
+    pooled: Sequence[PooledTable]
     table_optimizers: TableOptimizers
     plan: Mapping[str, TablePlan]
     replicated: DistributedDataParallel
@@ -51,9 +55,9 @@ class ParallelModel:
     def tower(self) -> Tower:
         return cast(SampledLosses, self.replicated.module).tower
 
-    def row_exchange(self, ids: Mapping[str, Tensor]) -> RowExchange:
-        """Begins the exchange of the rows of the ids [V] of each table: unique, sorted, on the CPU; collective."""
-        return RowExchange(self.tables, ids, self.ranks.device, self.stream)
+    def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
+        """Begins the exchange of the rows that a batch needs, as RowExchange takes them; collective."""
+        return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch, for use once its rows are sent."""
@@ -74,7 +78,8 @@ class ParallelModel:
 
     def shards(self) -> dict[str, ShardedTensor]:
         """The tables by name, of which each rank holds its shards; by reference."""
-        states = [each.module.state_dict() for each in self.tables]
+        modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
+        states = [module.state_dict() for module in modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
     def sharded_rows(self) -> dict[str, ShardedRows]:
@@ -93,11 +98,16 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     embedded = embedding_tables(schema.tables, config, ranks.device)
     with torch.device("meta"):
         model = RetrievalModel(embedded, schema, config.model)
-    plans = plan_tables(model.tables, embedded, config.tables, ranks)
+    plans = plan_tables(embedded, config.tables, ranks)
     collections = _shard(model.tables, plans, config.tables, ranks)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
-    sharded = [ShardedTables.of(cast(Any, each), config.comm.parts) for each in collections.values()]
-    optimizers = TableOptimizers([each.module for each in sharded], config.tables)
+    sharded, pooled = [], []
+    for each in collections.values():
+        if isinstance(each, ShardedEmbeddingCollection):
+            sharded.append(ShardedTables.of(each, config.comm.parts))
+        else:
+            pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
+    optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
 
     tower = model.tower.to_empty(device="cpu")
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
@@ -108,7 +118,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     plan = describe(plans, embedded, config.tables)
-    parallel = ParallelModel(sharded, optimizers, plan, replicated, wire, ranks, config, stream)
+    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, stream)
     _initialise(parallel.shards(), config)
     return parallel
 
@@ -134,11 +144,17 @@ def embedding_tables(tables: Sequence[Table], config: Config, device: torch.devi
     """
     for table in tables:
         _require_supported(table.name, config, device)
-    return [EmbeddingTable(each.name, each.rows, each.dim, config.tables.of(each.name).precision) for each in tables]
+    settings = {each.name: config.tables.of(each.name) for each in tables}
+    return [
+        EmbeddingTable(each.name, each.rows, each.dim, settings[each.name].precision, settings[each.name].pooled)
+        for each in tables
+    ]
 
 
 def _require_supported(name: str, config: Config, device: torch.device) -> None:
     settings = config.tables.of(name)
+    if settings.pooled and name == ITEM:
+        raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
     if settings.precision == "fp16" and device.type == "cpu":
         raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
     if config.comm.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
@@ -150,11 +166,15 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
 
 def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks: Ranks) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
-        set_fused_optimizer(weight, config.of(table_name(key.partition(".")[2])))
-    sharder, env = EmbeddingCollectionSharder(), ShardingEnv.from_process_group(ranks.group)
-    return nn.ModuleDict(
-        {name: sharder.shard(cast(Any, each), plans[name], env, ranks.device) for name, each in collections.items()}
-    )
+        set_fused_optimizer(weight, config.of(table_name(key)))
+    env, sharded = ShardingEnv.from_process_group(ranks.group), nn.ModuleDict()
+    for name, each in collections.items():
+        bags = isinstance(each, EmbeddingBagCollection)
+        sharder: Any = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()
+        tables = [table_name(key) for key, _ in each.named_parameters()]
+        plan = EmbeddingModuleShardingPlan({table: plans[table] for table in tables})
+        sharded[name] = sharder.shard(each, plan, env, ranks.device)
+    return sharded
 
 
 def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

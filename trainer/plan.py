@@ -8,23 +8,22 @@ is table_wise where row_wise is asked for.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import EmbeddingModuleShardingPlan
+from torchrec.distributed.types import ParameterSharding
 
 from logitmix.comm.process_group import Ranks
-from logitmix.modules.embeddings import EmbeddingTable
+from logitmix.modules.embeddings import EmbeddingTable, embedding_collections
 from logitmix.trainer.config import TablesConfig, TableSettings
-from logitmix.trainer.optimizer import state_per_row, table_kernel
+from logitmix.trainer.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 
 _IDS = 10_000
 """Rows that a batch is taken to ask for; of a smaller table, all."""
@@ -50,18 +49,17 @@ class TablePlan:
     sharding: str
     optimizer: str
     precision: str
+    pooled: bool
     bytes: int
     """Of its rows and the state of their optimizer."""
     shards: tuple[ShardPlace, ...]
 
 
-Plans = Mapping[str, EmbeddingModuleShardingPlan]
-"""TorchRec's plan of each collection."""
+Plans = Mapping[str, ParameterSharding]
+"""TorchRec's plan of each table."""
 
 
-def plan_tables(
-    collections: nn.ModuleDict, tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks
-) -> Plans:
+def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks) -> Plans:
     """The planner's choice within what the configuration allows; the same on all ranks, collective.
 
     Raises ValueError where the devices have no room.
@@ -79,22 +77,26 @@ def plan_tables(
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
         constraints=_constraints(tables, config, ranks),
     )
+    # Pooled tables like the others: on CPU the planner knows of no row_wise EmbeddingBagCollection, but there is one.
+    collections = embedding_collections([replace(table, pooled=False) for table in tables])
+    for key, weight in collections.named_parameters():
+        set_fused_optimizer(weight, config.of(table_name(key)))
     try:
         whole = planner.collective_plan(collections, [EmbeddingCollectionSharder()], ranks.group)
     except PlannerError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"the tables find no place with tables.sharding {config.sharding}: {reason}") from None
-    plans = {name: whole.get_plan_for_module(name) for name in collections}
-    for plan in plans.values():
-        for table, parameter in cast(dict[str, Any], plan).items():
-            parameter.compute_kernel = table_kernel(config.of(table), ranks.device).value
-    return cast(Plans, plans)
+    plans: dict[str, ParameterSharding] = {}
+    for collection in collections:
+        plans |= cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
+    for name, plan in plans.items():
+        plan.compute_kernel = table_kernel(config.of(name), ranks.device).value
+    return plans
 
 
 def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: TablesConfig) -> dict[str, TablePlan]:
     """The plans in words of our own, by table."""
-    parameters = {name: each for plan in plans.values() for name, each in cast(dict[str, Any], plan).items()}
-    return {table.name: _describe(parameters[table.name], table, config.of(table.name)) for table in tables}
+    return {table.name: _describe(plans[table.name], table, config.of(table.name)) for table in tables}
 
 
 def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) -> TablePlan:
@@ -104,6 +106,7 @@ def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) ->
         sharding=parameter.sharding_type,
         optimizer=settings.optimizer,
         precision=table.precision,
+        pooled=table.pooled,
         bytes=_bytes(table, settings),
         shards=tuple(
             ShardPlace(
@@ -126,7 +129,8 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
         owners = sorted({shard.rank for shard in table.shards if shard.rows})
         where = f"rank {owners[0]}" if len(owners) == 1 else f"{len(owners)} ranks"
         lines.append(
-            f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, {table.optimizer}, "
+            f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
+            f"{'pooled, ' if table.pooled else ''}{table.optimizer}, "
             f"{table.bytes / 2**20:,.1f} MiB"
         )
     return "\n".join(lines)

@@ -13,7 +13,9 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import Awaitable
 
 from logitmix.comm.exchange import split_backward
+from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import lookup
+from logitmix.trainer.bags import PooledRows, PooledTable
 
 
 class Shard(NamedTuple):
@@ -95,22 +97,30 @@ class RowExchange:
     def __init__(
         self,
         tables: Sequence[ShardedTables],
-        ids: Mapping[str, Tensor],
+        pooled: Sequence[PooledTable],
+        ids: Mapping[str, Tensor | Bags],
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`ids` are those [V] that the batch names of each table: unique, sorted, on the CPU; none is an empty tensor.
-        On CUDA, sizes and ids are made on a `stream` of their own, so that they need not wait for the batch before."""
+        Of a pooled table they are bags, and its rows [R, D] are their means. On CUDA, sizes and ids are made on a
+        `stream` of their own, so that they need not wait for the batch before."""
         dims = {name: dim for each in tables for name, dim in each.dims.items()}
-        assert ids.keys() == dims.keys()
-        self.rows = {name: torch.empty(len(ids[name]), dim, device=device) for name, dim in dims.items()}
+        unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
+        bags = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Bags)}
+        assert unique.keys() == dims.keys() and bags.keys() == {each.name for each in pooled}
+        lengths = {name: len(of_table) for name, of_table in unique.items()}
+        lengths |= {name: len(of_table.offsets) - 1 for name, of_table in bags.items()}
+        dims |= {each.name: each.dim for each in pooled}
+        self.rows = {name: torch.empty(lengths[name], dim, device=device) for name, dim in dims.items()}
         self.stream = stream
-        slices = [each.slices(ids) for each in tables]
+        slices = [each.slices(unique) for each in tables]
         with torch.cuda.stream(stream):
-            self.parts = [
-                [_Part(each, ids, slices_of[part], device) for each, slices_of in zip(tables, slices, strict=True)]
+            self.parts: list[list[_Part | PooledRows]] = [
+                [_Part(each, unique, slices_of[part], device) for each, slices_of in zip(tables, slices, strict=True)]
                 for part in range(tables[0].parts)
             ]
+            self.parts[0] += [PooledRows(each, bags[each.name], device) for each in pooled]
         self.rows_sent = False
 
     def send_ids(self) -> None:
@@ -165,7 +175,7 @@ class RowExchange:
             for each in self._all():
                 each.ids_in_flight.wait()
 
-    def _all(self) -> "list[_Part]":
+    def _all(self) -> "list[_Part | PooledRows]":
         return [each for part in self.parts for each in part]
 
 

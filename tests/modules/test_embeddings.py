@@ -1,8 +1,9 @@
 import torch
 from torch import Tensor, nn
 
+from logitmix.modules.batch import Bags
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, lookup
+from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, lookup
 from logitmix.modules.model import RetrievalModel
 from logitmix.modules.schema import Schema
 
@@ -10,7 +11,7 @@ TABLES = [EmbeddingTable("item", 10**12, 64), EmbeddingTable("zip", 5, 16), Embe
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name.rpartition("embeddings.")[2].removesuffix(".weight"): w for name, w in module.named_parameters()}
+    return {name.split(".")[-2]: w for name, w in module.named_parameters()}
 
 
 def test_tables_have_no_rows_before_they_are_sharded() -> None:
@@ -30,6 +31,18 @@ def test_tables_of_one_width_are_one_collection() -> None:
         "dim_64": ["item", "brand"],
         "dim_16": ["zip"],
     }
+
+
+def test_a_pooled_table_is_a_collection_by_itself_that_sums_bags() -> None:
+    tables = [EmbeddingTable("item", 5, 4), EmbeddingTable("tags", 4, 4, pooled=True)]
+    collections = embedding_collections(tables)
+    assert list(collections) == ["dim_4", "bags_tags"]
+    bags = collections["bags_tags"].to_empty(device="cpu")
+    row_R1 = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    with torch.no_grad():
+        next(bags.parameters()).copy_(row_R1.expand(-1, 4))
+    found = bags(bag_lookup("tags", Bags(torch.tensor([3, 0, 3, 1]), torch.tensor([0, 3, 3, 4]))))
+    assert found["tags"][:, 0].tolist() == [2001.0, 0.0, 10.0]
 
 
 def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:

@@ -29,8 +29,10 @@ MIXED = ADAM | {
     "tables.zip.dim": 16,
     "tables.flag.optimizer": "sgd",
     "tables.flag.dim": 16,
+    "tables.zip.pooled": True,
+    "tables.tags.pooled": True,
 }
-TABLES = (Table("brand", 9), Table("zip", 20), Table("flag", 2))
+TABLES = (Table("brand", 9), Table("zip", 20), Table("flag", 2), Table("tags", 12))
 SCHEMA = Schema(
     (Feature(ITEM, "item", "id", ITEM), *(Feature(table.name, "user", "id", table.name) for table in TABLES)),
     (Table(ITEM, ITEMS), *TABLES),

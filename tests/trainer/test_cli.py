@@ -54,9 +54,13 @@ def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
 
 def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> None:
     words = "--tables.item.sharding row_wise --tables.lr 0.5 --tables.zip.init-std=0.125 --tables.item.lr 2"
+    words += " --tables.zip.pooled true --tables.zip.dim 16"
     cli.main(["train", "demo-mol", *words.split()])
     tables = parsed[0].tables
-    assert tables.by_name == {"item": {"sharding": "row_wise", "lr": 2.0}, "zip": {"init_std": 0.125}}
+    assert tables.by_name == {
+        "item": {"sharding": "row_wise", "lr": 2.0},
+        "zip": {"init_std": 0.125, "pooled": True, "dim": 16},
+    }
     assert (tables.lr, tables.of("item").lr, tables.of("zip").lr) == (0.5, 2.0, 0.5)
     # On top of a recipe's settings of tables.
     (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\neps = 0.5\n")
@@ -68,6 +72,7 @@ def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> Non
     ("words", "message"),
     [
         ("--tables.item.lr x", "--tables.item.lr is 'x'; it must be of type float"),
+        ("--tables.item.pooled yes", "--tables.item.pooled is 'yes'; it must be of type bool"),
         ("--tables.item.lr", "--tables.item.lr needs a value"),
         ("--tables.item.lr --train.epochs 3", "--tables.item.lr needs a value"),
         ("--tables.item.lrr 1", "unknown option --tables.item.lrr (did you mean lr?)"),

@@ -1,5 +1,6 @@
 """Training with many tables and features: what batches name, and two processes against one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from small_data import gather_table, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
+from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
@@ -19,6 +21,7 @@ from logitmix.trainer.data.lookups import columns_of, look_up
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
+from logitmix.trainer.plan import TablePlan
 
 EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
@@ -34,6 +37,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
 }
+BAGS = {
+    f"bags {sharding} {optimizer}": SETTINGS[optimizer] | {"tables.tags.pooled": True, "tables.tags.sharding": sharding}
+    for sharding in ("row_wise", "table_wise", "column_wise")
+    for optimizer in ("sgd", "adam", "rowwise_adagrad")
+    if (sharding, optimizer) != ("column_wise", "rowwise_adagrad")
+}
+"""The tags are pooled by the owners of their rows."""
+SETTINGS |= BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +61,7 @@ class Seen:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     named: dict[str, set[int]]
+    plan: Mapping[str, TablePlan]
 
 
 def train_steps(config: Config, steps: int) -> Seen:
@@ -62,8 +74,8 @@ def train_steps(config: Config, steps: int) -> Seen:
         for step in range(steps):
             optimizer.zero_grad()
             batch = batches.at(step)
-            for name, id_V in batch.ids.items():
-                named[name] |= set(id_V.tolist())
+            for name, ids in batch.ids.items():
+                named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
             rows = model.row_exchange(batch.ids)
             rows.send_rows()
             found = model.loss(rows.wait(), batch)
@@ -74,7 +86,7 @@ def train_steps(config: Config, steps: int) -> Seen:
             optimizer.step()
             losses.append(found["loss"].detach())
         gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-        return Seen(losses, gradients, before, {name: gather_table(model, name) for name in before}, named)
+        return Seen(losses, gradients, before, {name: gather_table(model, name) for name in before}, named, model.plan)
 
 
 def train_all(configs: list[Config], steps: int) -> list[Seen]:
@@ -106,8 +118,24 @@ def test_two_ranks_do_what_one_process_does(trained: dict[str, tuple[Seen, Seen,
         moved = (alone.after[table] != before).any(1).nonzero().flatten().tolist()
         assert moved and set(moved) <= alone.named[table] == first.named[table] | second.named[table]
         # Adam divides by a root of small numbers, where a rounding weighs more.
-        relative = 1e-3 if name == "adam" else 1e-5
+        relative = 1e-3 if name.endswith("adam") else 1e-5
         assert_close(first.after[table] - before, alone.after[table] - before, relative)
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_bags_that_their_owners_pool_train_like_those_that_the_tower_pools(
+    trained: dict[str, tuple[Seen, Seen, Seen]], name: str
+) -> None:
+    by_tower = trained[name.split()[-1]][2]
+    for pooled in trained[name]:
+        if pooled is trained[name][2]:
+            assert_close(pooled.losses[0], by_tower.losses[0], 1e-5)
+        assert pooled.plan["tags"].pooled and not by_tower.plan["tags"].pooled
+        for key, expected in by_tower.gradients.items():
+            assert_close(pooled.gradients[key], expected, 1e-5)
+        for table, before in by_tower.before.items():
+            relative = 1e-3 if name.endswith("adam") else 1e-5
+            assert_close(pooled.after[table] - before, by_tower.after[table] - before, relative)
 
 
 def test_a_table_learns_at_its_own_rate(trained: dict[str, tuple[Seen, Seen, Seen]]) -> None:

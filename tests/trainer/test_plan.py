@@ -40,12 +40,12 @@ def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, e
 
 def test_a_plan_is_a_line_for_each_table() -> None:
     plan = {
-        "item": TablePlan(1000, 64, "row_wise", "adam", "fp32", 3 * 2**20, (_place(0), _place(1))),
-        "zip": TablePlan(9, 16, "table_wise", "sgd", "fp32", 576, (_place(1),)),
+        "item": TablePlan(1000, 64, "row_wise", "adam", "fp32", False, 3 * 2**20, (_place(0), _place(1))),
+        "zip": TablePlan(9, 16, "table_wise", "sgd", "fp32", True, 576, (_place(1),)),
     }
     assert plan_summary(plan).splitlines() == [
         "table item  1,000 x 64  row_wise on 2 ranks, adam, 3.0 MiB",
-        "table zip   9 x 16  table_wise on rank 1, sgd, 0.0 MiB",
+        "table zip   9 x 16  table_wise on rank 1, pooled, sgd, 0.0 MiB",
     ]
 
 

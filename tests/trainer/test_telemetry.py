@@ -16,7 +16,7 @@ def test_a_run_says_that_it_computes_in_fp32_after_all(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
     ranks = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    plan = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", 112, ())}
+    plan = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
     model = SimpleNamespace(config=Config(), ranks=ranks, plan=plan)
     with Telemetry(tmp_path, model, RunProgress(), 1):
         pass

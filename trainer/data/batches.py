@@ -7,7 +7,7 @@ Axes: B sequences, T positions, packed, N negatives of a group, L history positi
 corpus.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,14 +39,16 @@ class TrainingBatches:
         share: Literal["position", "sequence", "batch"],
         seed: int,
         item_id_dropout: float = 0.0,
+        pooled: Collection[str] = (),
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """`schema` names the dataset's features that the batches are to have.
+        """`schema` names the dataset's features that the batches are to have, `pooled` the tables whose bags are pooled
+        where their rows lie.
 
         Raises ValueError where no user has the four actions that one training position takes."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        self.columns = columns_of(dataset)
+        self.columns, self.pooled = columns_of(dataset), pooled
         self.batch_size, self.negatives, self.share = batch_size, negatives, share
         self.seed, self.rank, self.world_size = seed, rank, world_size
         lengths = np.diff(dataset.offsets) - HELD_OUT
@@ -75,7 +77,8 @@ class TrainingBatches:
         items = self.dataset.items_flat
         named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
-        found = look_up(self.columns, self.schema, self._rows_of(unique, step), unique, users, inputs)
+        row_V = self._rows_of(unique, step)
+        found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled)
         input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
         return Batch(
             ids=found.ids,

@@ -3,7 +3,7 @@
 Axes: T actions, V items, B users, S ids of a feature's bags.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from logitmix.modules.batch import Bags
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.trainer.data.dataset import Column, Dataset
@@ -20,9 +21,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Lookups:
-    """The sorted unique ids of each table (int64), and the features as indices into them."""
+    """The sorted unique ids of each table (int64), or bags of those of a pooled one, and the features as indices into
+    them."""
 
-    ids: dict[str, Tensor]
+    ids: dict[str, Tensor | Bags]
     features: Features
 
 
@@ -38,11 +40,13 @@ def look_up(
     items_V: Ints,
     users_B: Ints,
     actions_T: Ints,
+    pooled: Collection[str] = (),
 ) -> Lookups:
     """What the features of `schema` need for these items, users (by index) and actions (by place in the dataset).
 
     The items are unique and sorted. `columns` has these features. `item_row_V` are the rows of the item table that
-    stand for the items: their own, or the unknown one's.
+    stand for the items: their own, or the unknown one's. Of a table that is `pooled`, the features' bags are asked for
+    rather than the rows in them.
     """
     rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
     named: dict[str, dict[str, Ints]] = {table.name: {} for table in schema.tables}
@@ -57,8 +61,12 @@ def look_up(
             named[feature.table][feature.name] = taken.astype(np.int64, copy=False)
         else:
             values[feature.name] = Values(torch.from_numpy(np.ascontiguousarray(taken, np.float32)))
-    ids: dict[str, Tensor] = {}
+    ids: dict[str, Tensor | Bags] = {}
     for table, by_feature in named.items():
+        if table in pooled:
+            ids[table], of_table = _pooled(by_feature, offsets)
+            values |= of_table
+            continue
         if list(by_feature) == [ITEM] and item_row_V is items_V:
             # Sorted and unique as they are.
             ids[table], values[ITEM] = torch.from_numpy(items_V), Values(torch.arange(len(items_V)))
@@ -72,6 +80,20 @@ def look_up(
     row_V = values.pop(ITEM).values
     in_order = len(row_V) == len(ids[ITEM]) and torch.equal(row_V, torch.arange(len(row_V)))
     return Lookups(ids, Features(None if in_order else row_V, values))
+
+
+def _pooled(named: Mapping[str, Ints], offsets: Mapping[str, Ints | None]) -> tuple[Bags, dict[str, Values]]:
+    """The bags of all features that look up a pooled table, and each feature as the numbers of its bags: what is pooled
+    is the one row in a bag. An id by itself is a bag of one."""
+    lengths, values, first = [], {}, 0
+    for name, ids in named.items():
+        bags = offsets[name]
+        lengths.append(np.ones(len(ids), np.int64) if bags is None else np.diff(bags))
+        number_R = torch.arange(first, first + len(lengths[-1]))
+        values[name] = Values(number_R, None if bags is None else torch.arange(len(number_R) + 1))
+        first += len(number_R)
+    ends = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    return Bags(torch.from_numpy(np.concatenate([*named.values()])), torch.from_numpy(ends)), values
 
 
 def _taken(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:

@@ -1,0 +1,67 @@
+"""The exchange of pooled rows: for bags of many ids, the owners of rows add them up and send one row for each bag.
+
+Axes: S ids of all bags, R bags, D width of a table's rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from logitmix.comm.exchange import split_backward
+from logitmix.modules.batch import Bags
+from logitmix.modules.embeddings import bag_lookup
+
+
+@dataclass(frozen=True)
+class PooledTable:
+    """A table whose bags are pooled where its rows lie."""
+
+    module: ShardedEmbeddingBagCollection
+    name: str
+    dim: int
+
+    @classmethod
+    def of(cls, module: ShardedEmbeddingBagCollection) -> "PooledTable":
+        (config,) = module._embedding_bag_configs
+        return cls(module, config.name, config.embedding_dim)
+
+
+class PooledRows:
+    """The mean row of each bag of one table, zero where a bag is empty; used as a part of a RowExchange."""
+
+    def __init__(self, table: PooledTable, bags: Bags, device: torch.device) -> None:
+        self.table, self.context = table, table.module.create_context()
+        self.ids_in_flight: Any = None
+        bags = bags.to(device)
+        self.count_R1 = bags.offsets.diff().clamp(min=1).unsqueeze(1)
+        self.sizes_in_flight = table.module.input_dist(self.context, bag_lookup(table.name, bags))
+
+    def send_ids(self) -> None:
+        self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
+
+    def send_rows(self, stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            ids = self.ids_in_flight.wait()
+        if stream:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            for held in (ids, self.context, self.count_R1):
+                held.record_stream(current)
+        self.rows_in_flight = self.table.module.compute_and_output_dist(self.context, ids)
+
+    def wait(self, rows: dict[str, Tensor]) -> None:
+        self.sum_RD: Tensor = cast(Any, self.rows_in_flight.wait())[self.table.name]
+        rows[self.table.name].copy_(self.sum_RD.detach() / self.count_R1)
+
+    def send_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """The backward as far as the wire."""
+        self.split = split_backward(self.sum_RD)
+        gradient_RD = gradients[self.table.name] / self.count_R1
+        self.gradient_in_flight = torch.autograd.grad(self.sum_RD, [self.split], gradient_RD)
+
+    def apply_gradients(self) -> None:
+        """The rest of the backward."""
+        torch.autograd.backward([self.split], self.gradient_in_flight)
