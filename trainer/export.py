@@ -117,17 +117,16 @@ def _write_own(
 ) -> Entries:
     """Writes this rank's files: a share of the shards, and on rank 0 the weights and ids."""
     tower, entries = model.tower.eval(), Entries()
-    others = {table.name: table.rows for table in about.schema.tables if table.name != ITEM}
+    tables = [table for table in about.schema.tables if table.name != ITEM]
+    rows = {table.name: model.read_rows(table.name, 0, table.rows) for table in tables}
     if ranks.rank == 0:
         entries |= serving.write_weights(staging, about, tower.state_dict())
-        vocabularies = {name: Texts.of(dataset.vocabulary(name)) for name in others}
-        entries |= serving.write_tables(staging, about, _exported_rows(model), vocabularies)
+        vocabularies = {name: Texts.of(dataset.vocabulary(name)) for name in rows}
+        unknown_1D = model.read_rows(ITEM, model.num_items, model.num_items + 1)
+        entries |= serving.write_tables(staging, about, rows | {ITEM: unknown_1D}, vocabularies)
         column = dataset.titles()
         shown = None if column is None else texts_of(column)
         entries |= serving.write_ids(staging, about, with_order(texts_of(dataset.raw_ids())), shown)
-    rows = {
-        table.name: model.read_rows(table.name, 0, table.rows) for table in about.schema.tables if table.name != ITEM
-    }
     bounds = _shard_bounds(tower, about.num_items)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
@@ -160,13 +159,6 @@ def _items(
         for name, value in item_cache(tower, tower.item_tower(chunk | {ITEM: own_ND}, found.features)).items():
             items[name][start : start + CHUNK_ITEMS] = value
     return items
-
-
-def _exported_rows(model: SavedModel) -> dict[str, Tensor]:
-    """All rows of the tables, but of the items' the unknown item's alone."""
-    first = {ITEM: model.num_items}
-    tables = model.tower.schema.tables
-    return {table.name: model.read_rows(table.name, first.get(table.name, 0), table.rows) for table in tables}
 
 
 def texts_of(column: pa.ChunkedArray) -> Texts:
