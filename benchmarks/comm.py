@@ -235,14 +235,22 @@ def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int,
     runs = [(f"{link}-{arm}-{repeat}", arm) for repeat in range(repeats) for arm in arms]
     job = {"folder": str(folder), "link": link, "runs": runs, "steps": steps}
     with wire.ranks([sys.executable, "-m", "benchmarks.comm", "--worker", json.dumps(job)]) as processes:
-        # One after the other: neither says enough to fill a pipe.
-        for rank, process in enumerate(processes):
-            said, _ = process.communicate()
-            if process.returncode:
-                raise SystemExit(f"rank {rank} on {link}: exit {process.returncode}\n{said}")
+        _wait(processes, link)
     measured = {arm: [_read(folder / run) for run, of in runs if of == arm] for arm in arms}
     bare: dict[str, float] = json.loads((folder / f"{link}.json").read_text())
     return {"bare": bare, "arms": {arm: _summary(repeated) for arm, repeated in measured.items()}}
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], link: str) -> None:
+    """Until all ranks have ended. SystemExit with the words of the first that fails: the others would wait for it."""
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=0.5)
+                if process.returncode:
+                    raise SystemExit(f"rank {rank} on {link}: exit {process.returncode}\n{said}")
+                del running[rank]
 
 
 def _read(run: Path) -> dict[str, float]:
@@ -336,6 +344,8 @@ def _work(job: dict[str, Any]) -> None:
     if os.environ["RANK"] == "0":
         (folder / f"{job['link']}.json").write_text(json.dumps(bare))
     for name, arm in job["runs"]:
+        # The store of the group before may still listen: a rank that is early would meet it, and lose it.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         _train(_config(folder / "data", arm, job["steps"]), folder / name, job["steps"])
 
 
