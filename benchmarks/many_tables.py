@@ -12,6 +12,7 @@ relative difference between the losses of two processes and of one.
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from logitmix.trainer.run import read_rows
 
 TABLES = 20
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")
-USERS, ACTIONS = 400, 30
+USERS, ACTIONS, BATCH = 400, 30, 32
 PARTS = ("data", "all_to_all", "forward", "backward", "optimizer")
 RECIPE = """
 [data]
@@ -49,7 +50,7 @@ forward = "{wire}"
 backward = "{wire}"
 
 [train]
-batch_size = 32
+batch_size = {batch}
 epochs = {epochs}
 precision = "fp32"
 device = "cpu"
@@ -103,13 +104,13 @@ def schema_of(largest: int) -> Schema:
     return Schema(tuple(features), tuple(tables))
 
 
-def write(path: Path, largest: int) -> None:
+def write(path: Path, largest: int, users: int = USERS) -> None:
     schema, random = schema_of(largest), np.random.default_rng(0)
-    count = {"item": largest, "user": USERS, "event": USERS * ACTIONS}
+    count = {"item": largest, "user": users, "event": users * ACTIONS}
     contents = DatasetContents(
-        offsets=np.arange(USERS + 1) * ACTIONS,
-        items=random.integers(0, largest, USERS * ACTIONS),
-        timestamps=np.arange(USERS * ACTIONS),
+        offsets=np.arange(users + 1) * ACTIONS,
+        items=random.integers(0, largest, users * ACTIONS),
+        timestamps=np.arange(users * ACTIONS),
         item_ids=pa.array(np.arange(largest)).cast(pa.string()),
         schema=schema,
         columns={f.name: _column(f, schema, count[f.owner], random) for f in schema.features if f.name != "item"},
@@ -134,11 +135,14 @@ def _column(feature: Feature, schema: Schema, count: int, random: np.random.Gene
     return Column(random.integers(0, rows, offsets[-1]), offsets)
 
 
-def train(folder: Path, name: str, features: list[str], wire: str, steps: int, processes: int) -> list[dict[str, Any]]:
+def train(
+    folder: Path, name: str, features: list[str], wire: str, steps: int, processes: int, words: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The rows of metrics of a run of so many steps, rounded up to whole epochs of the recipe's batches."""
     recipe = folder / f"{name}.toml"
-    epochs = -(-steps // -(-USERS // 32))
-    recipe.write_text(RECIPE.format(data=folder / "data", features=features, wire=wire, epochs=epochs))
-    logitmix("train", str(recipe), "--run", str(folder / name), processes=processes)
+    epochs = -(-steps // -(-USERS // BATCH))
+    recipe.write_text(RECIPE.format(data=folder / "data", batch=BATCH, features=features, wire=wire, epochs=epochs))
+    logitmix("train", str(recipe), "--run", str(folder / name), *words, processes=processes)
     return read_rows(folder / name, "train")
 
 
