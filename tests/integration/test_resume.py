@@ -49,10 +49,18 @@ def _kill_session(leader: int) -> None:
             continue
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, kills: int) -> None:
+FEATURES = {"model.features": ["all"], "model.item_id_dropout": 0.2, "tables.tags.pooled": True, "comm.parts": 2}
+"""Many tables, one of them pooled where its rows lie."""
+
+
+@pytest.mark.parametrize(
+    ("kills", "features"),
+    [(1, False), (1, True), pytest.param(10, True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, kills: int, features: bool) -> None:
     """SIGKILL at random moments, start again: the same losses and metrics as the uninterrupted job, to the last bit."""
-    config = small_config(write_dataset(tmp_path / "data"), SETTINGS)
+    data = write_dataset(tmp_path / "data", features=features)
+    config = small_config(data, SETTINGS | (FEATURES if features else {}))
     (tmp_path / "recipe.toml").write_text(dump_toml(config))
     jobs.run(train(tmp_path, "whole"), tmp_path, processes=2)
     expected = jobs.metrics(tmp_path / "whole")
