@@ -6,6 +6,7 @@ Axes: U users, K items at the top.
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,15 +109,12 @@ def evaluate(
 
 
 def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
-    """HR@k, NDCG@10 and MRR. With an h-indexer also its HR@k, and the share of the similarity's best 10 and 100 items
-    that it leaves among its own best k', for some k' below the corpus."""
-    rank_U = rankings.similarity_U.numpy()
-    metrics = _hit_rates(rank_U)
-    metrics["ndcg@10"] = float(np.mean(np.where(rank_U <= 10, 1 / np.log2(rank_U + 1.0), 0.0)))
-    metrics["mrr"] = float(np.mean(np.where(rank_U < NOT_SERVED, 1 / rank_U, 0.0)))
+    """All METRICS. With an h-indexer also its own, and the share of the similarity's best 10 and 100 items that it
+    leaves among its own best k', for some k' below the corpus."""
+    metrics = _means(rankings.similarity_U)
     if rankings.hindexer_U is None or rankings.stage1_UK is None:
         return metrics
-    metrics |= {f"hindexer/{name}": rate for name, rate in _hit_rates(rankings.hindexer_U.numpy()).items()}
+    metrics |= {f"hindexer/{name}": mean for name, mean in _means(rankings.hindexer_U).items()}
     for top, kept in itertools.product(RECALL_OF, RECALL_AT):
         if kept < num_items:
             best_UK = rankings.stage1_UK[:, :top]
@@ -125,5 +123,27 @@ def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
     return metrics
 
 
-def _hit_rates(rank_U: np.ndarray) -> dict[str, float]:
-    return {f"hr@{k}": float(np.mean(rank_U <= k)) for k in HIT_RATES}
+def _means(rank_U: torch.Tensor) -> dict[str, float]:
+    return {name: float(np.mean(metric(rank_U.numpy()))) for name, metric in METRICS.items()}
+
+
+def _hit(rank_U: np.ndarray, k: int) -> np.ndarray:
+    return rank_U <= k
+
+
+def _gain(rank_U: np.ndarray, k: int) -> np.ndarray:
+    """NDCG of one relevant item, whose ideal gain is 1."""
+    return np.where(rank_U <= k, 1 / np.log2(rank_U + 1.0), 0.0)
+
+
+def _reciprocal_rank(rank_U: np.ndarray) -> np.ndarray:
+    return np.where(rank_U < NOT_SERVED, 1 / rank_U, 0.0)
+
+
+METRICS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    **{f"hr@{k}": partial(_hit, k=k) for k in HIT_RATES},
+    "ndcg@10": partial(_gain, k=10),
+    "mrr": _reciprocal_rank,
+}
+"""By name, what each user's rank of the target, from 1, counts [U]; the metric is the mean over the users. A target
+that is left out of the ranking has rank NOT_SERVED, which is above all others and must count nothing."""

@@ -56,6 +56,7 @@ def test_the_h_indexer_is_measured_by_itself_and_by_what_it_leaves_of_the_best()
     stage1_UK[1, 50:] = NOT_SERVED
     metrics = metrics_of(Rankings(torch.tensor([1, 2]), torch.tensor([20, 5]), stage1_UK), 1000)
     assert (metrics["hr@10"], metrics["hindexer/hr@10"], metrics["hindexer/hr@50"]) == (1.0, 0.5, 1.0)
+    assert metrics["hindexer/mrr"] == (1 / 20 + 1 / 5) / 2
     # Of 10 and 10, two are beyond 100; of 100 and 50, those that came after them too.
     recalls = {name: value for name, value in metrics.items() if "recall" in name}
     assert recalls == {
