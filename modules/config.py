@@ -178,7 +178,8 @@ class ModelConfig:
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
     features: tuple[str, ...] = ()
-    """Features of the dataset that the model uses beside the item ids, by name; «all» for all of them."""
+    """Features of the dataset that the model uses beside the item ids, by name; «all» for all that it has columns of.
+    «recency», the time since the user's previous action, can be named with every dataset; «all» does not include it."""
     item_id_dropout: float = 0.0
     """Share of items whose own row is replaced, for a step of training, by that of an unknown item, so that the model
     learns to do with their features alone."""

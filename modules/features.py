@@ -1,7 +1,7 @@
 """Features of items, users and events as embeddings of one width.
 
 Axes: R rows (items, sequences or positions), S ids of all bags, V unique ids of a table, G features, W width of a table
-or vector, D width of the model.
+or vector, D width of the model, B users, T their actions, one user's after another's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,6 +111,27 @@ def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tens
         case _:
             normalized = (of.values - feature.mean) / feature.deviation
             return normalized.view(len(normalized), feature.width)
+
+
+def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:
+    """The rows [T] of table recency, int64, of actions at these times (whole numbers), where those of a user begin with
+    action first_B: 0 for a user's first action, 1 + the bits of the time since the one before for the others (so 1 for
+    0, 2 for 1, 3 for 2 and 3, …).
+
+    ValueError where a user's times fall.
+    """
+    time_T = time_T.long()
+    gap_T = torch.cat([time_T[:1], time_T.diff()])
+    falls_T = time_T < torch.cat([time_T[:1], time_T[:-1]])
+    falls_T[first_B] = False
+    if falls_T.any():
+        place = int(falls_T.nonzero()[0])
+        raise ValueError(f"timestamps fall, from {time_T[place - 1]} to {time_T[place]}; they must be oldest first")
+    row_T = 1 + torch.bucketize(gap_T, 2 ** torch.arange(63), right=True)
+    # Times do not fall, so what is negative has overflowed: it takes all of 64 bits.
+    row_T[gap_T < 0] = 65
+    row_T[first_B] = 0
+    return row_T
 
 
 class AdaptiveCompression(nn.Module):

@@ -17,7 +17,12 @@ ITEM = "item"
 """Name of the item id, the one feature that must be there, and of its table."""
 SPARSE = ("id", "ids")
 ALL = "all"
-"""In place of features' names: all of them."""
+"""In place of features' names: all that the dataset has a column of."""
+RECENCY = "recency"
+"""Name of a feature that every dataset has without a column, and of its table: the time since the user's previous
+action. `modules.features.recency_rows` gives the rows from timestamps."""
+RECENCY_VALUES = ("", *(str(bits) for bits in range(65)))
+"""Vocabulary of that table: bits of the time as a whole number, 0 to 64; unknown for a user's first action."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +112,29 @@ class Schema:
         return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
 
     def only(self, names: Sequence[str]) -> "Schema":
-        """The item id, the features of these names («all» for all of them), and their tables.
+        """The item id, the features of these names («all» for all of this schema), and their tables. «recency» need not
+        be in the schema: it is added when it is named.
 
         ValueError for a name that is not there.
         """
-        known = [feature.name for feature in self.features]
+        offered = self._with_recency()
+        known = [feature.name for feature in offered.features]
         for name in names:
             if name not in (*known, ALL):
                 raise ValueError(
                     f"model.features names {name}, which the dataset does not have{nearest(name, known)}; "
                     f"it has {', '.join(name for name in known if name != ITEM) or 'item ids alone'}"
                 )
-        kept = tuple(f for f in self.features if f.name in (*names, ITEM) or ALL in names)
+        wanted = {ITEM, *names} | ({feature.name for feature in self.features} if ALL in names else set())
+        kept = tuple(feature for feature in offered.features if feature.name in wanted)
         used = {feature.table for feature in kept}
-        return Schema(kept, tuple(table for table in self.tables if table.name in used))
+        return Schema(kept, tuple(table for table in offered.tables if table.name in used))
+
+    def _with_recency(self) -> "Schema":
+        """With recency, unless a feature or table of the schema has its name."""
+        if RECENCY in {feature.name for feature in self.features} | {table.name for table in self.tables}:
+            return self
+        return Schema((*self.features, RECENCY_FEATURE), (*self.tables, Table(RECENCY, len(RECENCY_VALUES))))
 
     @property
     def num_items(self) -> int:
@@ -154,3 +168,6 @@ def _require_unique(what: str, names: Sequence[str]) -> None:
 def _fields(entry: Feature | Table) -> dict[str, Any]:
     values = {field: getattr(entry, field.name) for field in dataclasses.fields(entry)}
     return {field.name: value for field, value in values.items() if value != field.default}
+
+
+RECENCY_FEATURE = Feature(RECENCY, "event", "id", RECENCY)

@@ -263,6 +263,7 @@ def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
                 "max_length": model.encoder.max_length,
                 "longer": "the last max_length are encoded",
             },
+            "timestamps": "whole numbers, one a history item, oldest first; used by models with recency alone",
             "user": features("user"),
             "events": {"one a history item, oldest first": features("event")},
             "k": "number of items to retrieve",

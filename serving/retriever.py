@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.features import Embedded, Features
+from logitmix.modules.features import Embedded, Features, recency_rows
+from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
@@ -48,6 +49,10 @@ class Request(TypedDict, total=False):
 
     history: Sequence[str | int]
     """Raw item ids, oldest first."""
+    timestamps: Sequence[int]
+    """The times of these actions, one whole number each, never falling, in the unit of the dataset's timestamps. A
+    model that uses recency derives it from them, but for events that state their recency; without both it is unknown.
+    Other models accept timestamps and do not use them: clients can send every model the same request."""
     user: Mapping[str, Any]
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
@@ -73,6 +78,9 @@ class Retriever:
         self.tower = trained_tower(about.model, about.schema, contents.weights)
         self._rows, self._items = contents.rows, contents.items
         self._reader = FeatureReader(about.schema, contents.vocabularies)
+        # A dataset may have a feature of this name that means something else.
+        has_recency = RECENCY_FEATURE in about.schema.features
+        self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
         self._unknown_1D = self.embed_items([{}]).vector_RD
 
     @classmethod
@@ -104,7 +112,8 @@ class Retriever:
         """The k best items [B, k] after each of B histories (item indices, oldest first).
 
         Of a history longer than the model's L the last L items are encoded; `exclude_history` leaves all of its items
-        out of the ranking (when not given, as the model was evaluated). The h-indexer keeps `stage1` items (100,000,
+        out of the ranking (when not given, as the model was evaluated). Features of users and events, recency among
+        them, are unknown here. The h-indexer keeps `stage1` items (100,000,
         or k if that is more), which the similarity ranks; where there are no more items than that, or where the model
         has no h-indexer, the similarity ranks the whole corpus.
 
@@ -189,10 +198,14 @@ class Retriever:
 
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
         if strange := sorted(set(request) - set(Request.__annotations__)):
-            raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: history, user, events")
+            there = ", ".join(Request.__annotations__)
+            raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: {there}")
         history, events = list(request.get("history", ())), list(request.get("events", ()))
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
+        recency = _recency(request.get("timestamps", ()), len(history), place)
+        if recency and self._derives_recency:
+            events = [{RECENCY: of, **event} for of, event in zip(recency, events or [{}] * len(history), strict=True)]
         if unknown == "refuse":
             self.indices_of(history)
         items = [self.raw_ids.find(str(raw_id)) for raw_id in history]
@@ -266,6 +279,24 @@ class _Asked:
     items: list[int]
     user: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] | None = None
+
+
+def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:
+    """Recency of the items of a request's history, as its vocabulary has it; empty without timestamps. ValueError, with
+    the request's number, for what are no timestamps of that many items."""
+    if not len(timestamps):
+        return []
+    if len(timestamps) != length:
+        raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
+    try:
+        time_T = torch.tensor([operator.index(time) for time in timestamps], dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"request {place}: its timestamps are not all whole numbers of 64 bits") from None
+    try:
+        row_T = recency_rows(time_T, torch.zeros(1, dtype=torch.int64))
+    except ValueError as error:
+        raise ValueError(f"request {place}: its {error}") from None
+    return [RECENCY_VALUES[row] for row in row_T.tolist()]
 
 
 class _Excluded:

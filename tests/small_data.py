@@ -44,8 +44,8 @@ def in_memory(offsets: np.ndarray, items_flat: np.ndarray, items: int) -> Datase
 def write_dataset(
     path: Path, users: int = 60, items: int = ITEMS, seed: int = 0, features: bool = False, ring: bool = False
 ) -> Path:
-    """Users with 5 to 24 random actions each; `features` adds one of each owner and kind; on the ring, each user walks
-    from item to next item."""
+    """Users with 5 to 24 random actions each, at random times; `features` adds one of each owner and kind; on the ring,
+    each user walks from item to next item."""
     random = np.random.default_rng(seed)
     lengths = random.integers(5, 25, users)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -63,8 +63,9 @@ def write_dataset(
         for table in schema.tables
         if table.name != "item"
     }
+    times = np.cumsum(2 ** np.random.default_rng([seed, 1]).integers(0, 20, offsets[-1]))
     contents = DatasetContents(
-        offsets, actions, np.arange(offsets[-1]), names, schema=schema, columns=columns, vocabularies=vocabularies
+        offsets, actions, times, names, schema=schema, columns=columns, vocabularies=vocabularies
     )
     writer.write_dataset(path, contents, "demo")
     return path

@@ -118,6 +118,9 @@ class RetrieveCommand:
     """Serving directory."""
     history: str = ""
     """Raw item ids, oldest first, separated by commas."""
+    timestamps: str = ""
+    """Times of these items, whole numbers in the unit of the dataset's, separated by commas. A model that uses recency
+    takes it from them; others do not use them."""
     user: str = "{}"
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
@@ -258,10 +261,10 @@ def _retrieve(words: list[str]) -> None:
     from logitmix.serving.retriever import Request, Retriever
 
     retriever = Retriever.load(Path(command.directory))
-    history = [part.strip() for part in command.history.split(",") if part.strip()]
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
     request: Request = {
-        "history": history,
+        "history": _parts(command.history),
+        "timestamps": _whole_numbers("--timestamps", command.timestamps),
         "user": _json("--user", command.user, dict),
         "events": _json("--events", command.events, list),
     }
@@ -287,6 +290,17 @@ def _update_items(words: list[str]) -> None:
             f"{command.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
             f"{counts['num_items']:,} now"
         )
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole_numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in _parts(text)]
+    except ValueError:
+        raise ValueError(f"{flag} is {text}; it must be whole numbers, separated by commas") from None
 
 
 def _json(flag: str, text: str, kind: type[T]) -> T:

@@ -89,7 +89,7 @@ class Evaluation:
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         users = ranking_users(self.dataset, split, L).sample(options.users, self.config.train.seed)
         with counting(split, len(users), self.ranks.rank == 0) as advance:
-            embedder = Embedder(tower, tables, columns_of(self.dataset))
+            embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
             return evaluate(embedder, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance)
 
 

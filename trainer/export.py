@@ -64,7 +64,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
         about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema)
-        columns = columns_of(dataset)
+        columns = columns_of(dataset, model.tower.schema)
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, columns, dataset.vocabulary)
         return export_model(model, about, items, out, overwrite, ranks)
 

@@ -35,6 +35,29 @@ def test_unknown_is_row_0_but_the_last_of_the_items() -> None:
     assert (SCHEMA.table("item").unknown, SCHEMA.table("genre").unknown) == (10, 0)
 
 
+def test_recency_is_there_when_it_is_named() -> None:
+    names = {"": [], "price": ["price"], "all": ["all"], "recency": ["recency"], "both": ["all", "recency"]}
+    kept = {key: [feature.name for feature in SCHEMA.only(of).features] for key, of in names.items()}
+    everything = [feature.name for feature in SCHEMA.features]
+    assert kept["all"] == everything and kept["both"] == [*everything, "recency"]
+    assert (kept[""], kept["price"], kept["recency"]) == (["item"], ["item", "price"], ["item", "recency"])
+    recency = SCHEMA.only(["recency"])
+    assert recency.tables == (Table("item", 11), Table("recency", 66))
+    assert recency.of("event") == (Feature("recency", "event", "id", "recency"),)
+    assert recency.only(["all"]) == recency
+    with pytest.raises(ValueError, match=r"names recent, .* \(did you mean recency\?\); it has recency$"):
+        Schema.of_ids(3).only(["recent"])
+
+
+def test_a_dataset_may_have_a_recency_of_its_own() -> None:
+    own = Schema((ITEM, Feature("recency", "user", "number")), (Table("item", 3),))
+    assert own.only(["recency"]) == own.only(["all"]) == own
+    table = Schema((ITEM, Feature("gap", "event", "id", "recency")), (Table("item", 3), Table("recency", 4)))
+    assert table.only(["all"]) == table
+    with pytest.raises(ValueError, match="names recency, which the dataset does not have; it has gap"):
+        table.only(["recency"])
+
+
 def test_item_ids_alone() -> None:
     assert Schema.of_ids(10) == Schema((ITEM,), (Table("item", 11),))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.features import Embedded
-from logitmix.modules.schema import ITEM, Feature
+from logitmix.modules.schema import ITEM, RECENCY, Feature
 from logitmix.serving.retriever import Request, Retriever
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
@@ -28,7 +28,7 @@ from logitmix.trainer.update import update_items
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     data = write_dataset(folder / "data", features=True)
-    settings = {"model.features": ["all"], "model.item_id_dropout": 0.2, "tables.brand.dim": 4}
+    settings = {"model.features": ["all", RECENCY], "model.item_id_dropout": 0.2, "tables.brand.dim": 4}
     train(small_config(data, settings | {"dense.lr": 0.02, "tables.lr": 0.05}), folder / "run")
     return folder / "run"
 
@@ -65,6 +65,7 @@ def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
     schema, user = dataset.schema, int(users.user[place])
     return {
         "history": [names[dataset.items_flat[action]] for action in actions],
+        "timestamps": [int(dataset.timestamps_flat[action]) for action in actions],
         "user": {f.name: raw(dataset, f, dataset.user_features[f.name], user) for f in schema.of("user")},
         "events": [
             {f.name: raw(dataset, f, dataset.event_features[f.name], action) for f in schema.of("event")}
@@ -83,7 +84,7 @@ def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
     """Of each user with each item, by the trained model from its tables."""
     model = load_saved(run)
     with process_group("cpu", 60) as ranks:
-        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset))
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
         queries = model.tower.query_sides(embedder.queries(users))
         items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
     return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
@@ -100,9 +101,27 @@ def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Datase
         got = torch.tensor([row["score"] for row in ranking])
         torch.testing.assert_close(got, score_X[[place_of[row["id"]] for row in ranking]], rtol=0, atol=2e-4)
     # And what is known of users and events matters.
-    for left_out in ("user", "events"):
+    for left_out in ("user", "events", "timestamps"):
         bare: list[Request] = [{key: of for key, of in request.items() if key != left_out} for request in requests]  # type: ignore[misc]
         assert retriever.recommend(bare, 5, exclude_history=False) != [ranking[:5] for ranking in found]
+
+
+def test_recency_is_that_of_the_whole_history(served: Path) -> None:
+    """Also of an item after an unknown one, and of the first of the last L items; an event may say it itself."""
+    retriever = Retriever.load(served)
+    assert retriever.config.encoder.max_length == 12
+    items = [f"item-{place}" for place in range(15)]
+    long: Request = {"history": items, "timestamps": [10 + 2**place for place in range(15)]}
+    events: list[Request] = [
+        {"history": items, "events": [{RECENCY: bits} for bits in (None, 1, 2, third, *range(4, 15))]}
+        for third in (3, None)
+    ]
+    expected, unknown, *found = retriever.recommend([*events, long, {**events[0], "timestamps": [0] * 15}], 5)
+    assert found[0] == found[1] == expected != unknown
+    short: Request = {"history": ["new", "item-1"], "timestamps": [7, 11]}
+    alone: list[Request] = [{"history": ["item-1"], "events": [{RECENCY: bits}]} for bits in (3, None)]
+    found_short, expected, unknown = retriever.recommend([short, *alone], 5)
+    assert found_short == expected != unknown
 
 
 def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +155,12 @@ def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, user, events"),
+        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, timestamps, user, events"),
         ({"history": ["item-1"], "events": [{}, {}]}, "request 0 has 2 events for 1 items of its history"),
+        ({"history": ["a", "b"], "timestamps": [5]}, "request 0 has 1 timestamps for 2 items of its history"),
+        ({"history": ["a", "b"], "timestamps": [5, 4]}, "request 0: its timestamps fall, from 5 to 4; they must be"),
+        ({"history": ["a"], "timestamps": [0.5]}, "request 0: its timestamps are not all whole numbers of 64 bits"),
+        ({"history": ["a"], "timestamps": [2**63]}, "request 0: its timestamps are not all whole numbers of 64 bits"),
         ({"user": {"aeg": 3}}, "request 0: the model has no user feature 'aeg' (did you mean age?)"),
         ({"history": ["item-1"], "events": [{"rating": "x"}]}, "event 0: feature rating is 'x'; it must be a finite"),
     ],
@@ -180,7 +203,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     }
     model = load_saved(run)
     with process_group("cpu", 60) as ranks, torch.no_grad():
-        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset))
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
         tower, rows = model.tower, {ITEM: model.read_rows(ITEM, ITEMS, ITEMS + 1)}
         for item in (4, 7, 30):
             known = embedder.items(np.array([item]))

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "parts": SGD | {"comm.parts": 3},
     "dot": SGD | {"model.similarity.kind": "dot"},
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
+    "recency": SGD | {"model.features": ["all", "recency"]},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
 }
 BAGS = {
@@ -157,7 +158,8 @@ def test_lookups_name_each_row_once_and_every_value(data: Path) -> None:
         "user": random.integers(0, dataset.num_users, 4),
         "event": random.integers(0, len(dataset.items_flat), 11),
     }
-    found = look_up(columns_of(dataset), dataset.schema, rows["item"], rows["item"], rows["user"], rows["event"])
+    schema, item_V = dataset.schema, rows["item"]
+    found = look_up(columns_of(dataset, schema), schema, item_V, item_V, rows["user"], rows["event"])
     assert found.features.item_row_V is None and torch.equal(found.ids[ITEM], torch.from_numpy(rows["item"]))
     for id_V in found.ids.values():
         assert torch.equal(id_V, id_V.unique())

@@ -48,7 +48,7 @@ class TrainingBatches:
 
         Raises ValueError where no user has the four actions that one training position takes."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        self.columns, self.pooled = columns_of(dataset), pooled
+        self.columns, self.pooled = columns_of(dataset, schema), pooled
         self.batch_size, self.negatives, self.share = batch_size, negatives, share
         self.seed, self.rank, self.world_size = seed, rank, world_size
         lengths = np.diff(dataset.offsets) - HELD_OUT

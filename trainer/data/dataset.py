@@ -37,9 +37,16 @@ A feature's column has its name and is stored by its kind:
     vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing
 
 Rows of table item are item indices, and its last row, `items`, is the unknown item: so it has items + 1 rows. The item
-id itself is in the schema and has no column. `load_dataset` needs of dataset.json the entries up to repeated_targets,
-and the columns not called optional. Lists may be list or large_list, integers and floats of any width. Both indices
-follow the raw ids: by number where all are digits, else by their UTF-8 bytes; so do the values of vocabularies.
+id itself is in the schema and has no column.
+
+`recency` is neither in the schema nor a column: a feature of owner event and kind id that follows from the timestamps.
+Its value is the number of bits of the time since the user's previous action, in the unit of the source ("0" for 0, "1"
+for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. Where the schema has a feature or table of
+that name, only that one counts.
+
+`load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. Lists may
+be list or large_list, integers and floats of any width. Both indices follow the raw ids: by number where all are
+digits, else by their UTF-8 bytes; so do the values of vocabularies.
 """
 
 import dataclasses
@@ -47,6 +54,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,7 +63,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitmix.common.mappings import from_mapping
-from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
@@ -65,6 +73,8 @@ COMMON_REPEATS = 0.1
 told to."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
+_USERS = 2**14
+"""Users whose recency is computed at once."""
 ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
 
 
@@ -94,6 +104,7 @@ class Dataset:
     timestamps_flat: np.ndarray
     """[actions], beside items_flat: int32 where all times fit, else int64."""
     schema: Schema
+    """Of dataset.json, without recency."""
     repeated_targets: Mapping[str, float]
     """"validation" and "test": share of the targets that are in their user's history before them."""
     item_features: Mapping[str, Column] = field(default_factory=dict)
@@ -126,10 +137,32 @@ class Dataset:
         with _reading(self.path, file.name):
             return pq.read_table(file, columns=["title"])["title"] if "title" in pq.read_schema(file).names else None
 
+    @cached_property
+    def recency(self) -> Column:
+        """Of every action, int8: the row of table recency, from its time and that of the user's previous action.
+        Computed at the first use; ValueError where a user's timestamps fall."""
+        # `prepare` needs no torch.
+        import torch
+
+        from logitmix.modules.features import recency_rows
+
+        rows = np.empty(len(self.timestamps_flat), np.int8)
+        with _reading(self.path, "sequences"):
+            # Some users at a time: what is computed in between takes several times the memory of the rows.
+            for start in range(0, self.num_users, _USERS):
+                bounds = self.offsets[start : start + _USERS + 1]
+                actions = slice(bounds[0], bounds[-1])
+                first_B = (bounds[:-1] - bounds[0])[np.diff(bounds) > 0]
+                time_T = torch.from_numpy(self.timestamps_flat[actions])
+                rows[actions] = recency_rows(time_T, torch.from_numpy(first_B)).numpy()
+        return Column(rows)
+
     def vocabulary(self, table: str) -> list[str]:
         """The values of a table by row, "" for the unknown one; raw ids for table item. Read at each call."""
         if table == ITEM:
             return [*self.raw_ids(), ""]
+        if table == RECENCY and table not in [of.name for of in self.schema.tables]:
+            return list(RECENCY_VALUES)
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
             return [value or "" for value in pq.read_table(file, columns=["value"])["value"].to_pylist()]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitmix.modules.batch import Bags
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Owner, Schema
 from logitmix.trainer.data.dataset import Column, Dataset
 
 Ints = NDArray[np.int64]
@@ -28,9 +28,15 @@ class Lookups:
     features: Features
 
 
-def columns_of(dataset: Dataset) -> dict[Owner, Mapping[str, Column]]:
-    """The dataset's features, by owner and name."""
-    return {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}
+def columns_of(dataset: Dataset, schema: Schema) -> dict[Owner, Mapping[str, Column]]:
+    """The dataset's features, by owner and name; with recency where `schema`, the model's, has it.
+
+    ValueError that names the dataset where its timestamps fall, and recency follows from them.
+    """
+    events = dataset.event_features
+    if RECENCY_FEATURE in schema.features and RECENCY not in events:
+        events = {**events, RECENCY: dataset.recency}
+    return {"item": dataset.item_features, "user": dataset.user_features, "event": events}
 
 
 def look_up(
