@@ -181,8 +181,7 @@ def _prepare(words: list[str]) -> None:
         return
     shown = {name: description[name] for name in ("users", "items", "actions", "rejected_lines")}
     counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in shown.items())
-    repeated = description["repeated_targets"]["test"]
-    print(f"{command.directory}: {counts}; {repeated:.1%} of the test targets are in their user's history")
+    print(f"{command.directory}: {counts}")
     schema = from_mapping(Schema, description["schema"], "schema")
     table = Table("feature", "owner", "kind", "table", "rows")
     for feature in schema.features:
