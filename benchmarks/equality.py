@@ -126,7 +126,9 @@ def serving(folder: Path, count: int) -> dict[str, float]:
     dataset, model = load_dataset(folder / "data"), load_saved(folder / "whole", "last")
     users = ranking_users(dataset, "test", model.config.model.encoder.max_length).sample(count, seed=0)
     with process_group("cpu", 60) as ranks:
-        expected = _best(Embedder(model.tower.eval(), model.sharded_rows(ranks), columns_of(dataset)), users)
+        expected = _best(
+            Embedder(model.tower.eval(), model.sharded_rows(ranks), columns_of(dataset, model.tower.schema)), users
+        )
     requests = [_request(dataset, users, place) for place in range(len(users))]
     found = Retriever.load(folder / "served").recommend(requests, K, exclude_history=False, stage1=model.num_items)
     scores, items = (torch.tensor([[of(row) for row in ranking] for ranking in found]) for of in (_score, _item))

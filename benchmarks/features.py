@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
-from logitmix.modules.schema import Owner
+from logitmix.modules.schema import RECENCY, Owner
 from logitmix.trainer.data.dataset import load_dataset
 
 METRICS = ("hr@10", "hr@50", "mrr")
@@ -31,6 +31,7 @@ FEATURES: dict[str, tuple[Owner, ...]] = {
     "+ user": ("user",),
     "+ user + item": ("user", "item"),
     "+ user + item + event": ("user", "item", "event"),
+    "+ user + item + recency": ("user", "item"),
 }
 LENGTH = {"ml-100k": "100", "ml-1m": "200"}
 MOL = ["--model.similarity.query-components", "4", "--model.similarity.item-components", "4"]
@@ -83,6 +84,7 @@ def _train(options: Options, data: Path, model: str, features: str, seed: int) -
     if not (run / "results.json").exists():
         owners = FEATURES[features]
         names = [f.name for f in load_dataset(data).schema.features if f.owner in owners and f.name != "item"]
+        names += [RECENCY] if RECENCY in features else []
         words = [*MODELS[model], "--data.path", str(data), "--train.seed", str(seed), "--run", str(run)]
         words += ["--train.epochs", str(options.epochs), "--train.batch-size", str(options.batch)]
         words += ["--evaluate.every-epochs", str(max(1, options.epochs // 8)), "--train.threads", str(options.threads)]
