@@ -68,12 +68,11 @@ def machine() -> str:
 
 
 def logitmix(*words: str, processes: int = 1) -> str:
-    """What the command line printed, started alone or by torchrun, each process with one thread unless the words say
+    """What the command line printed, each process with one thread unless the words say
     otherwise; ends the benchmark with all that it said where it failed."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [*launcher, "-m", "logitmix.trainer.cli", "--", *words]
+        command += ["--processes", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from logitmix.common.mappings import class_of_kind, from_mapping, of_class
+from logitmix.common.mappings import class_of_kind, from_mapping, nearest, of_class, require
 from logitmix.modules.config import SimilarityConfig
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import (
@@ -31,13 +31,15 @@ from logitmix.trainer.config import (
 )
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
+from logitmix.trainer.processes import LOST_PEER, launched, run_ranks
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
 
   prepare NAME [--source PATH] [--out DIR]          raw files -> dataset directory
   train RECIPE [--section.field VALUE ...] [--run DIR]
-                                                    alone, or under torchrun or torchx with the same words
+                                                    alone, on N ranks of this host with --processes N, or under
+                                                    torchrun or torchx with the same words
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
@@ -72,6 +74,8 @@ class TrainCommand(Config):
 
     run: str = ""
     """Run directory; runs/RECIPE when left empty."""
+    processes: int = 1
+    """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print the results as JSON."""
 
@@ -90,13 +94,15 @@ class EvaluateCommand:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
+    processes: int = 1
+    """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write the best checkpoint of a run as a serving directory; alone, or under torchrun."""
+    """Write the best checkpoint of a run as a serving directory."""
 
     run: tyro.conf.Positional[str]
     """Run directory."""
@@ -106,6 +112,8 @@ class ExportCommand:
     """Which checkpoint: the best on validation, or the last."""
     overwrite: bool = False
     """Replace the serving directory that is already there."""
+    processes: int = 1
+    """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print JSON."""
 
@@ -159,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         usage = USAGE.format(names=", ".join(NAMES), recipes=", ".join(recipe_names()))
         print(usage, file=sys.stdout if asked else sys.stderr)
         if words and not asked:
-            print(f"\nlogitmix: no command {words[0]!r}", file=sys.stderr)
+            print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
         raise SystemExit(0 if asked else 2)
     try:
         command(words[1:])
@@ -167,6 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    except RuntimeError as error:
+        if not _lost_peer(error):
+            raise
+        _fail(f"rank {os.environ.get('RANK', 0)} lost the connection to another rank", LOST_PEER)
     except KeyboardInterrupt:
         _fail("stopped", 130)
 
@@ -206,6 +218,7 @@ def _train(words: list[str]) -> None:
     config = with_tables_by_name(config, recipe.tables.by_name)
     config = with_tables_by_name(config, by_name)
     run = Path(command.run or f"runs/{Path(words[0]).stem}")
+    _start_ranks("train", words, command.processes)
     _quiet()
     from logitmix.trainer.loop import train
 
@@ -229,6 +242,7 @@ def _with_similarity(config: Config, words: list[str]) -> Config:
 
 def _evaluate(words: list[str]) -> None:
     command = _parse(EvaluateCommand, "evaluate", words)
+    _start_ranks("evaluate", words, command.processes)
     _quiet()
     from logitmix.trainer.evaluate import evaluate_run
 
@@ -243,6 +257,7 @@ def _evaluate(words: list[str]) -> None:
 
 def _export(words: list[str]) -> None:
     command = _parse(ExportCommand, "export", words)
+    _start_ranks("export", words, command.processes)
     _quiet()
     from logitmix.trainer.export import export
 
@@ -289,6 +304,17 @@ def _update_items(words: list[str]) -> None:
             f"{command.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
             f"{counts['num_items']:,} now"
         )
+
+
+def _start_ranks(command: str, words: list[str], count: int) -> None:
+    """Starts the ranks that the words ask for, and ends with their exit status; does nothing in a rank, or for one."""
+    require(count >= 1, "processes", count, "at least 1")
+    if launched():
+        world_size = os.environ.get("WORLD_SIZE", "")
+        if count > 1 and world_size != str(count):
+            raise ValueError(f"--processes is {count}, but a launcher has started {world_size} ranks; leave it out")
+    elif count > 1:
+        raise SystemExit(run_ranks([command, *words], count))
 
 
 def _parts(text: str) -> list[str]:
@@ -350,6 +376,12 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
     for name, value in metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
     Console().print(table)
+
+
+def _lost_peer(error: RuntimeError) -> bool:
+    """Whether gloo or the store says that another rank is gone: what that rank says is the cause."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
+    return any(sign in str(error) for sign in signs)
 
 
 def _is_main() -> bool:

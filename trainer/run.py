@@ -12,6 +12,7 @@ results.json      test metrics of the best checkpoint; written once, at the end
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -46,8 +47,9 @@ class RunProgress:
 
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Rank 0 makes the run directory and keeps other jobs out of it. ValueError on every rank where another job
-    trains there or it cannot be made. Collective."""
+    """Rank 0 makes the run directory and keeps other jobs out of it; one that it made is removed again where the job
+    fails before it has anything to keep. ValueError on every rank where another job trains there or it cannot be made.
+    Collective."""
     with ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
         yield
@@ -137,6 +139,7 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
+    made = not run.exists()
     try:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
@@ -147,7 +150,12 @@ def _locked(run: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another job is training {run}; wait for it, or give another --run") from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if made and not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
+                shutil.rmtree(run)
+            raise
 
 
 def _require_same_settings(run: Path, config: Config) -> None:

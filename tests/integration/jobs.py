@@ -12,12 +12,13 @@ from logitmix.trainer.run import read_rows
 QUIET = {"OMP_NUM_THREADS": "1"}
 
 
-def start(words: list[str], folder: Path, processes: int = 1) -> subprocess.Popen[str]:
-    """`logitmix WORDS` in a session of its own, under torchrun where there is more than one process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    module = ["-m", "logitmix.trainer.cli", *(["--"] if launcher else [])]
+def start(words: list[str], folder: Path, processes: int = 1, torchrun: bool = False) -> subprocess.Popen[str]:
+    """`logitmix WORDS` in a session of its own, with --processes or under torchrun where there is more than one."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if torchrun else []
+    module = ["-m", "logitmix.trainer.cli", *(["--"] if launcher else []), *words]
+    several = ["--processes", str(processes)] if processes > 1 and not torchrun else []
     return subprocess.Popen(
-        [sys.executable, *launcher, *module, *words],
+        [sys.executable, *launcher, *module, *several],
         cwd=folder,
         env=os.environ | QUIET,
         stdout=subprocess.PIPE,
@@ -27,17 +28,17 @@ def start(words: list[str], folder: Path, processes: int = 1) -> subprocess.Pope
     )
 
 
-def run(words: list[str], folder: Path, processes: int = 1) -> str:
+def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = False) -> str:
     """Its standard output; an AssertionError with what it said where it fails."""
-    process = start(words, folder, processes)
+    process = start(words, folder, processes, torchrun)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, f"{words}: {out}\n{err}"
     return out
 
 
-def refused(words: list[str], folder: Path) -> str:
+def refused(words: list[str], folder: Path, processes: int = 1) -> str:
     """What it says in its one line on standard error, where it must fail."""
-    process = start(words, folder)
+    process = start(words, folder, processes)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err

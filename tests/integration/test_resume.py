@@ -40,7 +40,7 @@ def _changed(file: Path) -> int:
 
 
 def _kill_session(leader: int) -> None:
-    """torchrun gives its workers process groups of their own; they stay in its session."""
+    """The command, and the ranks that it started."""
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:

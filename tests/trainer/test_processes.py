@@ -1,0 +1,113 @@
+"""The ranks that --processes starts: one failure, one message, nothing left behind."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import cli, processes
+from logitmix.trainer.config import dump_toml
+
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"])
+exec(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs a script in place of the command: the first word is what a rank does."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    popen = subprocess.Popen
+
+    def start(words: list[str], **options: object) -> object:
+        assert words[:3] == [sys.executable, "-m", "logitmix.trainer.cli"]
+        return popen([sys.executable, str(script), *words[3:]], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("does", "status", "said"),
+    [
+        ("pass", 0, ""),
+        # A user's mistake, which every rank finds: rank 0 says it.
+        ("print('wrong', file=sys.stderr); sys.exit(2)", 2, "wrong"),
+        # The cause is told, though rank 0 ends first and for another reason.
+        ("sys.exit(3) if rank == 0 else (time.sleep(0.5), sys.exit('no memory'))", 1, "rank 1 of 2\nno memory"),
+        ("time.sleep(60) if rank == 0 else sys.exit('no memory')", 1, "rank 1 of 2\nno memory"),
+        ("time.sleep(60) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_what_is_told_of_ranks_that_fail(
+    does: str, status: int, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE", 1.0)
+    assert processes.run_ranks([does], 2) == status
+    out, err = capfd.readouterr()
+    assert out == "rank 0 of 2\n"
+    assert err.count(said) == 1 and "Traceback" not in err if said else err == ""
+
+
+def test_a_start_that_fails_says_one_line_and_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(dump_toml(small_config(write_dataset(tmp_path / "data"))))
+    words = ["train", str(recipe), "--run", str(tmp_path / "run"), "--model.features", "brand", "--processes", "2"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    err = capfd.readouterr().err
+    assert (
+        err.startswith("logitmix: model.features names brand, which the dataset does not have") and err.count("\n") == 1
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; from logitmix.trainer import processes; start = subprocess.Popen\n"
+        "words = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        "processes.subprocess.Popen = lambda _, **options: start(words, **(options | dict(stdout=None)))\n"
+        "processes.run_ranks([], 2)"
+    )
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    with command.stdout:
+        found = [int(command.stdout.readline()) for _ in range(2)]
+    command.kill()
+    command.wait()
+    until = time.monotonic() + 10
+    while any(_runs(pid) for pid in found):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # What has ended stays in the list until whoever inherited it takes note.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_processes_that_a_launcher_did_not_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "runs/none", "--processes", "2"])
+    said = "logitmix: --processes is 2, but a launcher has started 4 ranks; leave it out\n"
+    assert capsys.readouterr().err == said

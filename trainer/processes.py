@@ -1,0 +1,124 @@
+"""`--processes N`: the ranks of a command on this host, started together and ended together.
+
+Rank 0 has the terminal. What another rank says is shown where that rank is the first to fail.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import IO
+
+GRACE = 10.0
+"""Seconds that ranks have to end by themselves, once one of them has failed or the command is stopped."""
+USER_ERROR = 2
+"""Exit status for what the user can mend: every rank finds it, and rank 0 says it."""
+LOST_PEER = 3
+"""Exit status of a rank that lost the connection to another."""
+
+
+def launched() -> bool:
+    """Whether torchrun, torchx or `run_ranks` has started this process as a rank."""
+    return "RANK" in os.environ
+
+
+def run_ranks(words: Sequence[str], count: int) -> int:
+    """Runs `logitmix WORDS` as `count` ranks of this host; gives the exit status of the first that failed, or 0."""
+    with ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
+        ranks = stack.enter_context(_ranks(words, count, said))
+        try:
+            failed = _first_to_fail(ranks)
+            if failed is None:
+                return 0
+            status = ranks[failed].returncode
+            if status != USER_ERROR:
+                _tell(failed, status, said)
+            _wait(ranks, GRACE)
+        except KeyboardInterrupt:
+            # The terminal has sent it to the ranks as well.
+            _wait(ranks, GRACE)
+            return 128 + signal.SIGINT
+        return status if status > 0 else 128 - status
+
+
+@contextmanager
+def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes; on the way out none of them runs any more."""
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}
+    if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in [name for _, name in socket.if_nameindex()]:
+        # No port that another host could reach.
+        common |= {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks: list[subprocess.Popen[bytes]] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        for rank in range(count):
+            place = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            own = said[rank - 1] if rank else None
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "logitmix.trainer.cli", *words],
+                    env=os.environ | place,
+                    stdout=own,
+                    stderr=own,
+                    preexec_fn=_end_with_parent,
+                )
+            )
+        yield ranks
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _end_with_parent() -> None:
+    """A rank does not outlive what started it, even where that is killed; on Linux."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Waits until a rank has failed, or all have ended."""
+    alone = 0.0
+    while True:
+        statuses = [process.poll() for process in ranks]
+        failed = [rank for rank, status in enumerate(statuses) if status]
+        causes = [rank for rank in failed if statuses[rank] != LOST_PEER]
+        # One that only lost another: the cause shows in a moment.
+        if causes or alone > 2:
+            return (causes or failed)[0]
+        if None not in statuses and not failed:
+            return None
+        alone += 0.05 if failed else 0.0
+        time.sleep(0.05)
+
+
+def _tell(rank: int, status: int, said: Sequence[IO[str]]) -> None:
+    if rank:
+        file = said[rank - 1]
+        file.seek(0)
+        sys.stderr.write(file.read())
+    if status < 0:
+        print(f"logitmix: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all ranks have ended, or that time has passed."""
+    until = time.monotonic() + seconds
+    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
