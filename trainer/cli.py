@@ -244,6 +244,7 @@ def _evaluate(words: list[str]) -> None:
     command = _parse(EvaluateCommand, "evaluate", words)
     _start_ranks("evaluate", words, command.processes)
     _quiet()
+    _let_threads_sleep()
     from logitmix.trainer.evaluate import evaluate_run
 
     threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -259,6 +260,7 @@ def _export(words: list[str]) -> None:
     command = _parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
     _quiet()
+    _let_threads_sleep()
     from logitmix.trainer.export import export
 
     manifest = export(Path(command.run), Path(command.out), overwrite=command.overwrite, which=command.checkpoint)
@@ -272,6 +274,7 @@ def _export(words: list[str]) -> None:
 
 def _retrieve(words: list[str]) -> None:
     command = _parse(RetrieveCommand, "retrieve", words)
+    _let_threads_sleep()
     from logitmix.serving.retriever import Request, Retriever
 
     retriever = Retriever.load(Path(command.directory))
@@ -294,6 +297,7 @@ def _retrieve(words: list[str]) -> None:
 
 def _update_items(words: list[str]) -> None:
     command = _parse(UpdateItemsCommand, "update-items", words)
+    _let_threads_sleep()
     from logitmix.trainer.update import update_items
 
     counts = update_items(Path(command.directory), command.items, command.item_column, Console(stderr=True))
@@ -382,6 +386,12 @@ def _lost_peer(error: RuntimeError) -> bool:
     """Whether gloo or the store says that another rank is gone: what that rank says is the cause."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
     return any(sign in str(error) for sign in signs)
+
+
+def _let_threads_sleep() -> None:
+    """To be called before torch is loaded. Threads of OpenMP spin while they wait for work: on cores that others use,
+    too, ranking took three times as long."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _is_main() -> bool:

@@ -1,5 +1,6 @@
 """The words of `logitmix train`: the settings that there are depend on the kind of similarity."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from logitmix.common.mappings import classes_by_kind
 from logitmix.modules.config import DotConfig, MLPConfig, MoLConfig, SimilarityConfig
-from logitmix.trainer import cli, loop
+from logitmix.trainer import cli, evaluate, loop
 from logitmix.trainer.config import Config, flatten, load_recipe
 
 
@@ -100,3 +101,14 @@ def test_help_lists_every_setting(kind: str, capsys: pytest.CaptureFixture[str])
     recipe = load_recipe("demo-mol")
     config = replace(recipe, model=replace(recipe.model, similarity=classes_by_kind(SimilarityConfig)[kind]()))
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
+
+
+def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(evaluate, "evaluate_run", lambda *_: found.append(os.environ["OMP_WAIT_POLICY"]) or {"step": 1})
+    for policy, expected in (("ACTIVE", "ACTIVE"), (None, "PASSIVE")):
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy or "")
+        if policy is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        cli.main(["evaluate", "runs/some", "--json"])
+        assert found.pop() == expected
