@@ -39,9 +39,12 @@ def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, 
 
 def item_shapes(config: ModelConfig, count: int, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
     """What `item_cache` gives of `count` items for a tower of this configuration."""
-    vector_RD = torch.empty(count, config.dim, device="meta")
-    items = Embedded(vector_RD, [vector_RD] * (len(schema.of("item")) - 1))
-    return {name: list(value.shape) for name, value in item_cache(_empty_tower(config, schema), items).items()}
+    # Of one real item: what torch loads to compute with shapes alone takes seconds.
+    zeros = {name: torch.zeros(shape) for name, shape in weight_shapes(config, schema).items()}
+    tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
+    with torch.inference_mode():
+        cache = item_cache(tower, Embedded(vector_1D, [vector_1D] * (len(schema.of("item")) - 1)))
+    return {name: [count, *value.shape[1:]] for name, value in cache.items()}
 
 
 def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
