@@ -1,11 +1,12 @@
 """Peak memory of each rank through train, evaluate, checkpoint and export, on a dataset made for it.
 
-    python -m benchmarks.memory [--items 8000000] [--processes 2] [--folder DIR] [--json]
+    python -m benchmarks.memory [--items 8000000] [--feature-rows 0] [--processes 2] [--folder DIR] [--json]
 
 What counts is anonymous memory (RssAnon and RssShmem of /proc/PID/status, sampled every 2 ms): what a process has
 allocated. Pages of mapped files, such as the libraries' code and an export's items, are not counted: they are the
-system's to drop. The bound is 0.65 x (table + optimizer state) + 2 GB, for two ranks: half of them, 15 % more, and what
-does not grow with the corpus. The model is demo-mol's with row-wise Adagrad; users are few and their histories short.
+system's to drop. The bound is 0.65 x (tables + optimizer state) + 2 GB, for two ranks: half of them, 15 % more, and
+what does not grow with the corpus. The model is demo-mol's with row-wise Adagrad; users are few and their histories
+short. With --feature-rows the items have a feature whose table has so many rows.
 """
 
 import json
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import machine
+from logitmix.modules.schema import Feature, Schema
+from logitmix.modules.schema import Table as FeatureTable
+from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 DIM = 64
@@ -41,6 +45,8 @@ SETTINGS = {
 @dataclass(frozen=True)
 class Options:
     items: int = 8_000_000
+    feature_rows: int = 0
+    """Rows of the table of a feature of the items; without one where 0."""
     users: int = 2_000
     processes: int = 2
     folder: str = ""
@@ -55,11 +61,12 @@ def main(options: Options) -> None:
         rows = list(_measure(options, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    limit = 0.65 * options.items * (DIM + 1) * 4 + 2e9
+    limit = 0.65 * (options.items + options.feature_rows) * (DIM + 1) * 4 + 2e9
     if options.json:
         print(json.dumps({"limit": limit, "rows": rows}))
         return
-    title = f"GB at most, of {limit / 1e9:.2f} allowed; {options.items:,} items, {machine()}"
+    counts = f"{options.items:,} items, {options.feature_rows:,} rows of a feature"
+    title = f"GB at most, of {limit / 1e9:.2f} allowed; {counts}, {machine()}"
     table = Table("command", "phase", *(f"rank {rank}" for rank in range(options.processes)), "s", title=title)
     for row in rows:
         peaks = [f"{peak / 1e9:.2f}" for peak in row["peaks"]] + [""] * (options.processes - len(row["peaks"]))
@@ -72,7 +79,8 @@ def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
     data, run = folder / "data", folder / "run"
     _write_data(options, data)
     settings = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-    train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *settings, "--train.epochs"]
+    train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *settings, "--model.features", "all"]
+    train += ["--train.epochs"]
     commands = {
         "train": [*train, "2"],
         "train on": [*train, "3"],
@@ -95,8 +103,18 @@ def _write_data(options: Options, out: Path) -> None:
     random = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(random.integers(5, 20, options.users))])
     items = random.integers(0, options.items, offsets[-1])
-    ids = pa.array(np.arange(options.items)).cast(pa.string())
-    write_dataset(out, DatasetContents(offsets, items, np.arange(offsets[-1]), ids), "made")
+    contents = DatasetContents(offsets, items, np.arange(offsets[-1]), _names(options.items))
+    if options.feature_rows:
+        ids, brand = Schema.of_ids(options.items), Feature("brand", "item", "id", "brand")
+        schema = Schema((*ids.features, brand), (*ids.tables, FeatureTable("brand", options.feature_rows)))
+        columns = {"brand": Column(random.integers(0, options.feature_rows, options.items))}
+        values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), _names(options.feature_rows)[1:]])}
+        contents = replace(contents, schema=schema, columns=columns, vocabularies=values)
+    write_dataset(out, contents, "made")
+
+
+def _names(count: int) -> pa.Array:
+    return pa.array(np.arange(count)).cast(pa.string())
 
 
 def _run(words: list[str], processes: int, folder: Path) -> list[dict[str, dict[str, float]]]:

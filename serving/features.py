@@ -5,7 +5,7 @@ Axes: R rows (requests, events or items), S ids of all bags.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ import torch
 from logitmix.common.mappings import nearest
 from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema
+from logitmix.serving.texts import Texts
+
+_REMEMBERED = 2**16
+"""Values whose rows are known without looking."""
 
 
 class FeatureReader:
@@ -22,10 +26,11 @@ class FeatureReader:
     number or vector the mean that the model was trained with.
     """
 
-    def __init__(self, schema: Schema, vocabularies: Mapping[str, Sequence[str]]) -> None:
-        """`vocabularies`: of each table but that of the items, the values by row."""
+    def __init__(self, schema: Schema, vocabularies: Mapping[str, Texts]) -> None:
+        """`vocabularies`: of each table but that of the items, the values by row, with their order."""
         self.schema = schema
-        self._rows = cache(lambda table: {value: row for row, value in enumerate(vocabularies[table])})
+        # Values come again and again, and are found by bisection.
+        self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
     def read(self, owner: Owner, records: Sequence[Mapping[str, Any]], what: str) -> dict[str, Values]:
         """The features of R items, users or events, each a mapping of feature names to raw values, by name: indices are
@@ -80,8 +85,8 @@ class FeatureReader:
             return unknown
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise ValueError(f"is {value!r}; it must be text or a whole number")
-        row: int = self._rows(feature.table).get(str(value), unknown)
-        return row
+        row: int | None = self._find(feature.table, str(value))
+        return unknown if row is None else row
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -7,8 +7,13 @@
                          the rows of the item table), and the item cache: what the similarity (similarity.0, …; of MoL
                          the components [R, I, C] and the gating weights [R, M]) and the h-indexer (hindexer.0 [R, H],
                          where there is one) make of the items
-    tables.safetensors   TABLE.rows of each table of features; of the item table the row of unknown items alone; and of
-                         those of features TABLE.values.data and .bounds, the vocabulary, as the raw ids below
+    tables-00000-of-000NN.safetensors
+                         of consecutive rows: TABLE [any number, W], a piece of each table of which the file holds any.
+                         A table's pieces, file after file, are all of its rows; of the item table the row of unknown
+                         items alone is here
+    vocabularies.safetensors
+                         of each table of features its values by row: TABLE.data, TABLE.bounds and TABLE.order, as those
+                         of the raw ids below
     ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where in
                          it they begin and end), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds where there are titles
@@ -29,14 +34,15 @@ All other tensors are FP32. The fields of the manifest:
 
 Several processes can write it together, each some of the shards; files are mapped into memory when they are read.
 
-Axes: X items in the corpus, R items of a shard, D encoder width, I item components, C component width, M mixture
-components, H h-indexer width.
+Axes: X items in the corpus, R items of a shard, D encoder width, W width of a table, I item components, C component
+width, M mixture components, H h-indexer width.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +59,7 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.items import Items
 from logitmix.serving.model import IDS_ALONE, TABLE, item_shapes, row_shapes, weight_shapes
+from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import MAX_ITEMS
 
@@ -60,7 +67,8 @@ T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
 FORMAT_VERSION = 2
-MANIFEST, WEIGHTS, TABLES, IDS = "manifest.json", "tower.safetensors", "tables.safetensors", "ids.safetensors"
+MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
+VOCABULARIES = "vocabularies.safetensors"
 
 Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
@@ -113,10 +121,10 @@ class Contents:
     about: About
     weights: Mapping[str, Tensor]
     """Of the towers."""
-    rows: Mapping[str, Tensor]
+    tables: Mapping[str, Pieces]
     """[rows, W] of each table of features; of the items' table [1, W], the unknown item's."""
     vocabularies: Mapping[str, Texts]
-    """Of each table of features, the values by row."""
+    """Of each table of features, the values by row, with their order."""
     items: Items
     raw_ids: Texts
     """[X], each once, with their order."""
@@ -134,13 +142,21 @@ def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) ->
     return _write_tensors(staging / WEIGHTS, weights)
 
 
-def write_tables(staging: Path, about: About, rows: Mapping[str, Tensor], vocabularies: Mapping[str, Texts]) -> Entries:
-    """Likewise the rows of the tables and the vocabularies of features."""
-    assert _shapes(rows) == row_shapes(about.model, about.schema)
-    tensors = {f"{name}.rows": of for name, of in rows.items()}
+def write_tables(staging: Path, about: About, number: int, count: int, rows: Mapping[str, Tensor]) -> Entries:
+    """Likewise file `number` of `count` with rows of tables: those that follow the ones in the file before."""
+    shapes = row_shapes(about.model, about.schema)
+    assert _shapes(rows) == {name: [len(of), shapes[name][1]] for name, of in rows.items()}
+    return _write_tensors(staging / tables_file(number, count), rows)
+
+
+def write_vocabularies(staging: Path, about: About, vocabularies: Mapping[str, Texts]) -> Entries:
+    """Likewise the values of the tables of features."""
+    assert {ITEM, *vocabularies} == {table.name for table in about.schema.tables}
+    tensors: dict[str, Tensor] = {}
     for name, texts in vocabularies.items():
-        tensors |= {f"{name}.values.data": texts.data, f"{name}.values.bounds": texts.bounds}
-    return _write_tensors(staging / TABLES, tensors)
+        assert len(texts) == about.schema.table(name).rows
+        tensors |= _tensors_of(texts, name)
+    return _write_tensors(staging / VOCABULARIES, tensors)
 
 
 def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
@@ -151,13 +167,17 @@ def write_items(staging: Path, about: About, number: int, count: int, items: Map
 
 def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None) -> Entries:
     """Likewise the items' raw ids and titles."""
-    assert raw_ids.order is not None
-    tensors = {"raw_ids.data": raw_ids.data, "raw_ids.bounds": raw_ids.bounds, "raw_ids.order": raw_ids.order}
+    tensors = _tensors_of(raw_ids, "raw_ids")
     if titles is not None:
         tensors |= {"titles.data": titles.data, "titles.bounds": titles.bounds}
     for texts in (raw_ids, titles or raw_ids):
         assert len(texts) == about.num_items and texts.problem() is None
     return _write_tensors(staging / IDS, tensors)
+
+
+def _tensors_of(texts: Texts, name: str) -> dict[str, Tensor]:
+    assert texts.order is not None
+    return {f"{name}.data": texts.data, f"{name}.bounds": texts.bounds, f"{name}.order": texts.order}
 
 
 def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
@@ -184,6 +204,16 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
 
 def items_file(number: int, count: int) -> str:
     return f"items-{number:05}-of-{count:05}.safetensors"
+
+
+def tables_file(number: int, count: int) -> str:
+    return f"tables-{number:05}-of-{count:05}.safetensors"
+
+
+def read_tables(path: Path, entries: Entries) -> dict[str, Pieces]:
+    """Tables whose files, all of them, were just written: mapped, and not checked."""
+    files = [_read_tensors(path / name, entries[name]["tensors"]) for name in _numbered(tables_file, entries)]
+    return _pieces(files)
 
 
 def check_target(out: Path, overwrite: bool) -> None:
@@ -216,15 +246,15 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
     for name in tensors:
         _check_file(path / name, manifest["files"][name])
     found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
-    ids, tables = found.pop(IDS), found.pop(TABLES)
-    names = [table.name for table in about.schema.tables]
+    ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
+    names = [table.name for table in about.schema.tables if table.name != ITEM]
     on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
     return Contents(
         about=about,
-        weights=on_device.pop(WEIGHTS),
-        rows={name: tables[f"{name}.rows"].to(device) for name in names},
-        vocabularies={name: _texts(path / TABLES, tables, f"{name}.values") for name in names if name != ITEM},
-        items=Items([on_device[name] for name in sorted(on_device)]),
+        weights=on_device[WEIGHTS],
+        tables=_pieces([on_device[name] for name in _numbered(tables_file, on_device)]),
+        vocabularies={name: _texts(path / VOCABULARIES, vocabularies, name) for name in names},
+        items=Items([on_device[name] for name in _numbered(items_file, on_device)]),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
     )
@@ -300,8 +330,8 @@ def _is_ours(path: Path) -> bool:
     """A serving directory, be it a damaged one, with nothing in it that is not ours to remove."""
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
-    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, TABLES, IDS}
-    return all(re.fullmatch(r"items-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
+    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, VOCABULARIES, IDS}
+    return all(re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 
 def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
@@ -317,9 +347,8 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
     """The tensors of all files, as the manifest has them: those that follow from the model and the number of items."""
     if not isinstance(files, dict):
         _broken(file, "files is not a mapping")
-    count = sum(name.startswith("items-") for name in files)
-    shards = [items_file(number, count) for number in range(count)]
-    _check_keys(file, files, (WEIGHTS, TABLES, IDS, *shards), "files.")
+    shards, tables = _numbered(items_file, files), _numbered(tables_file, files)
+    _check_keys(file, files, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), "files.")
     for name in files:
         _check_keys(file, files[name], ("bytes", "sha256", "tensors"), f"files.{name}.")
     tensors = {name: entry["tensors"] for name, entry in files.items()}
@@ -331,8 +360,10 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         expected |= {
             WEIGHTS: _float32(weight_shapes(about.model, about.schema)),
             IDS: _ids(tensors[IDS], about.num_items),
+            VOCABULARIES: _vocabularies(tensors[VOCABULARIES], about.schema),
         }
-        expected |= {TABLES: _tables(tensors[TABLES], about)}
+        expected |= {name: _tables(tensors[name], about) for name in tables}
+        table_rows = _row_counts([tensors[name] for name in tables])
     except (LookupError, TypeError, ValueError, RuntimeError):
         _broken(file, "the tensors of its files are no names with shapes")
     if sum(rows) != about.num_items:
@@ -340,7 +371,17 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
     for name in files:
         if tensors[name] != expected[name]:
             _broken(file, f"its tensors of {name} are not those of its model")
+    for name, (count, _) in row_shapes(about.model, about.schema).items():
+        if table_rows[name] != count:
+            _broken(file, f"its files have {table_rows[name]} rows of table {name}, and its model has {count}")
     return tensors
+
+
+def _numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[str]:
+    """The files of a kind, in order: as many as there are names that begin like theirs."""
+    kind = name(0, 0).partition("-")[0]
+    count = sum(of.startswith(f"{kind}-") for of in names)
+    return [name(number, count) for number in range(count)]
 
 
 def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -349,18 +390,31 @@ def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
 
 def _ids(found: Mapping[str, Any], X: int) -> dict[str, Any]:
     """The tensors of the ids file, with the data as long as found."""
-    expected = _texts_of(found, "raw_ids", X) | {"raw_ids.order": {"dtype": "I64", "shape": [X]}}
+    expected = _texts_of(found, "raw_ids", X) | _order_of("raw_ids", X)
     return expected | (_texts_of(found, "titles", X) if "titles.data" in found else {})
 
 
-def _tables(found: Mapping[str, Any], about: About) -> dict[str, Any]:
-    """Likewise those of the tables file."""
-    shapes = row_shapes(about.model, about.schema)
-    expected = {f"{name}.rows": {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}
-    for table in about.schema.tables:
+def _vocabularies(found: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Likewise those of the vocabularies' file."""
+    expected: dict[str, Any] = {}
+    for table in schema.tables:
         if table.name != ITEM:
-            expected |= _texts_of(found, f"{table.name}.values", table.rows)
+            expected |= _texts_of(found, table.name, table.rows) | _order_of(table.name, table.rows)
     return expected
+
+
+def _tables(found: Mapping[str, Any], about: About) -> dict[str, Any]:
+    """Likewise those of a file of tables: pieces with as many rows as found."""
+    shapes = row_shapes(about.model, about.schema)
+    return _float32({name: [found[name]["shape"][0], W] for name, (_, W) in shapes.items() if name in found})
+
+
+def _row_counts(files: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Rows of each table's pieces, all together."""
+    counts: Counter[str] = Counter()
+    for found in files:
+        counts.update({name: piece["shape"][0] for name, piece in found.items()})
+    return counts
 
 
 def _texts_of(found: Mapping[str, Any], name: str, count: int) -> dict[str, Any]:
@@ -368,6 +422,10 @@ def _texts_of(found: Mapping[str, Any], name: str, count: int) -> dict[str, Any]
         f"{name}.bounds": {"dtype": "I64", "shape": [count + 1]},
         f"{name}.data": {"dtype": "U8", "shape": [int(found[f"{name}.data"]["shape"][0])]},
     }
+
+
+def _order_of(name: str, count: int) -> dict[str, Any]:
+    return {f"{name}.order": {"dtype": "I64", "shape": [count]}}
 
 
 def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
@@ -390,6 +448,12 @@ def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
             return {name: tensors.get_tensor(name) for name in found}
     except SafetensorError as error:
         _broken(file, f"it is no safetensors file ({error})")
+
+
+def _pieces(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Pieces]:
+    """The tables of which files have pieces, in order."""
+    names = {name: None for of_file in files for name in of_file}
+    return {name: Pieces([of_file[name] for of_file in files if name in of_file]) for name in names}
 
 
 def _texts(file: Path, tensors: Mapping[str, Tensor], name: str) -> Texts:

@@ -1,7 +1,7 @@
 """What an export holds of the items, shard by shard. On the CPU the tensors are mapped from the files: what is not used
 is not in memory.
 
-Axes: X items in the corpus, T items of histories, K candidates, N items of a chunk, D width of a row.
+Axes: T items of histories, K candidates, N items of a chunk, D width of a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from logitmix.modules.similarity.base import Side
 from logitmix.serving.model import TABLE
+from logitmix.serving.pieces import Pieces
 
 Chunk = tuple[Tensor, Side]
 """Indices [N] and sides of some items."""
@@ -21,26 +22,19 @@ class Items:
 
     def __init__(self, shards: Sequence[Mapping[str, Tensor]]) -> None:
         """Each shard has consecutive items, by the names of `item_cache`."""
-        self.shards = shards
-        self.starts = torch.tensor([0, *(len(shard[TABLE]) for shard in shards)]).cumsum(0)
+        self.shards, self.table = shards, Pieces([shard[TABLE] for shard in shards])
+        self.starts = self.table.starts
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return len(self.table)
 
     @property
     def device(self) -> torch.device:
-        return self.shards[0][TABLE].device
+        return self.table.device
 
     def rows(self, index_T: Tensor) -> Tensor:
         """Rows of the table [T, D] of items that are named on the CPU, in any order."""
-        table = self.shards[0][TABLE]
-        row_TD = table.new_empty(len(index_T), table.shape[1])
-        shard_T = torch.bucketize(index_T, self.starts, right=True) - 1
-        for number in shard_T.unique().tolist():
-            at = (shard_T == number).nonzero().flatten()
-            row_N = (index_T[at] - self.starts[number]).to(table.device)
-            row_TD[at.to(table.device)] = self.shards[number][TABLE][row_N]
-        return row_TD
+        return self.table.fetch(index_T)
 
     def all(self, stage: str, chunk: int) -> Iterator[Chunk]:
         """All items, at most `chunk` at a time."""

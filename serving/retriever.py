@@ -15,13 +15,14 @@ from torch import Tensor
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.features import Embedded, Features, recency_rows
-from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
 from logitmix.serving.items import Chunk
 from logitmix.serving.model import trained_tower
+from logitmix.serving.pieces import fetch_rows
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
@@ -76,7 +77,7 @@ class Retriever:
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
         self.tower = trained_tower(about.model, about.schema, contents.weights)
-        self._rows, self._items = contents.rows, contents.items
+        self._tables, self._items = contents.tables, contents.items
         self._reader = FeatureReader(about.schema, contents.vocabularies)
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in about.schema.features
@@ -85,8 +86,8 @@ class Retriever:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Retriever":
-        """Reads a serving directory; the model and the items go to `device`, cpu or cuda. On the CPU the items stay in
-        their files until they are used.
+        """Reads a serving directory; the model, its tables and the items go to `device`, cpu or cuda. On the CPU rows
+        and items stay in their files until they are used.
 
         Raises ValueError, naming the path and what to do, for what is no intact serving directory of this format
         version, and for a device that is not there.
@@ -192,9 +193,10 @@ class Retriever:
     def embed_items(self, records: Sequence[Mapping[str, Any]]) -> Embedded:
         """Items that were not trained, from the raw values of their features by name: the towers' view of them. Raises
         ValueError that names the record and the feature."""
-        own_row_R = torch.zeros(len(records), dtype=torch.int64)
-        features = Features(own_row_R, self._reader.read("item", records, "item")).to(self._items.device)
-        return self.tower.item_tower(self._rows, features)
+        unknown_R = torch.zeros(len(records), dtype=torch.int64)
+        rows, values = fetch_rows(self._tables, self.tower.schema, self._reader.read("item", records, "item"))
+        features = Features(values=values).to(self._items.device)
+        return self.tower.item_tower(rows | {ITEM: self._tables[ITEM].fetch(unknown_R)}, features)
 
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
         if strange := sorted(set(request) - set(Request.__annotations__)):
@@ -264,8 +266,9 @@ class Retriever:
         vector_TD = self._items.rows(item_T.clamp(min=0))
         vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
         packing = Packing(torch.tensor([len(items) for items in encoded])).to(device)
+        rows, values = fetch_rows(self._tables, self.tower.schema, values)
         features = Features(values=values).to(device)
-        return self.tower.query_sides(self.tower.queries(vector_TD, packing, self._rows, features))
+        return self.tower.query_sides(self.tower.queries(vector_TD, packing, rows, features))
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""

@@ -1,6 +1,9 @@
-"""Checkpoint -> serving directory, shard by shard: no rank has more of the items in memory than one shard.
+"""Checkpoint -> serving directory, file by file: no rank has more of the tables or items in memory than a file holds.
 
-Axes: X items in the corpus, R items of a shard, D width of a row.
+The tables of features are written first. The items' features are then looked up in these files, mapped into memory:
+every rank must see what the others wrote.
+
+Axes: R items of a shard, N items of a chunk, D width of the item table, W of a table.
 """
 
 import math
@@ -8,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +26,8 @@ from logitmix.modules.schema import ITEM, Owner
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries, Source
-from logitmix.serving.model import item_cache, item_shapes
+from logitmix.serving.model import item_cache, item_shapes, row_shapes
+from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import Column, load_dataset
@@ -33,7 +37,7 @@ from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
 
 SHARD_BYTES = 2**28
-"""Size of a shard of items, roughly."""
+"""Size of a shard of items, and of a file of tables, roughly."""
 CHUNK_ITEMS = 2**13
 """Items whose cache is computed at once."""
 
@@ -45,8 +49,8 @@ class DatasetItems:
     raw_ids: Callable[[], pa.ChunkedArray]
     titles: Callable[[], pa.ChunkedArray | None]
     columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
-    vocabulary: Callable[[str], list[str]] = lambda table: []
-    """The values of a table of features, by row."""
+    vocabulary: Callable[[str], pa.ChunkedArray] = lambda table: pa.chunked_array([[]], pa.string())
+    """The values of a table of features by row, null for what is unknown."""
 
 
 def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best", "last"] = "best") -> dict[str, Any]:
@@ -65,7 +69,7 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
         exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
         about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema)
         columns = columns_of(dataset, model.tower.schema)
-        items = DatasetItems(dataset.raw_id_column, dataset.title_column, columns, dataset.vocabulary)
+        items = DatasetItems(dataset.raw_id_column, dataset.title_column, columns, dataset.vocabulary_column)
         return export_model(model, about, items, out, overwrite, ranks)
 
 
@@ -80,8 +84,8 @@ def export_model(
     """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; gives
     its manifest. Collective.
 
-    Raises ValueError where `out` must not be overwritten, for weights that are not finite and for raw ids that name an
-    item twice, and OSError where the disk is full or forbids it.
+    Raises ValueError where `out` must not be overwritten, for weights that are not finite and for raw ids or values of
+    features that are there twice, and OSError where the disk is full or forbids it.
     """
     out = out.resolve()
 
@@ -93,10 +97,11 @@ def export_model(
 
     staging = on_first_rank(make, ranks)
     try:
-        entries = on_all_ranks(lambda: _write_own(model, about, dataset, staging, ranks), ranks)
+        tables = _merged(on_all_ranks(lambda: _write_tables(model, about, staging, ranks), ranks))
+        others = _merged(on_all_ranks(lambda: _write_items(model, about, dataset, tables, staging, ranks), ranks))
 
         def finish() -> dict[str, Any]:
-            manifest = serving.write_manifest(staging, about, {name: of[name] for of in entries for name in of})
+            manifest = serving.write_manifest(staging, about, tables | others)
             serving.check_target(out, overwrite)
             publish(staging, out)
             return manifest
@@ -108,32 +113,69 @@ def export_model(
         raise
 
 
-def _write_own(
+def _merged(of_ranks: list[Entries]) -> Entries:
+    return {name: entry for entries in of_ranks for name, entry in entries.items()}
+
+
+def _write_tables(model: SavedModel, about: About, staging: Path, ranks: Ranks) -> Entries:
+    """Writes this rank's share of the files of tables."""
+    files, entries = _table_files(about), Entries()
+    for number in range(*own_range(len(files), ranks.rank, ranks.world_size)):
+        rows = {name: model.read_rows(name, start, stop) for name, (start, stop) in files[number].items()}
+        entries |= serving.write_tables(staging, about, number, len(files), rows)
+    return entries
+
+
+def _table_files(about: About) -> list[dict[str, tuple[int, int]]]:
+    """What rows of which tables each file holds, from one on and before another: table after table, cut where a file is
+    full."""
+    files: list[dict[str, tuple[int, int]]] = [{}]
+    room = SHARD_BYTES
+    for name, (count, W) in row_shapes(about.model, about.schema).items():
+        # Of the items' table, the last row alone.
+        start, stop = (about.num_items, about.num_items + 1) if name == ITEM else (0, count)
+        while start < stop:
+            if files[-1] and room < 4 * W:
+                files, room = [*files, {}], SHARD_BYTES
+            rows = min(stop - start, max(1, room // (4 * W)))
+            files[-1][name] = start, start + rows
+            start, room = start + rows, room - 4 * W * rows
+    return files
+
+
+def _write_items(
     model: SavedModel,
     about: About,
     dataset: DatasetItems,
+    written: Entries,
     staging: Path,
     ranks: Ranks,
 ) -> Entries:
-    """Writes this rank's files: a share of the shards, and on rank 0 the weights and ids."""
-    tower, entries = model.tower.eval(), Entries()
-    tables = [table for table in about.schema.tables if table.name != ITEM]
-    rows = {table.name: model.read_rows(table.name, 0, table.rows) for table in tables}
+    """Writes this rank's other files, once the tables are `written`: a share of the shards, and on rank 0 the weights
+    and texts."""
+    tower, tables, entries = model.tower.eval(), serving.read_tables(staging, written), Entries()
     if ranks.rank == 0:
         entries |= serving.write_weights(staging, about, tower.state_dict())
-        vocabularies = {name: Texts.of(dataset.vocabulary(name)) for name in rows}
-        unknown_1D = model.read_rows(ITEM, model.num_items, model.num_items + 1)
-        entries |= serving.write_tables(staging, about, rows | {ITEM: unknown_1D}, vocabularies)
-        column = dataset.titles()
-        shown = None if column is None else texts_of(column)
-        entries |= serving.write_ids(staging, about, with_order(texts_of(dataset.raw_ids())), shown)
+        entries |= _write_texts(about, dataset, staging)
     bounds = _shard_bounds(tower, about.num_items)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
-        own = model.read_rows(ITEM, bounds[number], bounds[number + 1])
-        items = _items(tower, bounds[number], rows | {ITEM: own}, dataset.columns)
+        own_RD = model.read_rows(ITEM, bounds[number], bounds[number + 1])
+        items = _items(tower, bounds[number], own_RD, tables, dataset.columns)
         entries |= serving.write_items(staging, about, number, count, items)
     return entries
+
+
+def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
+    names = [table.name for table in about.schema.tables if table.name != ITEM]
+    vocabularies = {
+        name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value") for name in names
+    }
+    entries = serving.write_vocabularies(staging, about, vocabularies)
+    column = dataset.titles()
+    shown = None if column is None else texts_of(column)
+    raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")
+    return entries | serving.write_ids(staging, about, raw_ids, shown)
 
 
 def _shard_bounds(tower: Tower, num_items: int) -> list[int]:
@@ -144,19 +186,22 @@ def _shard_bounds(tower: Tower, num_items: int) -> list[int]:
 
 @torch.inference_mode()
 def _items(
-    tower: Tower, first: int, rows: Mapping[str, Tensor], columns: Mapping[Owner, Mapping[str, Column]]
+    tower: Tower,
+    first: int,
+    own_RD: Tensor,
+    tables: Mapping[str, Pieces],
+    columns: Mapping[Owner, Mapping[str, Column]],
 ) -> dict[str, Tensor]:
-    """Vectors and sides of the items from number `first` on whose own rows [R, W] these are, beside all of the other
-    tables'."""
-    count = len(rows[ITEM])
+    """Vectors and sides of the items from number `first` on, whose own rows these are."""
+    count = len(own_RD)
     items = {name: torch.empty(shape) for name, shape in item_shapes(tower.config, count, tower.schema).items()}
     none = np.empty(0, np.int64)
     for start in range(0, count, CHUNK_ITEMS):
-        item_N = np.arange(first + start, first + min(start + CHUNK_ITEMS, count))
+        own_ND = own_RD[start : start + CHUNK_ITEMS]
+        item_N = np.arange(first + start, first + start + len(own_ND))
         found = look_up(columns, tower.schema, item_N, item_N, none, none)
-        chunk = {name: rows[name][id_V] for name, id_V in found.ids.items() if name != ITEM}
-        own_ND = rows[ITEM][start : start + CHUNK_ITEMS]
-        for name, value in item_cache(tower, tower.item_tower(chunk | {ITEM: own_ND}, found.features)).items():
+        rows = {name: tables[name].fetch(cast(Tensor, id_V)) for name, id_V in found.ids.items() if name != ITEM}
+        for name, value in item_cache(tower, tower.item_tower(rows | {ITEM: own_ND}, found.features)).items():
             items[name][start : start + CHUNK_ITEMS] = value
     return items
 
@@ -170,12 +215,12 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
     return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
-def with_order(raw_ids: Texts) -> Texts:
-    """Raw ids that can be looked up; ValueError where two are the same."""
-    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (raw_ids.bounds, raw_ids.data)]
-    array = pa.LargeStringArray.from_buffers(len(raw_ids), *buffers)
+def in_order(texts: Texts, what: str) -> Texts:
+    """Texts that can be found; ValueError where two are the same. `what` they name: «raw_ids name an item»."""
+    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
+    array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
     order = pc.sort_indices(array)
     ordered = array.take(order)
     if pc.any(pc.equal(ordered[1:], ordered[:-1])).as_py():
-        raise ValueError("the dataset's raw_ids name an item twice; prepare it again")
-    return replace(raw_ids, order=torch.from_numpy(order.to_numpy().astype(np.int64)))
+        raise ValueError(f"the dataset's {what} twice; prepare it again")
+    return replace(texts, order=torch.from_numpy(order.to_numpy().astype(np.int64)))

@@ -28,7 +28,7 @@ from logitmix.serving.texts import Texts
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
-from logitmix.trainer.export import CHUNK_ITEMS, texts_of, with_order
+from logitmix.trainer.export import CHUNK_ITEMS, in_order, texts_of
 
 TITLE = "title"
 SEPARATOR = "|"
@@ -125,7 +125,7 @@ def _write(
     count = before + len(shards)
     with whole_directory(directory) as staging:
         names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
-        names |= {name: name for name in (serving.WEIGHTS, serving.TABLES)}
+        names |= {name: name for name in files if name not in (*names, serving.IDS)}
         for old, name in names.items():
             _link(directory / old, staging / name)
         entries = {name: files[old] for old, name in names.items()}
@@ -136,7 +136,7 @@ def _write(
             old_titles = list(contents.titles or [""] * contents.about.num_items)
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
-        entries |= serving.write_ids(staging, about, with_order(raw_ids), shown)
+        entries |= serving.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
         serving.write_manifest(staging, about, entries)
 
 

@@ -1,20 +1,25 @@
 """Small trained models and brute-force rankings of them, for the tests of serving."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
+from small_data import random_column
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig, SASRecConfig
-from logitmix.modules.schema import Schema
+from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
+from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.export import DatasetItems, export_model
 
 LENGTH = 7
@@ -28,17 +33,25 @@ class SmallModel:
     config: ModelConfig
     item_XD: Tensor
     tower: Tower
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tables of features."""
+    columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
+    """Features of the items; there are no users and events."""
 
     def saved(self) -> SavedModel:
         def read_rows(table: str, start: int, stop: int) -> Tensor:
             # The last row is that of unknown items.
-            return torch.cat([self.item_XD, torch.zeros(1, self.config.dim)])[start:stop]
+            rows = self.others | {ITEM: torch.cat([self.item_XD, torch.zeros(1, self.config.dim)])}
+            return rows[table][start:stop]
 
         return SavedModel(Config(model=self.config), SOURCE.step, self.tower, read_rows)
 
 
-def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0) -> SmallModel:
+def small_model(
+    kind: str, num_items: int, hindexer: bool = True, seed: int = 0, schema: Schema | None = None
+) -> SmallModel:
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
+    schema = schema or Schema.of_ids(num_items)
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
         dim=16,
@@ -47,13 +60,31 @@ def small_model(kind: str, num_items: int, hindexer: bool = True, seed: int = 0)
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)
-    tower = Tower(config, Schema.of_ids(num_items))
+    tower = Tower(config, schema)
     tower.reset_parameters(generator)
     with torch.no_grad():
         for parameter in tower.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     item_XD = torch.randn(num_items, config.dim, generator=generator)
-    return SmallModel(config, item_XD, tower.eval())
+    dims = schema.dims(config.dim)
+    others = {
+        table.name: torch.randn(table.rows, dims[table.name], generator=generator)
+        for table in schema.tables
+        if table.name != ITEM
+    }
+    random, rows = np.random.default_rng(seed), {"item": num_items, "user": 0, "event": 0}
+    columns: dict[Owner, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
+    for feature in schema.features:
+        if feature.name != ITEM:
+            columns[feature.owner][feature.name] = random_column(feature, schema, rows[feature.owner], random)
+    return SmallModel(config, item_XD, tower.eval(), others, columns)
+
+
+def in_order(texts: list[str]) -> Texts:
+    """Texts that can be found."""
+    made = Texts.of(texts)
+    order = sorted(range(len(texts)), key=made.encoded)
+    return Texts(made.data, made.bounds, torch.tensor(order, dtype=torch.int64))
 
 
 def raw_ids(num_items: int) -> list[str]:
@@ -64,15 +95,14 @@ def export_small(model: SmallModel, out: Path, overwrite: bool = False) -> Path:
     ids = raw_ids(len(model.item_XD))
     titles = [f"«{raw_id}»" for raw_id in ids]
     about = About(model.config, SOURCE, len(ids), True, model.tower.schema)
+
+    def vocabulary(table: str) -> pa.ChunkedArray:
+        rows = pa.array(range(len(model.others[table]))).cast(pa.string())
+        return pa.chunked_array([pa.nulls(1, pa.string()), rows[1:]])
+
+    items = DatasetItems(lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.columns, vocabulary)
     with process_group("cpu", 60) as ranks:
-        export_model(
-            model.saved(),
-            about,
-            DatasetItems(lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles])),
-            out,
-            overwrite,
-            ranks,
-        )
+        export_model(model.saved(), about, items, out, overwrite, ranks)
     return out
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import in_order
 
 from logitmix.modules.schema import Feature, Owner, Schema, Table
 from logitmix.serving.features import FeatureReader
@@ -19,7 +20,7 @@ SCHEMA = Schema(
     ),
     (Table("item", 10), Table("brand", 3), Table("tags", 4)),
 )
-READER = FeatureReader(SCHEMA, {"brand": ["", "acme", "17"], "tags": ["", "a", "b", "c"]})
+READER = FeatureReader(SCHEMA, {"brand": in_order(["", "acme", "17"]), "tags": in_order(["", "c", "a", "b"])})
 
 
 def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
@@ -31,7 +32,7 @@ def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
     values = READER.read("item", items, "item")
     assert set(values) == {"brand", "tags", "price", "image"}
     assert values["brand"].values.tolist() == [1, 2, 0] and values["brand"].offsets is None
-    assert values["tags"].values.tolist() == [3, 0, 1]
+    assert values["tags"].values.tolist() == [1, 0, 2]
     assert values["tags"].offsets is not None and values["tags"].offsets.tolist() == [0, 3, 3, 3]
     assert values["price"].values.tolist() == [7.0, -0.5, 3.0]
     assert values["image"].values.tolist() == [[1.0, 2.5], [0.0, 0.0], [0.5, 0.5]]

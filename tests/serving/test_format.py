@@ -1,4 +1,3 @@
-import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import SOURCE, export_small, small_model
+from small_models import SOURCE, export_small, in_order, small_model
 
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving.format import (
@@ -25,15 +24,24 @@ from logitmix.serving.format import (
     write_items,
     write_manifest,
     write_tables,
+    write_vocabularies,
     write_weights,
 )
 from logitmix.serving.items import Items
 from logitmix.serving.model import item_shapes, row_shapes, weight_shapes
+from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer import export as export_module
 
 X = 20
-FILES = ("manifest.json", "tower.safetensors", "items-00001-of-00003.safetensors", "ids.safetensors")
+FILES = (
+    "manifest.json",
+    "tower.safetensors",
+    "items-00001-of-00003.safetensors",
+    "ids.safetensors",
+    "tables-00000-of-00001.safetensors",
+    "vocabularies.safetensors",
+)
 """One of each kind."""
 SHARD_BYTES = 7 * 4 * (16 + 3 * 4 + 6 + 8)
 
@@ -73,18 +81,21 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
             *(item_shapes(config, R, SCHEMA) for R in sizes),
         )
     )
-    order = sorted(range(len(ids)), key=lambda index: ids[index].encode("utf-8", "surrogatepass"))
-    raw_ids = dataclasses.replace(Texts.of(ids), order=torch.tensor(order))
     about = About(config, SOURCE, len(ids), exclude_history=False, schema=SCHEMA)
-    vocabularies = {"brand": Texts.of(["", "é", "17"])}
+    tables = {"item": Pieces([rows["item"]]), "brand": Pieces(rows["brand"].split([1, 2]))}
+    vocabularies = {"brand": in_order(["", "é", "17"])}
     shown = None if titles is None else Texts.of(titles)
-    return Contents(about, weights, rows, vocabularies, Items(shards), raw_ids, shown)
+    return Contents(about, weights, tables, vocabularies, Items(shards), in_order(ids), shown)
 
 
 def write(contents: Contents, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True)
     entries = write_weights(out, contents.about, contents.weights)
-    entries |= write_tables(out, contents.about, contents.rows, contents.vocabularies)
+    files = [{name: of.pieces[0] for name, of in contents.tables.items()}]
+    files += [{name: piece} for name, of in contents.tables.items() for piece in of.pieces[1:]]
+    for number, rows in enumerate(files):
+        entries |= write_tables(out, contents.about, number, len(files), rows)
+    entries |= write_vocabularies(out, contents.about, contents.vocabularies)
     for number, shard in enumerate(contents.items.shards):
         entries |= write_items(out, contents.about, number, len(contents.items.shards), shard)
     entries |= write_ids(out, contents.about, contents.raw_ids, contents.titles)
@@ -98,7 +109,8 @@ def assert_same(left: Contents, right: Contents) -> None:
     assert {name: list(of) for name, of in left.vocabularies.items()} == {
         name: list(of) for name, of in right.vocabularies.items()
     }
-    parts = [(of.weights, of.rows, *of.items.shards) for of in (left, right)]
+    rows = [{f"{name}.{n}": t for name, p in of.tables.items() for n, t in enumerate(p.pieces)} for of in (left, right)]
+    parts = [(of.weights, rows_of, *of.items.shards) for of, rows_of in zip((left, right), rows, strict=True)]
     for a, b in zip(*parts, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -145,7 +157,10 @@ def test_the_manifest_says_what_is_here(original: Path) -> None:
             "hindexer.0": {"dtype": "F32", "shape": [R, 8]},
         }
     assert manifest["files"]["ids.safetensors"]["tensors"]["raw_ids.order"] == {"dtype": "I64", "shape": [X]}
-    assert len(manifest["files"]) == 6
+    assert manifest["files"]["tables-00000-of-00001.safetensors"]["tensors"] == {
+        "item": {"dtype": "F32", "shape": [1, 16]}
+    }
+    assert len(manifest["files"]) == 7
     assert manifest["signature"]["inputs"]["history"]["max_length"] == 7
     for name, entry in manifest["files"].items():
         content = (original / name).read_bytes()
@@ -252,6 +267,18 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "num_items is 0": lambda m: m.update(num_items=0),
     "num_items is True": lambda m: m.update(num_items=True),
     "its files have 20 items, and num_items is 21": lambda m: m.update(num_items=X + 1),
+    "no field files.tables-00000-of-00001.safetensors": lambda m: m["files"].update(
+        {"tables-00001-of-00002.safetensors": m["files"].pop(FILES[4])}
+    ),
+    "its tensors of tables-00000-of-00001.safetensors are not": lambda m: m["files"][FILES[4]]["tensors"].update(
+        surprise={"dtype": "F32", "shape": [1, 16]}
+    ),
+    "its files have 2 rows of table item, and its model has 1": lambda m: m["files"][FILES[4]]["tensors"][
+        "item"
+    ].update(shape=[2, 16]),
+    "its tensors of vocabularies.safetensors are not": lambda m: m["files"]["vocabularies.safetensors"][
+        "tensors"
+    ].update(surprise={"dtype": "F32", "shape": [1]}),
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),

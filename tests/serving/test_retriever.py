@@ -1,3 +1,4 @@
+import ctypes
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from small_models import LENGTH, SmallModel, brute_force, export_small, random_histories, raw_ids, small_model
 from torch import Tensor
 
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import retriever as retriever_module
-from logitmix.serving.retriever import Retrieved, Retriever
+from logitmix.serving.retriever import Request, Retrieved, Retriever
 from logitmix.serving.topk import merge, rank_keys, split_keys
+from logitmix.trainer import export as export_module
 
 X = 300
 LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
@@ -166,6 +169,8 @@ def test_rows_are_for_reading(tmp_path: Path) -> None:
 
 def anonymous_memory() -> int:
     """Bytes of this process that are not mapped from files."""
+    # Without what glibc keeps of memory that was freed.
+    ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text().splitlines()
     (kib,) = (int(line.split()[1]) for line in status if line.startswith("RssAnon"))
     return kib * 1024
@@ -181,6 +186,24 @@ def test_what_is_served_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.M
     # Rows and sides are 16 numbers wide each.
     assert anonymous_memory() - before < items * 2 * 16 * 4 / 8
     assert len(set(found.items[0].tolist())) == 10
+
+
+def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 400_000
+    schema = Schema(
+        (Feature("item", "item", "id", "item"), Feature("zips", "user", "ids", "zip")),
+        (Table("item", X + 1), Table("zip", rows)),
+    )
+    # The table lies in four files.
+    monkeypatch.setattr(export_module, "SHARD_BYTES", rows * 16)
+    path = export_small(small_model("dot", X, schema=schema), tmp_path / "served")
+    before = anonymous_memory()
+    retriever = Retriever.load(path)
+    requests: list[Request] = [{"user": {"zips": [str(row), "none", 399_999]}} for row in range(0, rows, 40_000)]
+    found = retriever.recommend(requests, 10)
+    # A row is 16 numbers wide, and a value's bytes and place are more than half as much.
+    assert anonymous_memory() - before < rows * 16 * 4 / 8
+    assert len({ranking[0]["score"] for ranking in found}) == len(requests)
 
 
 def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:

@@ -2,15 +2,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import in_order
 
 from logitmix.serving.items import Items
 from logitmix.serving.texts import Texts
-
-
-def in_order(texts: list[str]) -> Texts:
-    made = Texts.of(texts)
-    order = sorted(range(len(texts)), key=made.encoded)
-    return Texts(made.data, made.bounds, torch.tensor(order, dtype=torch.int64))
 
 
 @given(st.lists(st.text(st.characters(), max_size=4), unique=True, max_size=20), st.text(max_size=4))

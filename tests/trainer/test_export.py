@@ -217,11 +217,13 @@ def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, mo
         torch.testing.assert_close(left.scores, right.scores)
 
 
-def fail_on_the_second_rank(run: Path, out: Path) -> str:
+def fail_on_the_second_rank(run: Path, out: Path, among: str) -> str:
+    def broken(path: Path, schema: Schema, table: str, start: int, stop: int) -> torch.Tensor:
+        is_broken = among == ("tables" if start == X else "items")
+        return torch.full((stop - start, schema.table(table).dim), torch.nan if is_broken else 0.0)
+
     if os.environ["RANK"] == "1":
-        checkpoint._read_rows = lambda path, schema, table, start, stop: torch.full(
-            (stop - start, schema.table(table).dim), torch.nan
-        )
+        checkpoint._read_rows = broken
     export_module.SHARD_BYTES = 2**11
     try:
         export(run, out)
@@ -230,9 +232,10 @@ def fail_on_the_second_rank(run: Path, out: Path) -> str:
     return ""
 
 
-def test_what_one_rank_cannot_write_none_does(run: Path, tmp_path: Path) -> None:
-    message = "table holds NaN or infinity: the training diverged; export another checkpoint"
-    assert two_ranks.run(fail_on_the_second_rank, run, tmp_path / "served") == [message] * 2
+@pytest.mark.parametrize(("among", "name"), [("tables", "item"), ("items", "table")])
+def test_what_one_rank_cannot_write_none_does(run: Path, tmp_path: Path, among: str, name: str) -> None:
+    message = f"{name} holds NaN or infinity: the training diverged; export another checkpoint"
+    assert two_ranks.run(fail_on_the_second_rank, run, tmp_path / "served", among) == [message] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "the-run"]
 
 

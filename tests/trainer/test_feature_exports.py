@@ -1,19 +1,23 @@
 """A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import two_ranks
 from small_data import ITEMS, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.features import Embedded
-from logitmix.modules.schema import ITEM, RECENCY, Feature
+from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer import checkpoint
+from logitmix.trainer import export as export_module
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
@@ -125,8 +129,6 @@ def test_recency_is_that_of_the_whole_history(served: Path) -> None:
 
 
 def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from logitmix.trainer import export as export_module
-
     export(run, tmp_path / "whole")
     monkeypatch.setattr(export_module, "SHARD_BYTES", 2**12)
     monkeypatch.setattr(export_module, "CHUNK_ITEMS", 7)
@@ -135,6 +137,49 @@ def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, mo
     whole, parts = (Retriever.load(tmp_path / name).recommend([request], ITEMS)[0] for name in ("whole", "parts"))
     for left, right in zip(whole, parts, strict=True):
         assert left["score"] == pytest.approx(right["score"], abs=2e-4)
+
+
+def export_in_files(run: Path, out: Path, file_bytes: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The manifest, and the most bytes of each table that this rank read at once."""
+    export_module.SHARD_BYTES = file_bytes
+    read_rows, most = checkpoint._read_rows, Counter[str]()
+
+    def counted(path: Path, schema: Schema, table: str, start: int, stop: int) -> Tensor:
+        rows = read_rows(path, schema, table, start, stop)
+        most[table] = max(most[table], rows.nbytes)
+        return rows
+
+    checkpoint._read_rows = counted
+    return export(run, out), dict(most)
+
+
+def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
+    run: Path, dataset: Dataset, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_read_rows", checkpoint._read_rows)
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 100)
+    alone, most = export_in_files(run, tmp_path / "alone", 100)
+    tables = [of["tensors"] for name, of in alone["files"].items() if name.startswith("tables-")]
+    assert [[(name, of["shape"][0]) for name, of in tensors.items()] for tensors in tables] == [
+        [("item", 1), ("brand", 4)], [("brand", 3), ("tags", 1)], *[[("tags", 3)]] * 3, [("tags", 1), ("country", 2)],
+        [("country", 2), ("action", 1)], [("action", 2)],
+    ]  # fmt: skip
+    assert all(read <= 100 for read in most.values()) and set(most) == {table.name for table in dataset.schema.tables}
+    for manifest, of_rank in two_ranks.run(export_in_files, run, tmp_path / "together", 100):
+        assert manifest == alone and all(read <= 100 for read in of_rank.values())
+
+    users = ranking_users(dataset, "test", 12)
+    requests = [request_of(dataset, users, place) for place in range(len(users))]
+    new = {f"new-{item}": item_record(dataset, item) for item in (4, 7)}
+    (tmp_path / "new.csv").write_text(csv_of(new))
+    found = []
+    for path in (served, tmp_path / "together"):
+        update_items(path, str(tmp_path / "new.csv"))
+        found.append(Retriever.load(path).recommend(requests, ITEMS + 2, exclude_history=False))
+    for left, right in zip(*found, strict=True):
+        scores = {row["id"]: row["score"] for row in right}
+        assert len(scores) == ITEMS + 2
+        assert {row["id"]: pytest.approx(row["score"], abs=2e-4) for row in left} == scores
 
 
 def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path) -> None:

@@ -161,11 +161,15 @@ class Dataset:
         """The values of a table by row, "" for the unknown one; raw ids for table item. Read at each call."""
         if table == ITEM:
             return [*self.raw_ids(), ""]
+        return [value or "" for value in self.vocabulary_column(table).to_pylist()]
+
+    def vocabulary_column(self, table: str) -> pa.ChunkedArray:
+        """The values of a table of features by row as Arrow has them, null for the unknown one. Read at each call."""
         if table == RECENCY and table not in [of.name for of in self.schema.tables]:
-            return list(RECENCY_VALUES)
+            return pa.chunked_array([[value or None for value in RECENCY_VALUES]], pa.string())
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
-            return [value or "" for value in pq.read_table(file, columns=["value"])["value"].to_pylist()]
+            return pq.read_table(file, columns=["value"])["value"]
 
 
 def is_dataset(path: Path) -> bool:
