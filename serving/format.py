@@ -6,7 +6,10 @@
                          of consecutive items: table [R, D], the vectors of which histories are encoded (with ids alone
                          the rows of the item table), and the item cache: what the similarity (similarity.0, …; of MoL
                          the components [R, I, C] and the gating weights [R, M]) and the h-indexer (hindexer.0 [R, H],
-                         where there is one) make of the items
+                         where there is one) make of the items. Where item_cache is false, what all this is made of
+                         instead: own_row [R, W], the items' rows of the item table, and of each of their features
+                         NAME.values; of kind id or ids rows of its table (I32, I64 where a table has more than 2^31
+                         rows), and of kind ids with NAME.offsets (I64 [R + 1], where each item's begin and end)
     tables-00000-of-000NN.safetensors
                          of consecutive rows: TABLE [any number, W], a piece of each table of which the file holds any.
                          A table's pieces, file after file, are all of its rows; of the item table the row of unknown
@@ -26,6 +29,7 @@ All other tensors are FP32. The fields of the manifest:
     model                     the model's configuration
     schema                    the features that the model uses, and their tables (modules/schema.py)
     num_items                 X
+    item_cache                whether the files of items hold the item cache
     exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
                               model was evaluated
     signature                 inputs and outputs of a retrieval
@@ -57,8 +61,8 @@ from logitmix.common.files import file_digest, json_digest, sync
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
-from logitmix.serving.items import Items
-from logitmix.serving.model import IDS_ALONE, TABLE, item_shapes, row_shapes, weight_shapes
+from logitmix.serving.items import ItemInputs, stored_type
+from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, item_shapes, row_shapes, weight_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import MAX_ITEMS
@@ -73,10 +77,10 @@ VOCABULARIES = "vocabularies.safetensors"
 Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
 
-_DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
-_ABOUT_ITEMS = ("num_items", "exclude_history")
+_ABOUT_ITEMS = ("num_items", "exclude_history", "item_cache")
 _FIELDS = (
     "format",
     "format_version",
@@ -112,6 +116,8 @@ class About:
     """Whether retrieval leaves a history's own items out where the caller does not say."""
     schema: Schema = IDS_ALONE
     """What the model uses of the dataset's features."""
+    item_cache: bool = True
+    """Whether the shards hold what the towers make of the items, or what they make it of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +131,8 @@ class Contents:
     """[rows, W] of each table of features; of the items' table [1, W], the unknown item's."""
     vocabularies: Mapping[str, Texts]
     """Of each table of features, the values by row, with their order."""
-    items: Items
+    shards: Sequence[Mapping[str, Tensor]]
+    """Of consecutive items, by the names of `item_cache` or of `ItemInputs.tensors`."""
     raw_ids: Texts
     """[X], each once, with their order."""
     titles: Texts | None
@@ -160,8 +167,8 @@ def write_vocabularies(staging: Path, about: About, vocabularies: Mapping[str, T
 
 
 def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
-    """Likewise the table's rows and the cache of the items of shard `number` of `count`."""
-    assert _shapes(items) == item_shapes(about.model, len(items[TABLE]), about.schema)
+    """Likewise the items of shard `number` of `count`."""
+    assert _described(items) == _items(_described(items), about)
     return _write_tensors(staging / items_file(number, count), items)
 
 
@@ -192,6 +199,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "schema": about.schema.to_mapping(),
         "num_items": about.num_items,
         "exclude_history": about.exclude_history,
+        "item_cache": about.item_cache,
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
@@ -240,6 +248,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
         num_items=manifest["num_items"],
         exclude_history=manifest["exclude_history"],
         schema=_parse(Schema, manifest["schema"], path / MANIFEST, "schema."),
+        item_cache=manifest["item_cache"],
     )
     _check_about(path / MANIFEST, manifest, about)
     tensors = _check_files(path / MANIFEST, manifest["files"], about)
@@ -249,12 +258,16 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
     names = [table.name for table in about.schema.tables if table.name != ITEM]
     on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
+    shards = {name: on_device[name] for name in _numbered(items_file, on_device)}
+    for name, shard in {} if about.item_cache else shards.items():
+        if problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema):
+            _broken(path / name, f"its {problem}")
     return Contents(
         about=about,
         weights=on_device[WEIGHTS],
         tables=_pieces([on_device[name] for name in _numbered(tables_file, on_device)]),
         vocabularies={name: _texts(path / VOCABULARIES, vocabularies, name) for name in names},
-        items=Items([on_device[name] for name in _numbered(items_file, on_device)]),
+        shards=list(shards.values()),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
     )
@@ -317,8 +330,12 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
     # safetensors makes files that only their owner can read; the umask decides, as it did for the directory.
     file.chmod(file.parent.stat().st_mode & 0o666)
     sync(file)
-    found = {name: {"dtype": _DTYPES[value.dtype], "shape": list(value.shape)} for name, value in tensors.items()}
-    return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file), "tensors": found}}
+    described = _described(tensors)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file), "tensors": described}}
+
+
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: {"dtype": _DTYPES[value.dtype], "shape": list(value.shape)} for name, value in tensors.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -337,8 +354,9 @@ def _is_ours(path: Path) -> bool:
 def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
     if type(about.num_items) is not int or not 1 <= about.num_items <= MAX_ITEMS:
         _broken(file, f"num_items is {about.num_items!r}, not a number from 1 to {MAX_ITEMS}")
-    if type(about.exclude_history) is not bool:
-        _broken(file, f"exclude_history is {about.exclude_history!r}, not true or false")
+    for name in ("exclude_history", "item_cache"):
+        if type(value := getattr(about, name)) is not bool:
+            _broken(file, f"{name} is {value!r}, not true or false")
     if manifest["signature"] != signature(about.model, about.schema):
         _broken(file, "its signature is not that of its model")
 
@@ -353,10 +371,8 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         _check_keys(file, files[name], ("bytes", "sha256", "tensors"), f"files.{name}.")
     tensors = {name: entry["tensors"] for name, entry in files.items()}
     try:
-        rows = [tensors[name][TABLE]["shape"][0] for name in shards]
-        expected = {
-            name: _float32(item_shapes(about.model, R, about.schema)) for name, R in zip(shards, rows, strict=True)
-        }
+        rows = [tensors[name][_table(about)]["shape"][0] for name in shards]
+        expected = {name: _items(tensors[name], about) for name in shards}
         expected |= {
             WEIGHTS: _float32(weight_shapes(about.model, about.schema)),
             IDS: _ids(tensors[IDS], about.num_items),
@@ -386,6 +402,27 @@ def _numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[s
 
 def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}
+
+
+def _table(about: About) -> str:
+    return TABLE if about.item_cache else OWN_ROW
+
+
+def _items(found: Mapping[str, Any], about: About) -> dict[str, Any]:
+    """The tensors of a shard, with as many items and ids in bags as found."""
+    R = found[_table(about)]["shape"][0]
+    if about.item_cache:
+        return _float32(item_shapes(about.model, R, about.schema))
+    expected = _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
+    for feature in about.schema.of("item"):
+        if feature.name == ITEM:
+            continue
+        name, dtype = f"{feature.name}.values", _DTYPES[stored_type(feature, about.schema)]
+        count = found[name]["shape"][0] if feature.kind == "ids" else R
+        expected[name] = {"dtype": dtype, "shape": [count, feature.width] if feature.kind == "vector" else [count]}
+        if feature.kind == "ids":
+            expected[f"{feature.name}.offsets"] = {"dtype": "I64", "shape": [R + 1]}
+    return expected
 
 
 def _ids(found: Mapping[str, Any], X: int) -> dict[str, Any]:

@@ -1,59 +1,207 @@
-"""What an export holds of the items, shard by shard. On the CPU the tensors are mapped from the files: what is not used
-is not in memory.
+"""What an export holds of the items, shard by shard: what the tower made of them, or what it makes that of when they
+are ranked. On the CPU the tensors are mapped from the files: what is not used is not in memory.
 
-Axes: T items of histories, K candidates, N items of a chunk, D width of a row.
+Axes: R items of a shard, T items of histories, K candidates, N items of a chunk, S ids of all bags, D width of the
+model, W of the item table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from logitmix.modules.similarity.base import Side
-from logitmix.serving.model import TABLE
-from logitmix.serving.pieces import Pieces
+from logitmix.modules.features import Embedded, Features, Values
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.towers import Tower
+from logitmix.serving.model import OWN_ROW, TABLE
+from logitmix.serving.pieces import Pieces, fetch_rows, gather
 
 Chunk = tuple[Tensor, Side]
 """Indices [N] and sides of some items."""
 
+COMPUTED_CHUNK = 2**13
+"""Items whose sides are computed at once, at most."""
 
-class Items:
-    """The table's rows and the items' sides of both stages."""
 
-    def __init__(self, shards: Sequence[Mapping[str, Tensor]]) -> None:
-        """Each shard has consecutive items, by the names of `item_cache`."""
-        self.shards, self.table = shards, Pieces([shard[TABLE] for shard in shards])
-        self.starts = self.table.starts
+class Shard(Protocol):
+    """Consecutive items, named by their place in the shard."""
+
+    def __len__(self) -> int: ...
+
+    def vectors(self, index_N: Tensor) -> Tensor:
+        """Vectors [N, D], of which histories are encoded."""
+
+    def side(self, stage: str, start: int, stop: int) -> Side:
+        """Sides of a range of items, for «similarity» or «hindexer»."""
+
+    def some(self, stage: str, index_N: Tensor) -> Side:
+        """Sides of any items."""
+
+
+class CachedShard:
+    """Items whose vectors and sides are there."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """By the names of `item_cache`."""
+        self.tensors = tensors
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.tensors[TABLE])
 
-    @property
-    def device(self) -> torch.device:
-        return self.table.device
+    def vectors(self, index_N: Tensor) -> Tensor:
+        return self.tensors[TABLE][index_N]
+
+    def side(self, stage: str, start: int, stop: int) -> Side:
+        return tuple(part[start:stop] for part in self._side(stage))
+
+    def some(self, stage: str, index_N: Tensor) -> Side:
+        return tuple(part[index_N] for part in self._side(stage))
+
+    def _side(self, stage: str) -> Side:
+        """similarity.0, similarity.1, … as the tuple that the stage's `item_side` gave."""
+        count = sum(name.startswith(f"{stage}.") for name in self.tensors)
+        return tuple(self.tensors[f"{stage}.{i}"] for i in range(count))
+
+
+@dataclass(frozen=True)
+class ItemInputs:
+    """What the item tower takes of R items."""
+
+    own_RW: Tensor
+    """Their rows of the item table."""
+    values: Mapping[str, Values]
+    """Their features by name; ids are rows of whole tables."""
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], schema: Schema) -> "ItemInputs":
+        """From what `tensors` gave."""
+        names = [feature.name for feature in _features(schema)]
+        values = {name: Values(tensors[f"{name}.values"], tensors.get(f"{name}.offsets")) for name in names}
+        return cls(tensors[OWN_ROW], values)
+
+    def tensors(self, schema: Schema) -> dict[str, Tensor]:
+        """As an export holds them."""
+        tensors = {OWN_ROW: self.own_RW}
+        for feature in _features(schema):
+            of = self.values[feature.name]
+            tensors[f"{feature.name}.values"] = of.values.to(stored_type(feature, schema))
+            if of.offsets is not None:
+                tensors[f"{feature.name}.offsets"] = of.offsets
+        return tensors
+
+    def take(self, index_N: Tensor) -> "ItemInputs":
+        """Those of some items, by place."""
+        return ItemInputs(self.own_RW[index_N], {name: _taken(of, index_N) for name, of in self.values.items()})
+
+    def embed(self, tower: Tower, tables: Mapping[str, Pieces]) -> Embedded:
+        rows, values = fetch_rows(tables, tower.schema, self.values)
+        features = Features(values=values).to(self.own_RW.device)
+        embedded: Embedded = tower.item_tower(rows | {ITEM: self.own_RW}, features)
+        return embedded
+
+    def problem(self, schema: Schema) -> str | None:
+        """What is wrong with the tensors, whose types and shapes are right."""
+        for feature in _features(schema):
+            of = self.values[feature.name]
+            if of.offsets is not None and (
+                int(of.offsets[0]) != 0 or int(of.offsets[-1]) != len(of.values) or bool((of.offsets.diff() < 0).any())
+            ):
+                return f"{feature.name}.offsets do not divide their values"
+            if feature.sparse and len(of.values):
+                rows = schema.table(feature.table).rows
+                if not 0 <= int(of.values.min()) <= int(of.values.max()) < rows:
+                    return f"{feature.name}.values name rows that table {feature.table} does not have"
+        return None
+
+
+def stored_type(feature: Feature, schema: Schema) -> torch.dtype:
+    """Of a feature's values in an export."""
+    if not feature.sparse:
+        return torch.float32
+    return torch.int32 if schema.table(feature.table).rows <= 2**31 else torch.int64
+
+
+def _features(schema: Schema) -> list[Feature]:
+    """Those of items, without the item id."""
+    return [feature for feature in schema.of("item") if feature.name != ITEM]
+
+
+def _taken(of: Values, index_N: Tensor) -> Values:
+    if of.offsets is None:
+        return Values(of.values[index_N])
+    start_N = of.offsets[index_N]
+    lengths_N = of.offsets[index_N + 1] - start_N
+    offsets = F.pad(lengths_N.cumsum(0), (1, 0))
+    place_S = torch.repeat_interleave(start_N - offsets[:-1], lengths_N)
+    place_S += torch.arange(len(place_S), device=place_S.device)
+    return Values(of.values[place_S], offsets)
+
+
+class ComputedShard:
+    """Items that pass through the tower whenever they are asked for."""
+
+    def __init__(self, inputs: ItemInputs, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+        self.inputs, self.tower, self.tables = inputs, tower, tables
+
+    def __len__(self) -> int:
+        return len(self.inputs.own_RW)
+
+    def vectors(self, index_N: Tensor) -> Tensor:
+        return self._embedded(index_N).vector_RD
+
+    def side(self, stage: str, start: int, stop: int) -> Side:
+        return self.some(stage, torch.arange(start, stop, device=self.inputs.own_RW.device))
+
+    def some(self, stage: str, index_N: Tensor) -> Side:
+        similarity: Similarity = getattr(self.tower, stage)
+        return similarity.item_side(self._embedded(index_N), index_N)
+
+    def _embedded(self, index_N: Tensor) -> Embedded:
+        return self.inputs.take(index_N).embed(self.tower, self.tables)
+
+
+class Items:
+    """The items' vectors and their sides of both stages."""
+
+    def __init__(self, shards: Sequence[Shard], dim: int, device: torch.device, most: int | None = None) -> None:
+        """`shards` of consecutive items with vectors of width `dim`; `most` items are asked of one at a time."""
+        self.shards, self.dim, self.device, self.most = shards, dim, device, most
+        self.starts = torch.tensor([0, *map(len, shards)]).cumsum(0)
+
+    @classmethod
+    def of_tensors(
+        cls, shards: Sequence[Mapping[str, Tensor]], cached: bool, tower: Tower, tables: Mapping[str, Pieces]
+    ) -> "Items":
+        """From the tensors of an export's shards."""
+        dim, device = tower.config.dim, next(tower.parameters()).device
+        if cached:
+            return cls([CachedShard(shard) for shard in shards], dim, device)
+        inputs = [ItemInputs.of_tensors(shard, tower.schema) for shard in shards]
+        return cls([ComputedShard(each, tower, tables) for each in inputs], dim, device, COMPUTED_CHUNK)
 
     def rows(self, index_T: Tensor) -> Tensor:
-        """Rows of the table [T, D] of items that are named on the CPU, in any order."""
-        return self.table.fetch(index_T)
+        """Vectors [T, D] of items in any order."""
+        row_TD = torch.empty(len(index_T), self.dim, device=self.device)
+        return gather(index_T, self.starts, lambda number, index_N: self.shards[number].vectors(index_N), row_TD)
 
     def all(self, stage: str, chunk: int) -> Iterator[Chunk]:
         """All items, at most `chunk` at a time."""
-        for number, start in enumerate(self.starts[:-1].tolist()):
-            side = self._side(number, stage)
-            for first in range(0, len(side[0]), chunk):
-                parts = tuple(part[first : first + chunk] for part in side)
-                yield torch.arange(start + first, start + first + len(parts[0]), device=self.device), parts
+        chunk = min(chunk, self.most or chunk)
+        for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
+            for first in range(0, len(shard), chunk):
+                stop = min(first + chunk, len(shard))
+                index_N = torch.arange(start + first, start + stop, device=self.device)
+                yield index_N, shard.side(stage, first, stop)
 
     def some(self, stage: str, index_K: Tensor, chunk: int) -> Iterator[Chunk]:
         """The items of indices that rise, at most `chunk` at a time."""
+        chunk = min(chunk, self.most or chunk)
         bounds = torch.searchsorted(index_K, self.starts.to(index_K.device)).tolist()
-        for number, start in enumerate(self.starts[:-1].tolist()):
+        for number, (shard, start) in enumerate(zip(self.shards, self.starts.tolist(), strict=False)):
             for index_N in index_K[bounds[number] : bounds[number + 1]].split(chunk):
                 if len(index_N):
-                    yield index_N, tuple(part[index_N - start] for part in self._side(number, stage))
-
-    def _side(self, number: int, stage: str) -> Side:
-        """similarity.0, similarity.1, … as the tuple that the stage's `item` gave."""
-        shard = self.shards[number]
-        count = sum(name.startswith(f"{stage}.") for name in shard)
-        return tuple(shard[f"{stage}.{i}"] for i in range(count))
+                    yield index_N, shard.some(stage, index_N - start)

@@ -15,6 +15,8 @@ from logitmix.modules.towers import Tower
 
 TABLE = "table"
 """Name of the items' vectors [R, D] beside the cache: histories are encoded with them."""
+OWN_ROW = "own_row"
+"""Name of the items' rows of the item table [R, W], where there is no cache."""
 IDS_ALONE = Schema.of_ids(1)
 
 

@@ -1,10 +1,10 @@
 """Rows of a table that lies in several files. On the CPU they are mapped from the files: what is not used is not in
 memory.
 
-Axes: T rows that are asked for, V unique ids, W width of a row.
+Axes: T rows that are asked for, N of them in one piece, V unique ids, W width of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,26 +24,28 @@ class Pieces:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    @property
-    def device(self) -> torch.device:
-        return self.pieces[0].device
-
     def fetch(self, index_T: Tensor) -> Tensor:
-        """Rows [T, W], on the pieces' device, by indices that are on the CPU, in any order."""
+        """Rows [T, W], on the pieces' device, by indices (int64) in any order."""
         row_TW = self.pieces[0].new_empty(len(index_T), *self.pieces[0].shape[1:])
-        piece_T = torch.bucketize(index_T, self.starts, right=True) - 1
-        for number in piece_T.unique().tolist():
-            at = (piece_T == number).nonzero().flatten()
-            row_N = (index_T[at] - self.starts[number]).to(self.device)
-            row_TW[at.to(self.device)] = self.pieces[number][row_N]
-        return row_TW
+        return gather(index_T, self.starts, lambda number, index_N: self.pieces[number][index_N], row_TW)
+
+
+def gather(index_T: Tensor, starts: Tensor, read: Callable[[int, Tensor], Tensor], row_TW: Tensor) -> Tensor:
+    """Fills `row_TW` with the rows of these indices. `starts`: where each piece begins; `read` gives rows [N, W] of a
+    piece, by its number and the indices [N] within it."""
+    index_T = index_T.cpu()
+    piece_T = torch.bucketize(index_T, starts, right=True) - 1
+    for number in piece_T.unique().tolist():
+        at = (piece_T == number).nonzero().flatten()
+        row_TW[at.to(row_TW.device)] = read(number, (index_T[at] - starts[number]).to(row_TW.device))
+    return row_TW
 
 
 def fetch_rows(
     tables: Mapping[str, Pieces], schema: Schema, values: Mapping[str, Values]
 ) -> tuple[dict[str, Tensor], dict[str, Values]]:
-    """What the towers take for features, on the CPU, that index whole tables: of each table that they name the rows
-    [V, W] of unique ids, and the features as indices into these."""
+    """What the towers take for features that index whole tables: of each table that they name the rows [V, W] of unique
+    ids, and the features as indices into these."""
     rows, local = {}, dict(values)
     named: dict[str, list[str]] = {}
     for feature in schema.features:
@@ -51,7 +53,7 @@ def fetch_rows(
             named.setdefault(feature.table, []).append(feature.name)
     for table, names in named.items():
         ids = [values[name].values for name in names]
-        id_V, place = torch.cat(ids).unique(return_inverse=True)
+        id_V, place = torch.cat(ids).long().unique(return_inverse=True)
         rows[table] = tables[table].fetch(id_V)
         for name, index in zip(names, place.split([len(of) for of in ids]), strict=True):
             local[name] = Values(index, values[name].offsets)

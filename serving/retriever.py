@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.features import Embedded, Features, recency_rows
+from logitmix.modules.features import Features, recency_rows
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
-from logitmix.serving.items import Chunk
-from logitmix.serving.model import trained_tower
+from logitmix.serving.items import Chunk, ItemInputs, Items
+from logitmix.serving.model import item_cache, trained_tower
 from logitmix.serving.pieces import fetch_rows
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
@@ -77,12 +77,13 @@ class Retriever:
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
         self.tower = trained_tower(about.model, about.schema, contents.weights)
-        self._tables, self._items = contents.tables, contents.items
+        self._tables, self._cached = contents.tables, about.item_cache
+        self._items = Items.of_tensors(contents.shards, about.item_cache, self.tower, contents.tables)
         self._reader = FeatureReader(about.schema, contents.vocabularies)
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in about.schema.features
         self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
-        self._unknown_1D = self.embed_items([{}]).vector_RD
+        self._unknown_1D = self._item_inputs([{}]).embed(self.tower, self._tables).vector_RD
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Retriever":
@@ -190,13 +191,15 @@ class Retriever:
         ]
 
     @torch.inference_mode()
-    def embed_items(self, records: Sequence[Mapping[str, Any]]) -> Embedded:
-        """Items that were not trained, from the raw values of their features by name: the towers' view of them. Raises
-        ValueError that names the record and the feature."""
+    def new_items(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """What a shard of this export holds of items that were not trained, from the raw values of their features by
+        name. Raises ValueError that names the record and the feature."""
+        inputs, tower = self._item_inputs(records), self.tower
+        return item_cache(tower, inputs.embed(tower, self._tables)) if self._cached else inputs.tensors(tower.schema)
+
+    def _item_inputs(self, records: Sequence[Mapping[str, Any]]) -> ItemInputs:
         unknown_R = torch.zeros(len(records), dtype=torch.int64)
-        rows, values = fetch_rows(self._tables, self.tower.schema, self._reader.read("item", records, "item"))
-        features = Features(values=values).to(self._items.device)
-        return self.tower.item_tower(rows | {ITEM: self._tables[ITEM].fetch(unknown_R)}, features)
+        return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, "item"))
 
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
         if strange := sorted(set(request) - set(Request.__annotations__)):

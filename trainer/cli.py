@@ -112,6 +112,9 @@ class ExportCommand:
     """Which checkpoint: the best on validation, or the last."""
     overwrite: bool = False
     """Replace the serving directory that is already there."""
+    item_cache: bool = True
+    """Store what the item tower makes of the items; if not, their rows and features, which take fewer bytes but pass
+    through the tower for each request."""
     processes: int = 1
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
@@ -263,7 +266,7 @@ def _export(words: list[str]) -> None:
     _let_threads_sleep()
     from logitmix.trainer.export import export
 
-    manifest = export(Path(command.run), Path(command.out), overwrite=command.overwrite, which=command.checkpoint)
+    manifest = export(Path(command.run), Path(command.out), command.overwrite, command.checkpoint, command.item_cache)
     if not _is_main():
         return
     if command.json:

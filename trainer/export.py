@@ -3,7 +3,7 @@
 The tables of features are written first. The items' features are then looked up in these files, mapped into memory:
 every rank must see what the others wrote.
 
-Axes: R items of a shard, N items of a chunk, D width of the item table, W of a table.
+Axes: R items of a shard, W width of a table.
 """
 
 import math
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +22,18 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
-from logitmix.modules.schema import ITEM, Owner
+from logitmix.modules.features import Values
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries, Source
+from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import item_cache, item_shapes, row_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import Column, load_dataset
-from logitmix.trainer.data.lookups import columns_of, look_up
+from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
@@ -48,14 +50,22 @@ class DatasetItems:
 
     raw_ids: Callable[[], pa.ChunkedArray]
     titles: Callable[[], pa.ChunkedArray | None]
-    columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
+    features: Mapping[str, Column] = field(default_factory=dict)
+    """The items', by name."""
     vocabulary: Callable[[str], pa.ChunkedArray] = lambda table: pa.chunked_array([[]], pa.string())
     """The values of a table of features by row, null for what is unknown."""
 
 
-def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best", "last"] = "best") -> dict[str, Any]:
+def export(
+    run: Path,
+    out: Path,
+    overwrite: bool = False,
+    which: Literal["best", "last"] = "best",
+    item_cache: bool = True,
+) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest; alone, or under
-    torchrun, where the ranks share out the shards.
+    torchrun, where the ranks share out the shards. Without `item_cache` the shards hold the items' rows and features,
+    and the Retriever passes them through the item tower for each request.
 
     The raw ids and titles come from the dataset directory that the run names. Raises ValueError where `out` is there
     and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or is
@@ -67,9 +77,10 @@ def export(run: Path, out: Path, overwrite: bool = False, which: Literal["best",
         require_same_dataset(run, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
-        about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema)
-        columns = columns_of(dataset, model.tower.schema)
-        items = DatasetItems(dataset.raw_id_column, dataset.title_column, columns, dataset.vocabulary_column)
+        about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache)
+        items = DatasetItems(
+            dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
+        )
         return export_model(model, about, items, out, overwrite, ranks)
 
 
@@ -157,11 +168,14 @@ def _write_items(
     if ranks.rank == 0:
         entries |= serving.write_weights(staging, about, tower.state_dict())
         entries |= _write_texts(about, dataset, staging)
-    bounds = _shard_bounds(tower, about.num_items)
+    bounds = _shard_bounds(about, dataset.features)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
-        own_RD = model.read_rows(ITEM, bounds[number], bounds[number + 1])
-        items = _items(tower, bounds[number], own_RD, tables, dataset.columns)
+        own_RW = model.read_rows(ITEM, bounds[number], bounds[number + 1])
+        inputs = ItemInputs(
+            own_RW, _values(about.schema, dataset.features, np.arange(bounds[number], bounds[number + 1]))
+        )
+        items = _cache(tower, inputs, tables) if about.item_cache else inputs.tensors(about.schema)
         entries |= serving.write_items(staging, about, number, count, items)
     return entries
 
@@ -178,30 +192,38 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
     return entries | serving.write_ids(staging, about, raw_ids, shown)
 
 
-def _shard_bounds(tower: Tower, num_items: int) -> list[int]:
-    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(tower.config, 1, tower.schema).values())
+def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
+    if about.item_cache:
+        item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(about.model, 1, about.schema).values())
+    else:
+        own = [columns[feature.name] for feature in about.schema.of("item") if feature.name != ITEM]
+        of_all = sum(array.nbytes for column in own for array in (column.values, column.offsets) if array is not None)
+        item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
     rows = max(1, SHARD_BYTES // item_bytes)
-    return [*range(0, num_items, rows), num_items]
+    return [*range(0, about.num_items, rows), about.num_items]
+
+
+def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict[str, Values]:
+    """The items' features, with ids that are rows of whole tables."""
+    values = {}
+    for feature in schema.of("item"):
+        if feature.name != ITEM:
+            taken, offsets = taken_rows(columns[feature.name], item_R)
+            values[feature.name] = Values(
+                torch.from_numpy(taken).to(stored_type(feature, schema)),
+                None if offsets is None else torch.from_numpy(offsets),
+            )
+    return values
 
 
 @torch.inference_mode()
-def _items(
-    tower: Tower,
-    first: int,
-    own_RD: Tensor,
-    tables: Mapping[str, Pieces],
-    columns: Mapping[Owner, Mapping[str, Column]],
-) -> dict[str, Tensor]:
-    """Vectors and sides of the items from number `first` on, whose own rows these are."""
-    count = len(own_RD)
+def _cache(tower: Tower, inputs: ItemInputs, tables: Mapping[str, Pieces]) -> dict[str, Tensor]:
+    """The items' vectors and sides."""
+    count = len(inputs.own_RW)
     items = {name: torch.empty(shape) for name, shape in item_shapes(tower.config, count, tower.schema).items()}
-    none = np.empty(0, np.int64)
     for start in range(0, count, CHUNK_ITEMS):
-        own_ND = own_RD[start : start + CHUNK_ITEMS]
-        item_N = np.arange(first + start, first + start + len(own_ND))
-        found = look_up(columns, tower.schema, item_N, item_N, none, none)
-        rows = {name: tables[name].fetch(cast(Tensor, id_V)) for name, id_V in found.ids.items() if name != ITEM}
-        for name, value in item_cache(tower, tower.item_tower(rows | {ITEM: own_ND}, found.features)).items():
+        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, count)))
+        for name, value in item_cache(tower, part.embed(tower, tables)).items():
             items[name][start : start + CHUNK_ITEMS] = value
     return items
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from logitmix.common.files import whole_directory
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving import format as serving
-from logitmix.serving.model import item_cache
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.raw import SideTable
@@ -85,8 +83,7 @@ def _shards(
             if name in features
         }
         records = [{name: of[row] for name, of in values.items()} for row in range(stop - start)]
-        with torch.inference_mode():
-            yield item_cache(retriever.tower, retriever.embed_items(records))
+        yield retriever.new_items(records)
 
 
 def _value(feature: Feature, value: Any) -> Any:
@@ -121,7 +118,7 @@ def _write(
     titles: list[str] | None,
 ) -> None:
     about = replace(contents.about, num_items=contents.about.num_items + len(ids))
-    before, files = len(contents.items.shards), serving.read_manifest(directory)["files"]
+    before, files = len(contents.shards), serving.read_manifest(directory)["files"]
     count = before + len(shards)
     with whole_directory(directory) as staging:
         names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}

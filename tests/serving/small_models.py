@@ -13,7 +13,7 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig, SASRecConfig
-from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
 from logitmix.serving.texts import Texts
@@ -35,8 +35,8 @@ class SmallModel:
     tower: Tower
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Tables of features."""
-    columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
-    """Features of the items; there are no users and events."""
+    features: Mapping[str, Column] = field(default_factory=dict)
+    """Of the items."""
 
     def saved(self) -> SavedModel:
         def read_rows(table: str, start: int, stop: int) -> Tensor:
@@ -72,12 +72,13 @@ def small_model(
         for table in schema.tables
         if table.name != ITEM
     }
-    random, rows = np.random.default_rng(seed), {"item": num_items, "user": 0, "event": 0}
-    columns: dict[Owner, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
-    for feature in schema.features:
-        if feature.name != ITEM:
-            columns[feature.owner][feature.name] = random_column(feature, schema, rows[feature.owner], random)
-    return SmallModel(config, item_XD, tower.eval(), others, columns)
+    random = np.random.default_rng(seed)
+    features = {
+        feature.name: random_column(feature, schema, num_items, random)
+        for feature in schema.of("item")
+        if feature.name != ITEM
+    }
+    return SmallModel(config, item_XD, tower.eval(), others, features)
 
 
 def in_order(texts: list[str]) -> Texts:
@@ -91,16 +92,18 @@ def raw_ids(num_items: int) -> list[str]:
     return [f"id {index * 7}" for index in range(num_items)]
 
 
-def export_small(model: SmallModel, out: Path, overwrite: bool = False) -> Path:
+def export_small(model: SmallModel, out: Path, overwrite: bool = False, item_cache: bool = True) -> Path:
     ids = raw_ids(len(model.item_XD))
     titles = [f"«{raw_id}»" for raw_id in ids]
-    about = About(model.config, SOURCE, len(ids), True, model.tower.schema)
+    about = About(model.config, SOURCE, len(ids), True, model.tower.schema, item_cache)
 
     def vocabulary(table: str) -> pa.ChunkedArray:
         rows = pa.array(range(len(model.others[table]))).cast(pa.string())
         return pa.chunked_array([pa.nulls(1, pa.string()), rows[1:]])
 
-    items = DatasetItems(lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.columns, vocabulary)
+    items = DatasetItems(
+        lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.features, vocabulary
+    )
     with process_group("cpu", 60) as ranks:
         export_model(model.saved(), about, items, out, overwrite, ranks)
     return out

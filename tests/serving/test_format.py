@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,7 +28,6 @@ from logitmix.serving.format import (
     write_vocabularies,
     write_weights,
 )
-from logitmix.serving.items import Items
 from logitmix.serving.model import item_shapes, row_shapes, weight_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
@@ -85,7 +85,7 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
     tables = {"item": Pieces([rows["item"]]), "brand": Pieces(rows["brand"].split([1, 2]))}
     vocabularies = {"brand": in_order(["", "é", "17"])}
     shown = None if titles is None else Texts.of(titles)
-    return Contents(about, weights, tables, vocabularies, Items(shards), in_order(ids), shown)
+    return Contents(about, weights, tables, vocabularies, shards, in_order(ids), shown)
 
 
 def write(contents: Contents, out: Path) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def write(contents: Contents, out: Path) -> dict[str, Any]:
     for number, rows in enumerate(files):
         entries |= write_tables(out, contents.about, number, len(files), rows)
     entries |= write_vocabularies(out, contents.about, contents.vocabularies)
-    for number, shard in enumerate(contents.items.shards):
-        entries |= write_items(out, contents.about, number, len(contents.items.shards), shard)
+    for number, shard in enumerate(contents.shards):
+        entries |= write_items(out, contents.about, number, len(contents.shards), shard)
     entries |= write_ids(out, contents.about, contents.raw_ids, contents.titles)
     return write_manifest(out, contents.about, entries)
 
@@ -110,7 +110,7 @@ def assert_same(left: Contents, right: Contents) -> None:
         name: list(of) for name, of in right.vocabularies.items()
     }
     rows = [{f"{name}.{n}": t for name, p in of.tables.items() for n, t in enumerate(p.pieces)} for of in (left, right)]
-    parts = [(of.weights, rows_of, *of.items.shards) for of, rows_of in zip((left, right), rows, strict=True)]
+    parts = [(of.weights, rows_of, *of.shards) for of, rows_of in zip((left, right), rows, strict=True)]
     for a, b in zip(*parts, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -281,6 +281,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     ].update(surprise={"dtype": "F32", "shape": [1]}),
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
+    "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
+    "the tensors of its files are no names": lambda m: m.update(item_cache=False),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
 
@@ -340,6 +342,33 @@ def test_ids_that_do_not_fit_are_refused(
     save_file(tensors, served / "ids.safetensors")
     reseal(served)
     assert_refused(served, "ids.safetensors", message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors["tags.offsets"][3].add_(99), "its tags.offsets do not divide their values"),
+        (lambda tensors: tensors["tags.offsets"][-1].sub_(1), "its tags.offsets do not divide their values"),
+        (lambda tensors: tensors["tags.values"][0].fill_(4), "its tags.values name rows that table tags does not have"),
+        (lambda tensors: tensors["brand.values"][0].fill_(-1), "its brand.values name rows that table brand does not"),
+        (lambda tensors: tensors.pop("price.values"), "its tensors are not those of the manifest"),
+        (lambda tensors: tensors.update(table=tensors.pop("own_row")), "its tensors are not those of the manifest"),
+    ],
+)
+def test_features_of_items_that_do_not_fit_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    schema = Schema((*SCHEMA.features, Feature("tags", "item", "ids", "tags")), (*SCHEMA.tables, Table("tags", 4)))
+    schema = dataclasses.replace(schema, tables=(Table("item", X + 1), *schema.tables[1:]))
+    served = export_small(small_model("mol", X, schema=schema), tmp_path / "served", item_cache=False)
+    assert read_manifest(served)["files"]["items-00000-of-00001.safetensors"]["tensors"].keys() == {
+        "own_row", "brand.values", "price.values", "tags.values", "tags.offsets"
+    }  # fmt: skip
+    tensors = load_file(served / "items-00000-of-00001.safetensors")
+    change(tensors)
+    save_file(tensors, served / "items-00000-of-00001.safetensors")
+    reseal(served)
+    assert_refused(served, "items-00000-of-00001.safetensors", message)
 
 
 class _Runs:

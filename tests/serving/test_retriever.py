@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,24 @@ from small_models import LENGTH, SmallModel, brute_force, export_small, random_h
 from torch import Tensor
 
 from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.serving import items as items_module
 from logitmix.serving import retriever as retriever_module
 from logitmix.serving.retriever import Request, Retrieved, Retriever
 from logitmix.serving.topk import merge, rank_keys, split_keys
 from logitmix.trainer import export as export_module
 
 X = 300
+ITEM_FEATURES = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("tags", "item", "ids", "tags"),
+        Feature("alike", "item", "ids", "brand"),
+        Feature("price", "item", "number", mean=0.5, deviation=2.0),
+        Feature("image", "item", "vector", width=3),
+    ),
+    (Table("item", X + 1), Table("brand", 30, dim=8), Table("tags", 50)),
+)
 LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
 """More histories than are ranked at once, some longer than the model sees."""
 
@@ -176,10 +189,11 @@ def anonymous_memory() -> int:
     return kib * 1024
 
 
-def test_what_is_served_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("item_cache", [True, False])
+def test_what_is_served_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item_cache: bool) -> None:
     monkeypatch.setattr(retriever_module, "_NUMBERS", {"cpu": 2**14})
     items = 400_000
-    path = export_small(small_model("dot", items, hindexer=False), tmp_path / "served")
+    path = export_small(small_model("dot", items, hindexer=False), tmp_path / "served", item_cache=item_cache)
     before = anonymous_memory()
     retriever = Retriever.load(path)
     found = retriever.retrieve([[1, 2, 3]], 10)
@@ -204,6 +218,45 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
     # A row is 16 numbers wide, and a value's bytes and place are more than half as much.
     assert anonymous_memory() - before < rows * 16 * 4 / 8
     assert len({ranking[0]["score"] for ranking in found}) == len(requests)
+
+
+@pytest.mark.parametrize("features", [False, True])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+def test_items_may_be_computed_when_they_are_ranked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, features: bool
+) -> None:
+    """From shards and chunks of a few items, which fewer bytes hold."""
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 17)
+    model = small_model(kind, X, schema=ITEM_FEATURES if features else None)
+    cached, computed = (
+        export_small(model, tmp_path / name, item_cache=name == "cached") for name in ("cached", "computed")
+    )
+    histories = random_histories(X, LENGTHS)
+    for stage1 in (None, 40):
+        expected, found = (Retriever.load(path).retrieve(histories, 10, stage1=stage1) for path in (cached, computed))
+        assert torch.equal(found.items, expected.items)
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=1e-5)
+    held = [sum(file.stat().st_size for file in path.glob("items-*")) for path in (cached, computed)]
+    assert held[1] < held[0] and len(list(computed.glob("items-*"))) > 1
+
+
+def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("mol", X, schema=ITEM_FEATURES)
+    retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
+    counts, embed = [], items_module.ItemInputs.embed
+
+    def counted(inputs: items_module.ItemInputs, *arguments: Any) -> Any:
+        counts.append(len(inputs.own_RW))
+        return embed(inputs, *arguments)
+
+    monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
+    monkeypatch.setattr(retriever._items, "most", 100)
+    retriever.retrieve([[3, 1, 4]], 10)
+    assert counts == [3, 100, 100, 100]
+    counts.clear()
+    retriever.retrieve([[3, 1, 4]], 10, stage1=40)
+    assert counts == [3, 100, 100, 100, 40]
 
 
 def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import in_order
 
-from logitmix.serving.items import Items
+from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.texts import Texts
 
 
@@ -27,8 +27,7 @@ def test_items_are_found_in_their_shards() -> None:
     table = torch.arange(20.0).view(10, 2)
     shards = [{"table": rows, "hindexer.0": rows + 0.5, "similarity.0": rows, "similarity.1": -rows}
               for rows in table.split([1, 5, 4])]  # fmt: skip
-    items = Items(shards)
-    assert len(items) == 10
+    items = Items([CachedShard(shard) for shard in shards], 2, torch.device("cpu"))
     index = torch.tensor([9, 0, 5, 6, 5, 1])
     assert torch.equal(items.rows(index), table[index])
     for chunk in (1, 2, 100):

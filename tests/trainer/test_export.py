@@ -243,6 +243,6 @@ def test_items_are_cached_in_chunks(run: Path, tmp_path: Path, monkeypatch: pyte
     export(run, tmp_path / "whole")
     monkeypatch.setattr(export_module, "CHUNK_ITEMS", 7)
     export(run, tmp_path / "parts")
-    (whole,), (parts,) = (read(tmp_path / name).items.shards for name in ("whole", "parts"))
+    (whole,), (parts,) = (read(tmp_path / name).shards for name in ("whole", "parts"))
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor)

@@ -42,9 +42,9 @@ def dataset(run: Path) -> Dataset:
     return load_dataset(run.parent / "data")
 
 
-@pytest.fixture
-def served(run: Path, tmp_path: Path) -> Path:
-    export(run, tmp_path / "served")
+@pytest.fixture(params=[True, False], ids=["cached", "computed"])
+def served(run: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    assert export(run, tmp_path / "served", item_cache=request.param)["item_cache"] == request.param
     return tmp_path / "served"
 
 

@@ -62,7 +62,7 @@ def look_up(
     for feature in schema.features:
         if feature.name == ITEM:
             continue
-        taken, offsets[feature.name] = _taken(columns[feature.owner][feature.name], rows[feature.owner])
+        taken, offsets[feature.name] = taken_rows(columns[feature.owner][feature.name], rows[feature.owner])
         if feature.sparse:
             named[feature.table][feature.name] = taken.astype(np.int64, copy=False)
         else:
@@ -102,7 +102,7 @@ def _pooled(named: Mapping[str, Ints], offsets: Mapping[str, Ints | None]) -> tu
     return Bags(torch.from_numpy(np.concatenate([*named.values()])), torch.from_numpy(ends)), values
 
 
-def _taken(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
+def taken_rows(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
     """The values of rows, one after the other, and where each row's begin if a row has several."""
     if column.offsets is None:
         return column.values[rows], None
