@@ -256,7 +256,8 @@ def _flat(sides: list[Side]) -> Tensor:
 def _unflat(flat_BQ: Tensor, like: list[Side]) -> list[Side]:
     sizes = [part.shape[1:].numel() for side in like for part in side]
     pieces = iter(flat_BQ.split(sizes, dim=1))
-    return [tuple(next(pieces).unflatten(1, part.shape[1:]) for part in side) for side in like]
+    # In one piece again: a product may round otherwise where its rows lie further apart.
+    return [tuple(next(pieces).unflatten(1, part.shape[1:]).contiguous() for part in side) for side in like]
 
 
 def _best(key_SUN: Tensor) -> Tensor:

@@ -162,9 +162,12 @@ def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     tables = [of["tensors"] for name, of in alone["files"].items() if name.startswith("tables-")]
     assert [[(name, of["shape"][0]) for name, of in tensors.items()] for tensors in tables] == [
         [("item", 1), ("brand", 4)], [("brand", 3), ("tags", 1)], *[[("tags", 3)]] * 3, [("tags", 1), ("country", 2)],
-        [("country", 2), ("action", 1)], [("action", 2)],
+        [("country", 2), ("action", 1)], [("action", 2), ("recency", 1)], *[[("recency", 3)]] * 21, [("recency", 2)],
     ]  # fmt: skip
-    assert all(read <= 100 for read in most.values()) and set(most) == {table.name for table in dataset.schema.tables}
+    assert all(read <= 100 for read in most.values()) and set(most) == {
+        *(table.name for table in dataset.schema.tables),
+        RECENCY,
+    }
     for manifest, of_rank in two_ranks.run(export_in_files, run, tmp_path / "together", 100):
         assert manifest == alone and all(read <= 100 for read in of_rank.values())
 

@@ -1,6 +1,5 @@
 from pathlib import Path
 
-import pytest
 import two_ranks
 from small_data import small_config, write_dataset
 
@@ -18,7 +17,6 @@ def attempt(config: Config, run: str) -> str:
         return str(error)
 
 
-@pytest.mark.timeout(120)
 def test_ranks_stop_together_with_ids_in_flight(tmp_path: Path) -> None:
     """Well before the end, where the ids of the next batch are in flight: by an error, and when time is up."""
     data = write_dataset(tmp_path / "data")
