@@ -108,14 +108,14 @@ def _decode(
     try:
         return raw.cast(pa.string()), numbers
     except pa.ArrowInvalid:
-        valid = np.array([_is_utf8(line) for line in raw.to_pylist()])
+        valid = np.array([is_utf8(line) for line in raw.to_pylist()])
     rejects.lines += int(np.sum(~valid))
     for row in np.flatnonzero(~valid):
         rejects.add(label, int(numbers[row]), "not UTF-8", raw[row].as_py())
     return raw.filter(pa.array(valid)).cast(pa.string()), numbers[valid]
 
 
-def _is_utf8(line: bytes) -> bool:
+def is_utf8(line: bytes) -> bool:
     try:
         line.decode()
     except UnicodeDecodeError:
@@ -124,7 +124,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _check_header(label: str, lines: pa.StringArray, header: str) -> None:
-    found = lines[0].as_py().lstrip("\ufeff") if len(lines) else ""
+    found = lines[0].as_py() if len(lines) else ""
     if found != header:
         raise ValueError(f"{label}: starts with {found[:80]!r}, not with the header {header}")
 

@@ -1,9 +1,12 @@
 """Source files as byte streams: plain, gzip, a member of a zip, or part of a folder.
 
-A compressed file is told by its first bytes, not by its name. Reading moves a bar in a rich `Progress`.
+A compressed file is told by its first bytes, not by its name; a byte-order mark is left out. Reading moves a bar in a
+rich `Progress`.
 """
 
+import codecs
 import gzip
+import io
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -33,23 +36,32 @@ class InputFile:
 
     @contextmanager
     def open(self, progress: Progress) -> Iterator[BinaryIO]:
-        """The decompressed bytes. ValueError when the archive is truncated or damaged, there or while reading."""
+        """The decompressed bytes of a text. ValueError for UTF-16, and where the archive is truncated or damaged, here
+        or while reading."""
         with ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             task = progress.add_task(self.label, total=self.path.stat().st_size)
             # The bar follows the compressed bytes: only their number is known beforehand.
             counted = progress.wrap_file(raw, task_id=task)
             try:
+                plain: BinaryIO = counted
                 if self.member:
                     archive = stack.enter_context(zipfile.ZipFile(counted))
-                    yield cast(BinaryIO, stack.enter_context(archive.open(self.member)))
+                    plain = cast(BinaryIO, stack.enter_context(archive.open(self.member)))
                 elif magic(self.path).startswith(b"\x1f\x8b"):
-                    yield cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=counted)))
-                else:
-                    yield counted
+                    plain = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=counted)))
+                yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
             except _DAMAGE as error:
                 raise ValueError(f"{self.path}: truncated or damaged ({error}); fetch it again") from None
             progress.update(task, completed=self.path.stat().st_size)
+
+    def _without_mark(self, stream: io.BufferedReader) -> BinaryIO:
+        start = stream.peek(len(codecs.BOM_UTF8))
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"{self.path}: is UTF-16 text; save it as UTF-8")
+        if start.startswith(codecs.BOM_UTF8):
+            stream.read(len(codecs.BOM_UTF8))
+        return stream
 
 
 def magic(path: Path) -> bytes:

@@ -1,24 +1,35 @@
-"""CSV with a header, or Parquet, in blocks of rows."""
+"""CSV with a header, or Parquet, in blocks of rows.
+
+CSV is what Python's csv module reads. Arrow reads most of it many times as fast; blocks that it might read otherwise
+(quotes in the middle of a field, lone carriage returns, bytes that are not UTF-8) go to that module, line by line.
+"""
 
 import csv
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
+from logitmix.trainer.data.delimited import LONGEST_LINE, is_utf8
 from logitmix.trainer.data.files import InputFile, magic
 from logitmix.trainer.data.raw import is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
 BLOCK_ROWS = 1 << 16
+"""Of Parquet."""
+BLOCK_BYTES = 1 << 20
+"""Of CSV."""
+DELIMITERS = ",;\t|"
 
 Keys = Callable[[str, list[str]], list[str]]
-"""From a file's name and header, the columns that a row cannot do without."""
+"""From a file's name and header, the columns that a row cannot do without. ValueError where one is missing."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,17 @@ class TableBlock:
     """A row as text."""
 
 
-def read_blocks(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[TableBlock]:
-    """All columns of a file. In CSV they are text; rows with another number of fields, and those whose keys are not
-    UTF-8, are rejected. ValueError where it is no Parquet that can be read."""
-    return (_read_parquet if magic(file.path) == b"PAR1" else _read_csv)(file, keys, rejects, progress)
+def read_blocks(
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str = ""
+) -> Iterator[TableBlock]:
+    """All columns of a file. In CSV they are text, between `delimiter`s or whichever of DELIMITERS gives the `keys` or
+    else the most columns; rows with another number of fields, and those whose keys are not UTF-8, are rejected.
+    ValueError where it is no Parquet that can be read."""
+    if magic(file.path) == b"PAR1":
+        yield from _read_parquet(file, keys, rejects, progress)
+        return
+    with file.open(progress) as stream:
+        yield from _CsvReader(stream, file.label, keys, rejects, delimiter).blocks()
 
 
 def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
@@ -49,60 +67,231 @@ def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
     return column.cast(kind).cast(pa.string())
 
 
-def _read_csv(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[TableBlock]:
-    rows: list[tuple[int, list[str]]] = []
-    with file.open(progress) as stream:
-        # surrogateescape keeps undecodable bytes apart, so that only their row is rejected.
-        text = io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", errors="surrogateescape", newline="")  # type: ignore[type-var]
-        parsed = _csv_rows(csv.reader(text))
-        _, _, header = next(parsed, (1, 1, []))
-        key_places = [header.index(name) for name in keys(file.label, header)]
-        for number, lines, row in parsed:
-            rejects.lines += 1
-            if len(row) != len(header):
-                # A stray quote swallows lines up to the next one: they are all lost, and so all count.
-                rejects.lines += lines - 1
-                rejects.count += lines - 1
-                rejects.add(file.label, number, f"has {len(row)} fields, not {len(header)}", ",".join(row))
-            elif all(is_encodable(row[at]) for at in key_places):
-                rows.append((number, row))
+class _CsvReader:
+    """Reads a CSV text block by block. A block starts where a row starts, and ends where a line ends."""
+
+    def __init__(self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, delimiter: str) -> None:
+        self.stream, self.label, self.rejects = stream, label, rejects
+        self.carry = b""
+        """What was read and belongs to the next block."""
+        block = self.next()
+        self.delimiter = delimiter or _sniff(block, label, keys)
+        lines = _Lines(block)
+        _, _, self.header = next(_rows(lines, self.delimiter), (1, 1, []))
+        self.key_places = [self.header.index(name) for name in keys(label, self.header)]
+        _refuse_twins(label, self.header)
+        self.line = 1 + lines.taken
+        """Number of the next line."""
+        self.carry = lines.rest() + self.carry
+
+    def blocks(self) -> Iterator[TableBlock]:
+        block = self.next()
+        yield self._table(np.empty(0, np.int64), [pa.array([], pa.string()) for _ in self.header], lambda row: "")
+        while block:
+            lines = _well_formed(block, self.delimiter)
+            rows = self._parse(lines) if lines else None
+            if lines and rows:
+                self.carry = block[len(lines.block) :] + self.carry
+                self.line += len(lines.ends)
+                yield rows
             else:
-                rejects.add(file.label, number, "not UTF-8", ",".join(row))
-            if len(rows) >= BLOCK_ROWS:
-                yield _csv_block(rows, header, key_places)
-                rows = []
-    yield _csv_block(rows, header, key_places)
+                yield self._read_line_by_line(block)
+            block = self.next()
+
+    def next(self) -> bytes:
+        """The next block, empty at the end."""
+        block, self.carry = self.carry, b""
+        while more := self.stream.read(BLOCK_BYTES):
+            end = more.rfind(b"\n") + 1
+            block += more[:end] if end else more
+            if end:
+                self.carry = more[end:]
+                break
+            if len(block) > LONGEST_LINE:
+                raise ValueError(f"{self.label}: a line is longer than {LONGEST_LINE >> 20} MiB; is this a text file?")
+        return block
+
+    def _parse(self, lines: "_WellFormed") -> TableBlock | None:
+        """By Arrow; None where a field is longer than the csv module takes."""
+        numbers = self.line + lines.lines_before
+        columns, malformed = _parse_with_arrow(lines.block, self.delimiter, len(self.header))
+        longest = max((pc.max(pc.binary_length(column)).as_py() or 0 for column in columns), default=0)
+        if max([longest, *(len(row.text) for row in malformed)]) > csv.field_size_limit():
+            return None
+        self.rejects.lines += len(numbers)
+        places = np.array([row.number - 1 for row in malformed], np.int64)
+        for row, place in zip(malformed, places, strict=True):
+            fields = next(csv.reader(io.StringIO(row.text, newline=""), delimiter=self.delimiter))
+            self._reject(int(numbers[place]), 1 + row.text.count("\n"), fields)
+        return self._table(
+            np.delete(numbers, places),
+            columns,
+            lambda row: self.delimiter.join(column[row].as_py() for column in columns),
+        )
+
+    def _read_line_by_line(self, block: bytes) -> TableBlock:
+        """By the csv module, up to the end of the row that the block ends in."""
+        rows: list[list[str]] = []
+        numbers: list[int] = []
+        lines = _Lines(block, self.next)
+        for number, count, row in _rows(lines, self.delimiter):
+            self.rejects.lines += 1
+            number += self.line - 1
+            if len(row) != len(self.header):
+                self._reject(number, count, row)
+            elif all(is_encodable(row[at]) for at in self.key_places):
+                rows.append(row)
+                numbers.append(number)
+            else:
+                self.rejects.add(self.label, number, "not UTF-8", self.delimiter.join(row))
+        self.line += lines.taken
+        columns = [_texts([row[place] for row in rows]) for place in range(len(self.header))]
+        return self._table(np.array(numbers, np.int64), columns, lambda row: self.delimiter.join(rows[row]))
+
+    def _reject(self, number: int, lines: int, row: list[str]) -> None:
+        # A stray quote swallows lines up to the next one: they are all lost, and so all count.
+        self.rejects.lines += lines - 1
+        self.rejects.count += lines - 1
+        reason = f"has {len(row)} fields, not {len(self.header)}"
+        self.rejects.add(self.label, number, reason, self.delimiter.join(row))
+
+    def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
+        others = {
+            name: columns[place]
+            for place, name in enumerate(self.header)
+            if place not in self.key_places and _is_named(name)
+        }
+        return TableBlock(numbers, [columns[place] for place in self.key_places], others, text)
 
 
-def _csv_rows(reader: Any) -> Iterator[tuple[int, int, list[str]]]:
+class _Lines:
+    """The lines of a block for csv.reader, and of the blocks after it as long as a row goes on."""
+
+    def __init__(self, block: bytes, more: Callable[[], bytes] = bytes) -> None:
+        self.more, self.taken, self.lines = more, 0, _lines(block)
+        self.at = 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        if not self.left:
+            self.lines, self.at = _lines(self.more()), 0
+            if not self.lines:
+                raise StopIteration
+        self.at += 1
+        self.taken += 1
+        return self.lines[self.at - 1]
+
+    @property
+    def left(self) -> int:
+        return len(self.lines) - self.at
+
+    def rest(self) -> bytes:
+        return "".join(self.lines[self.at :]).encode("utf-8", "surrogateescape")
+
+
+def _lines(block: bytes) -> list[str]:
+    # surrogateescape keeps undecodable bytes apart, so that only their row is rejected.
+    return list(io.StringIO(block.decode("utf-8", "surrogateescape"), newline=""))
+
+
+def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
     """First line, number of lines and fields of each row that is not blank; no fields where it is no CSV."""
-    while True:
-        before = reader.line_num
+    reader = csv.reader(lines, delimiter=delimiter)
+    while lines.left:
+        before = lines.taken
         try:
             row = next(reader)
-        except StopIteration:
-            return
         except csv.Error:
-            yield before + 1, reader.line_num - before, []
+            yield before + 1, lines.taken - before, []
             continue
         if row:
-            yield before + 1, reader.line_num - before, row
+            yield before + 1, lines.taken - before, row
 
 
-def _csv_block(rows: list[tuple[int, list[str]]], header: list[str], key_places: list[int]) -> TableBlock:
-    def column(place: int) -> pa.StringArray:
-        values = [row[place] for _, row in rows]
+def _sniff(block: bytes, label: str, keys: Keys) -> str:
+    def fitness(delimiter: str) -> tuple[bool, int]:
+        _, _, header = next(_rows(_Lines(block), delimiter), (1, 1, []))
         try:
-            return pa.array(values, pa.string())
-        except UnicodeEncodeError:
-            return pa.array([value if is_encodable(value) else None for value in values], pa.string())
+            keys(label, header)
+        except ValueError:
+            return False, len(header)
+        return True, len(header)
 
-    return TableBlock(
-        np.array([number for number, _ in rows], np.int64),
-        [column(place) for place in key_places],
-        {name: column(place) for place, name in enumerate(header) if place not in key_places and _is_named(name)},
-        lambda row: ",".join(rows[row][1]),
+    return max(DELIMITERS, key=fitness)
+
+
+def _refuse_twins(label: str, header: list[str]) -> None:
+    for place, name in enumerate(header):
+        if _is_named(name) and name in header[:place]:
+            raise ValueError(f"{label}: has two columns named {name!r}; rename one")
+
+
+@dataclass(frozen=True)
+class _WellFormed:
+    """Whole rows that every reader of CSV splits alike."""
+
+    block: bytes
+    ends: np.ndarray
+    """Places of the line ends."""
+    lines_before: np.ndarray
+    """For each row that is not blank: lines before it in the block."""
+
+
+def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
+    """The whole rows at the start of a block; None where readers might differ, or where there is none."""
+    if block.count(b"\r") != block.count(b"\r\n") or block.startswith("\ufeff".encode()) or not is_utf8(block):
+        return None
+    if not block.endswith(b"\n"):
+        block += b"\n"
+    data = np.frombuffer(block, np.uint8)
+    ends = row_ends = np.flatnonzero(data == ord("\n"))
+    if b'"' in block:
+        quotes = np.flatnonzero(data == ord('"'))
+        row_ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+        if not len(row_ends):
+            return None
+        quotes = quotes[quotes < row_ends[-1]]
+        opening, closing = quotes[::2], quotes[1::2]
+        # Before the first byte is the end of a line; one quote after another is a quote inside a field.
+        before, after = np.where(opening > 0, data[opening - 1], ord("\n")), data[closing + 1]
+        if not (np.isin(before, _codes(delimiter + '\n"')).all() and np.isin(after, _codes(delimiter + '\r\n"')).all()):
+            return None
+    starts = np.concatenate([[0], row_ends[:-1] + 1])
+    lengths = row_ends - starts
+    blank = (lengths == 0) | ((lengths == 1) & (data[starts] == ord("\r")))
+    stop = row_ends[-1] + 1
+    return _WellFormed(block[:stop], ends[ends < stop], np.searchsorted(ends, starts[~blank]))
+
+
+def _codes(characters: str) -> list[int]:
+    return list(characters.encode())
+
+
+def _parse_with_arrow(block: bytes, delimiter: str, fields: int) -> tuple[list[pa.StringArray], list[Any]]:
+    """The columns, without the rows that have another number of fields; and those."""
+    malformed: list[Any] = []
+
+    def skip(row: Any) -> str:
+        malformed.append(row)
+        return "skip"
+
+    names = [str(place) for place in range(fields)]
+    table = pyarrow.csv.read_csv(
+        pa.BufferReader(block),
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=names),
+        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
+        pyarrow.csv.ConvertOptions(check_utf8=False, column_types=dict.fromkeys(names, pa.string())),
     )
+    return [column.combine_chunks() for column in table.columns], malformed
+
+
+def _texts(values: list[str]) -> pa.StringArray:
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        return pa.array([value if is_encodable(value) else None for value in values], pa.string())
 
 
 def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[TableBlock]:

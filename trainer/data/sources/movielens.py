@@ -100,7 +100,7 @@ _ML_1M = Release(
     SideFile("movies.dat", "::", 3, _MOVIES),
     SideFile("users.dat", "::", 5, {"gender": 1, "age": 2, "occupation": 3, "zip": 4}),
 )
-_CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", ",", 3, _MOVIES, "utf-8-sig", header=True))
+_CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", ",", 3, _MOVIES, "utf-8", header=True))
 RELEASES = {"ml-100k": _ML_100K, "ml-1m": _ML_1M, "ml-20m": _CSV, "ml-latest": _CSV}
 
 
