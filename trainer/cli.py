@@ -18,9 +18,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from logitmix.common.mappings import class_of_kind, from_mapping, nearest, of_class, require
+from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.modules.config import SimilarityConfig
-from logitmix.modules.schema import Schema
 from logitmix.trainer.config import (
     Config,
     HistoryRule,
@@ -194,15 +193,9 @@ def _prepare(words: list[str]) -> None:
     if command.json:
         print(json.dumps(description))
         return
-    shown = {name: description[name] for name in ("users", "items", "actions", "rejected_lines")}
-    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in shown.items())
-    print(f"{command.directory}: {counts}")
-    schema = from_mapping(Schema, description["schema"], "schema")
-    table = Table("feature", "owner", "kind", "table", "rows")
-    for feature in schema.features:
-        rows = f"{schema.table(feature.table).rows:,}" if feature.sparse else ""
-        table.add_row(feature.name, feature.owner, feature.kind, feature.table, rows)
-    Console().print(table)
+    from logitmix.trainer.data.summary import summarize
+
+    print(summarize(description, command.directory))
 
 
 def _train(words: list[str]) -> None:
@@ -355,7 +348,9 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
                 prog=f"logitmix {command}",
                 args=words,
                 default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.PositionalRequiredArgs,) if kind is PrepareCommand else (tyro.conf.AvoidSubcommands,),
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction)
+                if kind is PrepareCommand
+                else (tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if not stop.code:

@@ -40,7 +40,14 @@ class PrepareOptions:
     item_column: str = "item"
     """Column with the item ids (table only)."""
     timestamp_column: str = "timestamp"
-    """Column with the times, whole numbers in any unit (table only); "" takes the order of the rows."""
+    """Column with the times (table only): whole numbers in any unit, or ISO 8601 dates and times, which are stored as
+    seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
+    delimiter: str = ""
+    """What separates the fields of CSV (table only): one character, \\t for a tab; left empty, the header tells which
+    of , ; | and tab it is."""
+    where: tuple[str, ...] = ()
+    """Keep only actions whose column fulfils this: --where "rating >= 4", with one of = != < <= > >=. Of several all
+    must hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
 
@@ -56,6 +63,10 @@ class PrepareOptions:
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
         require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
         require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
+        one = self.delimiter in ("", "\\t") or (self.delimiter.isascii() and len(self.delimiter) == 1)
+        require(
+            one and self.delimiter not in ('"', "\r", "\n"), "--delimiter", repr(self.delimiter), "one character: ;"
+        )
         if "source" not in source.takes and self.source:
             raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
         for name in ("items", "users"):

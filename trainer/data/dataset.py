@@ -3,7 +3,8 @@
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
         item_indices   list<int64>   the user's items, oldest first
-        timestamps     list<int64>   of the same length, never falling, in the unit of the source
+        timestamps     list<int64>   of the same length, never falling: numbers in the unit of the source; of dates and
+                                     times, whole seconds since 1970, UTC
         raw_user_id    string        optional: the id in the source
         FEATURE        …             of owner user: its value; of owner event: a list with a value for each action
     items.parquet         one row an item that occurs in a sequence
@@ -21,8 +22,10 @@
                            without what is as by default: modules/schema.py says what each means
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
-        filters            {min_user_actions, min_item_actions, min_feature_count}
+        filters            {where: [condition], min_item_actions, min_user_actions, min_feature_count,
+                           removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters
+        titles             items with a title
         rejected_lines     malformed lines that were left out; they are in rejects.tsv
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
                            Likewise in it items, users and schema, where such a file was given
@@ -51,6 +54,7 @@ digits, else by their UTF-8 bytes; so do the values of vocabularies.
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -458,6 +462,8 @@ def _command(path: Path) -> str:
         words = [name if source_of(name) else "NAME"]
         words += ["--source", str(_nearby(path, source["name"]))] if source else []
         usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
+        words += [f"--where {shlex.quote(condition)}" for condition in filters.pop("where", [])]
+        filters.pop("removed", None)
         words += [f"--{key.replace('_', '-')} {value}" for key, value in filters.items() if usual.get(key) != value]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         words = [path.name if source_of(path.name) else "NAME"]

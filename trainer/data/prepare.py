@@ -1,10 +1,10 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
-One pass over the source codes users and items as integers; then the item filter, the user filter (each once: this is no
-iterated core), a stable sort by user and time, the features (features.py), and the writing. Nothing is cut off here: a
-trainer takes the last actions it wants. Memory peaks at about 60 bytes an action and 15 for each further column of the
-actions, beside every distinct raw id (about 150 bytes each) and one block of the file; there is no Python object per
-action.
+One pass over the source codes users and items as integers; then the conditions of --where, the item filter and the user
+filter (each once: this is no iterated core), a stable sort by user and time, the features (features.py), and the
+writing. Nothing is cut off here: a trainer takes the last actions it wants. Memory peaks at about 60 bytes an action
+and 15 for each further column of the actions, beside every distinct raw id (about 150 bytes each) and one block of the
+file; there is no Python object per action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
 """
@@ -13,11 +13,13 @@ import tomllib
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -39,9 +41,11 @@ from logitmix.trainer.data.files import digests
 from logitmix.trainer.data.raw import Actions, RawDataset, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.where import holds
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
-FILTERS = ("min_user_actions", "min_item_actions", "min_feature_count")
+FILTERS = ("where", "min_item_actions", "min_user_actions", "min_feature_count")
+TITLE = "title"
 
 
 def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _write(
             origin = {**(origin or {}), setting: {"name": Path(path).name, "sha256": digests(Path(path))}}
     ordered = _arrange(raw.actions, options)
     items = raw.items.of(ordered.item_ids)
-    titles = _titles(items.pop("title", None))
+    titles = _titles(items.pop(TITLE, None), raw.actions.columns.pop(TITLE, None), ordered)
     made = _features(raw, items, ordered, options, said)
     contents = DatasetContents(
         ordered.offsets,
@@ -149,8 +153,10 @@ def _write(
         directory,
         contents,
         options.name,
-        filters={name: getattr(options, name) for name in FILTERS},
+        filters={name: getattr(options, name) for name in FILTERS}
+        | {"where": list(options.where), "removed": ordered.removed},
         read=read,
+        titles=0 if titles is None else len(titles) - titles.null_count,
         rejected_lines=rejects.count,
         source=origin,
         generator=raw.generator,
@@ -164,7 +170,9 @@ def _say(console: Console, unused: list[str], repeated: float) -> None:
     messages = []
     if unused:
         names = ", ".join(unused)
-        messages.append(f"not used, as their values do not tell a kind: {names} (--schema FILE can state it)")
+        messages.append(
+            f"not used, as their values are all the same or do not tell a kind: {names} (--schema FILE can state it)"
+        )
     if repeated >= COMMON_REPEATS:
         messages.append(
             f"{repeated:.0%} of the validation targets are in their user's history: evaluation will not leave the "
@@ -187,11 +195,13 @@ class _Ordered:
     """The places of the actions in the source, where it knows more of them; otherwise empty."""
     user_ids: pa.StringArray
     item_ids: pa.StringArray
+    removed: dict[str, dict[str, int]]
+    """By filter: users, items and actions that it left out."""
 
 
 def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
     """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as it is done with."""
-    kept, user_kept = _filter(actions, options)
+    kept, user_kept, removed = _filter(actions, options)
     user_order = _order_of_ids(actions.user_ids, user_kept)
     item_order = _order_of_ids(actions.item_ids, np.bincount(actions.items[kept], minlength=len(actions.item_ids)) > 0)
     users = _ranks(user_order, len(actions.user_ids))[actions.users[kept]]
@@ -209,6 +219,7 @@ def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
         np.empty(0, np.int64) if rows is None else rows[order],
         actions.user_ids.take(pa.array(user_order)),
         actions.item_ids.take(pa.array(item_order)),
+        removed,
     )
 
 
@@ -242,27 +253,65 @@ def _features(
         raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None
 
 
-def _titles(values: pa.Array | None) -> pa.StringArray | None:
-    if values is None:
-        return None
+def _titles(of_items: pa.Array | None, of_actions: pa.Array | None, ordered: _Ordered) -> pa.StringArray | None:
+    """Of a table of items, and where that has none, of the item's last action that has one."""
+    known = [_as_texts("items", of_items)] if of_items is not None else []
+    if of_actions is not None:
+        texts = _as_texts("actions", of_actions).take(pa.array(ordered.rows))
+        known.append(last_values(texts, ordered.items, ordered.timestamps, len(ordered.item_ids)).cast(pa.string()))
+    return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
+
+
+def _as_texts(owner: str, values: pa.Array) -> pa.StringArray:
     try:
         return values.cast(pa.string())
     except pa.ArrowException:
-        raise ValueError(f"column title of the items is of type {values.type}, not text; rename it") from None
+        raise ValueError(f"column title of the {owner} is of type {values.type}, not text; rename it") from None
 
 
-def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Which actions [actions] and users [users] are kept."""
-    counts = np.bincount(actions.items, minlength=len(actions.item_ids))
-    kept = counts[actions.items] >= options.min_item_actions
+def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.ndarray, dict[str, dict[str, int]]]:
+    """Which actions [actions] and users [users] are kept, and what each filter removed."""
+    columns = _columns(actions, options)
+    chosen = np.ones(len(actions.users), bool)
+    for condition in options.where:
+        chosen &= holds(condition, columns)
+    if not chosen.any():
+        raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(chosen):,} actions")
+    counts = np.bincount(actions.items[chosen], minlength=len(actions.item_ids))
+    common = chosen & (counts[actions.items] >= options.min_item_actions)
     fewest = max(options.min_user_actions, 1)
-    user_kept = np.bincount(actions.users[kept], minlength=len(actions.user_ids)) >= fewest
+    user_kept = np.bincount(actions.users[common], minlength=len(actions.user_ids)) >= fewest
     if not user_kept.any():
+        there = _counts(actions, chosen)
         raise ValueError(
-            f"no user has {fewest} or more actions (there were {len(actions.user_ids):,} users with "
-            f"{len(actions.users):,} actions); lower --min-user-actions or --min-item-actions"
+            f"no user has {fewest} or more actions (there were {there['users']:,} users with "
+            f"{there['actions']:,} actions); lower --min-user-actions or --min-item-actions"
         )
-    return kept & user_kept[actions.users], user_kept
+    kept = common & user_kept[actions.users]
+    steps = (np.ones(len(chosen), bool), chosen, common, kept)
+    counted = [_counts(actions, step) for step in steps]
+    removed = {
+        name: {what: before[what] - after[what] for what in before}
+        for name, (before, after) in zip(FILTERS, pairwise(counted), strict=False)
+    }
+    return kept, user_kept, removed
+
+
+def _columns(actions: Actions, options: PrepareOptions) -> dict[str, pa.Array]:
+    """All that is known of an action, by the names in the source."""
+    ids = (
+        (options.user_column, actions.users, actions.user_ids),
+        (options.item_column, actions.items, actions.item_ids),
+    )
+    named = {name: pa.DictionaryArray.from_arrays(pa.array(codes), texts) for name, codes, texts in ids}
+    times = {options.timestamp_column: pa.array(actions.timestamps)} if options.timestamp_column else {}
+    return named | times | actions.columns
+
+
+def _counts(actions: Actions, kept: np.ndarray) -> dict[str, int]:
+    distinct = {"users": actions.users, "items": actions.items}
+    counts = {name: int(np.count_nonzero(np.bincount(codes[kept]))) for name, codes in distinct.items()}
+    return counts | {"actions": int(np.count_nonzero(kept))}
 
 
 def _order_of_ids(ids: pa.StringArray, kept: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from logitmix.trainer.data.rejects import Rejects
 
 _WHOLE = r"^-?[0-9]{1,18}(\.0*)?$"
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+FLOAT = pa.float32()
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,10 @@ def accept(
     text: Callable[[int], str | bytes],
     rejects: Rejects,
     columns: Mapping[str, pa.Array] | None = None,
+    time: str = "a whole number",
 ) -> ActionBlock:
-    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`.
+    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`, and with `time` as
+    what a time has to be.
 
     `numbers` are the rows' places in the file `label`, and the times where `stamps` is None.
     """
@@ -185,7 +188,7 @@ def accept(
             reason = "the item is empty"
         else:
             assert stamps is not None
-            reason = f"the timestamp {str(stamps[row].as_py())[:40]!r} is not a whole number"
+            reason = f"the timestamp {str(stamps[row].as_py())[:40]!r} is not {time}"
         rejects.add(label, int(numbers[row]), reason, text(int(row)))
     rejects.check_format(label)
     mask = pa.array(accepted)
@@ -214,9 +217,9 @@ def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return pc.if_else(pa.array(ok), digits, None).cast(pa.int64()).fill_null(0).to_numpy(), ok
 
 
-def as_numbers(texts: pa.StringArray) -> pa.FloatArray:
-    """null where a text is no number."""
-    return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(pa.float32())
+def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:
+    """Of type `kind`, null where a text is no number."""
+    return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(kind)
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:

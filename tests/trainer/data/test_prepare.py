@@ -21,8 +21,10 @@ from logitmix.trainer.cli import main
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.summary import summarize
 
 QUIET = Console(quiet=True)
+NOTHING = {"users": 0, "items": 0, "actions": 0}
 
 
 def run(name: str, source: Path | str, out: Path, **options: Any) -> dict[str, Any]:
@@ -80,8 +82,15 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         "actions": 6,
         "schema": Schema.of_ids(3).to_mapping(),
         "repeated_targets": {"validation": 0.0, "test": 0.0},
-        "filters": {"min_user_actions": 1, "min_item_actions": 0, "min_feature_count": 1},
+        "filters": {
+            "where": [],
+            "min_item_actions": 0,
+            "min_user_actions": 1,
+            "min_feature_count": 1,
+            "removed": {name: NOTHING for name in ("where", "min_item_actions", "min_user_actions")},
+        },
         "read": {"users": 3, "items": 3, "actions": 6},
+        "titles": 0,
         "rejected_lines": 0,
         "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
         "generator": None,
@@ -95,12 +104,48 @@ def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, caps
     main(words)
     shown = capsys.readouterr().out
     # Repeated targets are rare here, and so not worth a word.
-    assert shown.splitlines()[0] == f"{tmp_path}/out: 3 users, 3 items, 6 actions, 0 rejected lines"
-    assert [line.split() for line in shown.splitlines() if "│" in line] == [
-        ["│", "item", "│", "item", "│", "id", "│", "item", "│", "4", "│"]
+    assert shown.splitlines() == [
+        "read      3 users, 3 items, 6 actions",
+        f"written   3 users, 3 items, 6 actions to {tmp_path}/out",
+        "titles    none: answers will show ids (a column `title` would give them)",
+        "features  none but the item ids",
+        f"next      logitmix train demo-mol --data.path {tmp_path}/out --run runs/out",
     ]
     main([*words, "--overwrite", "--json"])
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "dataset.json").read_text())
+
+
+def test_the_summary_names_what_was_removed_and_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"u{n % 4},i{n},{n},{'cart' if n % 3 else 'view'},{n % 2},T{n if n < 40 else ''},same" for n in range(60)]
+    content = "\n".join(["user,item,timestamp,event,rating,title,shop", *rows, "x,i1,1,view,1,t,same", "bad"])
+    (tmp_path / "in.csv").write_text(content.replace(",T,", ",,"))
+    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--out", str(tmp_path / "my out")]
+    main([*words, "--where", "rating = 1", "--where", 'event != "view"', "--max-rejects", "0.1"])
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [
+        "in.csv:63: has 1 fields, not 7",
+        "not used, as their values are all the same or do not tell a kind: event, rating, shop "
+        "(--schema FILE can state it)",
+    ]
+    assert shown.out.splitlines() == [
+        "read      5 users, 60 items, 61 actions",
+        f"rejected  1 malformed line, listed in {tmp_path}/my out/rejects.tsv",
+        "removed   3 users, 40 items, 41 actions by --where 'rating = 1' --where 'event != \"view\"'",
+        f"written   2 users, 20 items, 20 actions to {tmp_path}/my out",
+        "titles    of 13 of 20 items",
+        "features  none but the item ids",
+        f"next      logitmix train demo-mol --data.path '{tmp_path}/my out' --run 'runs/my out'",
+    ]
+
+
+def test_the_summary_knows_the_recipes_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = prepare(PrepareOptions("demo"), QUIET)
+    lines = summarize(made, PrepareOptions("demo").directory).splitlines()
+    assert lines[-1] == "next      logitmix train demo-mol"
+    assert lines[2] == "titles    of all items"
 
 
 def test_ids_sort_as_text_as_soon_as_one_is_no_number(tmp_path: Path) -> None:
@@ -122,28 +167,39 @@ def test_ties_stay_in_file_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("users_at_least", "items_at_least", "expected"),
+    ("users_at_least", "items_at_least", "expected", "removed"),
     [
-        (2, 0, {"2": "zxy", "10": "yx"}),
-        (3, 0, {"2": "zxy"}),
-        (1, 2, {"2": "xy", "9": "x", "10": "yx"}),
-        (3, 1, {"2": "zxy"}),
+        (2, 0, {"2": "zxy", "10": "yx"}, ((0, 0, 0), (1, 0, 1))),
+        (3, 0, {"2": "zxy"}, ((0, 0, 0), (2, 0, 3))),
+        (1, 2, {"2": "xy", "9": "x", "10": "yx"}, ((0, 1, 1), (0, 0, 0))),
+        (3, 1, {"2": "zxy"}, ((0, 0, 0), (2, 0, 3))),
         # Users are counted after the item filter, and items not again after the user filter: y keeps one action.
-        (2, 2, {"2": "xy", "10": "yx"}),
-        (0, 3, {"2": "x", "9": "x", "10": "x"}),
+        (2, 2, {"2": "xy", "10": "yx"}, ((0, 1, 1), (1, 0, 1))),
+        (0, 3, {"2": "x", "9": "x", "10": "x"}, ((0, 2, 3), (0, 0, 0))),
     ],
 )
 def test_filters(
-    users_at_least: int, items_at_least: int, expected: dict[str, str], table: Path, tmp_path: Path
+    users_at_least: int,
+    items_at_least: int,
+    expected: dict[str, str],
+    removed: tuple[tuple[int, int, int], ...],
+    table: Path,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
     made = run("table", table, out, min_user_actions=users_at_least, min_item_actions=items_at_least)
     assert {user: "".join(item for item, _ in actions) for user, actions in sequences(out).items()} == expected
     assert load_dataset(out).raw_ids() == sorted(set("".join(expected.values())))
     assert made["filters"] == {
-        "min_user_actions": users_at_least,
+        "where": [],
         "min_item_actions": items_at_least,
+        "min_user_actions": users_at_least,
         "min_feature_count": 1,
+        "removed": {"where": NOTHING}
+        | {
+            name: dict(zip(NOTHING, counts, strict=True))
+            for name, counts in zip(("min_item_actions", "min_user_actions"), removed, strict=True)
+        },
     }
     assert made["read"] == {"users": 3, "items": 3, "actions": 6}
 
@@ -378,7 +434,7 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file or folder at .*/nothing; give the downloaded file with --source"):
         run("table", tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no \.parquet, \.csv or \.csv\.gz file in this folder"):
+    with pytest.raises(ValueError, match=r"no \.parquet, \.csv, \.tsv or \.gz of them in this folder"):
         run("table", tmp_path / "empty", tmp_path / "out")
 
 

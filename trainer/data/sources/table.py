@@ -1,7 +1,9 @@
 """Tables of actions: CSV with a header, or Parquet, one file or a folder of parts; and tables of items and of users.
 
-Columns of the actions beyond user, item and time become features of the event; those of the files that --items and
---users name become features of items and users.
+Times are whole numbers in any unit; or ISO 8601 texts, dates or timestamps, which become whole seconds since 1970 (UTC
+where they name no zone). Columns of the actions beyond user, item and time become features of the event, but for
+`title`, which is text about the item; those of the files that --items and --users name become features of items and
+users.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.trainer.data.config import PrepareOptions
@@ -18,6 +21,9 @@ from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.raw import ActionBlock, ColumnBuilder, RawDataset, SideTable, accept, filled, gather
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.tabular import as_ids, read_blocks
+from logitmix.trainer.data.times import is_time, seconds_of_texts, seconds_of_times
+
+TIME = "a whole number or an ISO 8601 time"
 
 
 @dataclass(frozen=True)
@@ -44,35 +50,38 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     source = find_source(options, progress, reason="is a format, not one data set")
     files = _parts(source, "--source")
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
+    delimiter = options.delimiter.replace("\\t", "\t")
     return RawDataset(
-        gather(read_actions(files, names, rejects, progress)),
+        gather(read_actions(files, names, rejects, progress, delimiter)),
         source,
         files,
-        items=read_side(options.items, "--items", names.item, rejects, progress),
-        users=read_side(options.users, "--users", names.user, rejects, progress),
+        items=read_side(options.items, "--items", names.item, rejects, progress, delimiter),
+        users=read_side(options.users, "--users", names.user, rejects, progress, delimiter),
     )
 
 
 def read_actions(
-    files: Iterable[InputFile], names: ColumnNames, rejects: Rejects, progress: Progress
+    files: Iterable[InputFile], names: ColumnNames, rejects: Rejects, progress: Progress, delimiter: str = ""
 ) -> Iterator[ActionBlock]:
     """The actions of CSV or Parquet parts, in the given order. ValueError when a column is missing or unfit."""
     taken = 0
     for file in files:
-        for rows in read_blocks(file, names.keys, rejects, progress):
+        for rows in read_blocks(file, names.keys, rejects, progress, delimiter):
             users, items = (
                 as_ids(file.label, name, column)
                 for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
             )
             stamps = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else None
-            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns)
+            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIME)
             if stamps is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
             yield block
 
 
-def read_side(path: str, flag: str, id_column: str, rejects: Rejects, progress: Progress) -> SideTable:
+def read_side(
+    path: str, flag: str, id_column: str, rejects: Rejects, progress: Progress, delimiter: str = ""
+) -> SideTable:
     """A table of items or users by id, which is the column of that name, or else the first."""
     if not path:
         return SideTable()
@@ -85,7 +94,7 @@ def read_side(path: str, flag: str, id_column: str, rejects: Rejects, progress: 
     ids: list[pa.StringArray] = []
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag):
-        for rows in read_blocks(file, id_of, rejects, progress):
+        for rows in read_blocks(file, id_of, rejects, progress, delimiter):
             found = as_ids(file.label, id_column, rows.keys[0])
             there = filled(found)
             for row in np.flatnonzero(~there):
@@ -99,21 +108,24 @@ def read_side(path: str, flag: str, id_column: str, rejects: Rejects, progress: 
 def _parts(source: Path, flag: str) -> list[InputFile]:
     if not source.is_dir():
         return [InputFile(source)]
-    names = sorted(path for path in source.iterdir() if path.name.endswith((".parquet", ".csv", ".csv.gz")))
+    names = sorted(
+        path for path in source.iterdir() if path.name.removesuffix(".gz").endswith((".parquet", ".csv", ".tsv"))
+    )
     parts = [InputFile(path) for path in names if not path.name.startswith((".", "_"))]
     if not parts:
-        raise ValueError(f"{source}: no .parquet, .csv or .csv.gz file in this folder; give a table with {flag}")
+        raise ValueError(f"{source}: no .parquet, .csv, .tsv or .gz of them in this folder; give a table with {flag}")
     return parts
 
 
 def _as_stamps(label: str, name: str, column: pa.Array) -> pa.Array:
+    """Numbers as they are, dates and times as seconds."""
     kind = column.type
-    if pa.types.is_large_string(kind):
-        return column.cast(pa.string())
-    if pa.types.is_date32(kind):
-        return column.cast(pa.int32())
-    if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
-        return column.cast(pa.int64())
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_string(kind)):
+    if is_time(kind):
+        return seconds_of_times(column)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        texts = column.cast(pa.string())
+        seconds = seconds_of_texts(texts)
+        return seconds if not seconds.null_count else pc.coalesce(seconds.cast(pa.string()), texts)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise ValueError(f"{label}: column {name} is of type {kind}; times must be numbers, dates or timestamps")
     return column

@@ -32,7 +32,7 @@ def test_csv_tables(tmp_path: Path, rejects: Rejects) -> None:
     ]
     assert sorted((int(number), reason) for _, number, reason, _ in listed(rejects)) == [
         (6, "has 2 fields, not 4"),
-        (7, "the timestamp 'seven' is not a whole number"),
+        (7, "the timestamp 'seven' is not a whole number or an ISO 8601 time"),
         (8, "the user is empty"),
         (9, "not UTF-8"),
     ]
@@ -53,6 +53,9 @@ def test_rows_over_chunk_borders(tmp_path: Path, rejects: Rejects) -> None:
     assert read == [(str(row), "i", -row) for row in range(count)]
 
 
+OF_TIMES = [("c", 3), ("a", -1), ("b", -1)]
+
+
 @pytest.mark.parametrize(
     ("users", "times", "expected"),
     [
@@ -61,8 +64,11 @@ def test_rows_over_chunk_borders(tmp_path: Path, rejects: Rejects) -> None:
         (pa.array(["c", "", "b"], pa.large_string()), pa.array([3, 1, None]), [("c", 3)]),
         (pa.array(["c", "a", "b"]).dictionary_encode(), pa.array([3.5, float("nan"), 2]), [("b", 2)]),
         (pa.array(["c", "a", "b"]), pa.array(["3", "x", "2"], pa.large_string()), [("c", 3), ("b", 2)]),
-        (pa.array(["c", "a", "b"]), pa.array([3, 1, 2], pa.timestamp("ms")), [("c", 3), ("a", 1), ("b", 2)]),
-        (pa.array(["c", "a", "b"]), pa.array([3, 1, 2], pa.date32()), [("c", 3), ("a", 1), ("b", 2)]),
+        (pa.array(["c", "a", "b"]), pa.array([3, None, 2], pa.timestamp("s")), [("c", 3), ("b", 2)]),
+        (pa.array(["c", "a", "b"]), pa.array([3999, -1, -1000], pa.timestamp("ms", "Europe/Oslo")), OF_TIMES),
+        (pa.array(["c", "a", "b"]), pa.array([3, 1, 2], pa.date32()), [("c", 259200), ("a", 86400), ("b", 172800)]),
+        (pa.array(["c", "a", "b"]), pa.array([86400_000, 0, None], pa.date64()), [("c", 86400), ("a", 0)]),
+        (pa.array(["c", "a", "b"]), pa.array(["1970-01-02", "1970-01-01T01:00+01", "?"]), [("c", 86400), ("a", 0)]),
     ],
 )
 def test_parquet_tables(
@@ -177,7 +183,7 @@ def prepared(shop: Path, schema: str = "", **options: Any) -> tuple[Dataset, str
 def test_items_users_and_further_columns_become_features(shop: Path) -> None:
     dataset, said = prepared(shop)
     assert dataset.raw_ids() == ["a", "b", "c", "d"]
-    assert titles(dataset) == ["Apple", "", "Crème", None]
+    assert titles(dataset) == ["Apple", None, "Crème", None]
     kinds = {feature.name: (feature.owner, feature.kind) for feature in dataset.schema.features[1:]}
     assert kinds == {
         "tags": ("item", "ids"),
@@ -188,7 +194,7 @@ def test_items_users_and_further_columns_become_features(shop: Path) -> None:
         "shelf": ("event", "id"),
     }
     assert said == (
-        "not used, as their values do not tell a kind: brand, notes, name, favorite, session "
+        "not used, as their values are all the same or do not tell a kind: brand, notes, name, favorite, session "
         "(--schema FILE can state it)\n"
     )
     # The last row of an item counts; b has no price, and d is in no row.
@@ -225,7 +231,9 @@ def test_a_file_says_what_columns_are(shop: Path) -> None:
         use = false
         """,
     )
-    assert said == "not used, as their values do not tell a kind: name (--schema FILE can state it)\n"
+    assert said == (
+        "not used, as their values are all the same or do not tell a kind: name (--schema FILE can state it)\n"
+    )
     assert dataset.vocabulary("brand") == ["", "acme", "bolt", "x"]
     assert decoded(dataset, "user")["favorite"] == ["acme", "x"]
     assert decoded(dataset, "item")["brand"] == ["acme", "acme", "bolt", ""]
@@ -336,3 +344,61 @@ def test_titles_are_text(shop: Path) -> None:
     pq.write_table(pa.table({"item": ["a"], "title": [["x"]]}), shop / "items.parquet")
     with pytest.raises(ValueError, match=r"^column title of the items is of type list<.*>, not text; rename it"):
         prepared(shop, items=str(shop / "items.parquet"))
+
+
+def shop_with(shop: Path, clicks: str, **options: Any) -> Dataset:
+    (shop / "clicks.csv").write_text(clicks)
+    return prepared(shop, **{"items": "", "users": ""} | options)[0]
+
+
+def test_titles_of_actions_are_the_last_in_time_that_is_there(shop: Path) -> None:
+    clicks = "user;item;timestamp;title\nu;a;2024-01-02;new\nu;a;2024-01-01;old\nu;b;2024-01-03;\nv;b;2023-01-01;B\n"
+    clicks += "u;c;2024-01-03;\nv;d;2024-01-03;D\n"
+    dataset = shop_with(shop, clicks)
+    assert titles(dataset) == ["new", "B", None, "D"]
+    assert [feature.name for feature in dataset.schema.features] == ["item"]
+    assert json.loads(dataset.description())["titles"] == 3
+    # A table of items has the first word; b has no title there.
+    dataset = shop_with(shop, clicks, items=str(shop / "catalog.csv"), overwrite=True)
+    assert titles(dataset) == ["Apple", "B", "Crème", "D"]
+    with pytest.raises(ValueError, match=r"^column title of the actions is of type list<.*>, not text; rename it"):
+        made = {"user": ["u"], "item": ["a"], "timestamp": [1], "title": [["x"]]}
+        pq.write_table(pa.table(made), shop / "clicks.parquet")
+        prepare(
+            PrepareOptions("table", str(shop / "clicks.parquet"), str(shop / "other"), min_user_actions=1),
+            Console(quiet=True),
+        )
+
+
+def test_the_delimiter_can_be_given(shop: Path) -> None:
+    clicks = "user^item^timestamp^note\nu^a,b^1^x;y\n"
+    with pytest.raises(ValueError, match=r"no column 'user'; there are: user\^item"):
+        shop_with(shop, clicks)
+    dataset = shop_with(shop, clicks, delimiter="^")
+    assert dataset.raw_ids() == ["a,b"]
+    dataset = shop_with(shop, clicks.replace("^", "\t"), delimiter="\\t", overwrite=True)
+    assert dataset.raw_ids() == ["a,b"]
+
+
+@pytest.mark.parametrize("delimiter", ["ab", "ü", '"', "\n"])
+def test_delimiters_that_cannot_be(delimiter: str) -> None:
+    with pytest.raises(ValueError, match=r"^--delimiter is '.*'; it must be one character: ;$"):
+        PrepareOptions("table", "x.csv", delimiter=delimiter)
+
+
+def test_conditions_keep_actions(shop: Path) -> None:
+    """They act on the columns as the source has them, and before the counts of items and users."""
+    dataset, _ = prepared(shop, where=("action = click", "seconds >= 1"), min_item_actions=1)
+    # Of u1's clicks one took 0.5 seconds and one is without.
+    assert (dataset.num_users, dataset.raw_ids()) == (1, ["c"])
+    filters = json.loads(dataset.description())["filters"]
+    assert filters["where"] == ["action = click", "seconds >= 1"]
+    assert filters["removed"] == {
+        "where": {"users": 1, "items": 3, "actions": 5},
+        "min_item_actions": {"users": 0, "items": 0, "actions": 0},
+        "min_user_actions": {"users": 0, "items": 0, "actions": 0},
+    }
+    with pytest.raises(ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions$"):
+        prepared(shop, where=("seconds > 9",), overwrite=True)
+    with pytest.raises(ValueError, match=r"no user has 9 or more actions \(there were 2 users with 3 actions\)"):
+        prepared(shop, where=("action = click",), min_user_actions=9, overwrite=True)

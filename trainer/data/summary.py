@@ -1,0 +1,73 @@
+"""What `logitmix prepare` shows of a dataset, for people."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.trainer.config import load_recipe, recipe_names
+
+OWNERS = {"item": "items", "user": "users", "event": "actions"}
+
+
+def summarize(description: Mapping[str, Any], directory: Path) -> str:
+    """Lines of text, from the content of dataset.json: what was read, removed and written, and what to do next."""
+    schema = from_mapping(Schema, description["schema"], "schema")
+    features = [feature for feature in schema.features if feature.name != ITEM]
+    lines = [f"read      {_counts(description['read'])}"]
+    if rejected := description["rejected_lines"]:
+        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {directory}/rejects.tsv")
+    lines += [f"removed   {line}" for line in _removals(description["filters"])]
+    lines.append(f"written   {_counts(description)} to {directory}")
+    lines.append(f"titles    {_titles(description['titles'], description['items'])}")
+    lines += _features(features, schema)
+    lines.append(f"next      {_next(directory)}")
+    if features:
+        lines.append("          (with --model.features all it learns from the features as well)")
+    return "\n".join(lines)
+
+
+def _removals(filters: Mapping[str, Any]) -> list[str]:
+    """A line for each filter that removed something."""
+    flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in filters.items()}
+    flags["where"] = " ".join(f"--where {shlex.quote(condition)}" for condition in filters["where"])
+    return [f"{_counts(counts)} by {flags[name]}" for name, counts in filters["removed"].items() if counts["actions"]]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(_count(counts[f"{what}s"], what) for what in ("user", "item", "action"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _titles(known: int, items: int) -> str:
+    if not known:
+        return "none: answers will show ids (a column `title` would give them)"
+    return "of all items" if known == items else f"of {known:,} of {_count(items, 'item')}"
+
+
+def _features(features: list[Feature], schema: Schema) -> list[str]:
+    if not features:
+        return ["features  none but the item ids"]
+    width = max(len(feature.name) for feature in features)
+    rows = [f"{f.name:{width}}  {f.kind:6}  of {OWNERS[f.owner]:7}{_values(f, schema)}".rstrip() for f in features]
+    return [f"features  {rows[0]}", *(f"{'':10}{row}" for row in rows[1:])]
+
+
+def _values(feature: Feature, schema: Schema) -> str:
+    if feature.sparse:
+        return f"  {_count(schema.table(feature.table).rows - 1, 'value')}"
+    return f"  {_count(feature.width, 'number')} each" if feature.kind == "vector" else ""
+
+
+def _next(directory: Path) -> str:
+    """The command that trains on the dataset: with the recipe that is made for it, or else the demo's."""
+    for recipe in recipe_names():
+        if load_recipe(recipe).data.path == str(directory):
+            return f"logitmix train {recipe}"
+    words = ["logitmix", "train", "demo-mol", "--data.path", str(directory), "--run", f"runs/{directory.name}"]
+    return shlex.join(words)

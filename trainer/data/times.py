@@ -1,0 +1,46 @@
+"""Dates and times -> whole seconds since 1970, UTC. Fractions of a second are cut off."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(Z|[+-][0-9]{2}(:?[0-9]{2})?)?)?$"
+_ZONE = r"[T ].*(Z|[+-][0-9:]+)$"
+_TICKS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def seconds_of_texts(texts: pa.StringArray) -> pa.Int64Array:
+    """ISO 8601: a date, or a date and a time of day, with a zone or else in UTC. null where a text is no such time."""
+    shaped = pc.if_else(pc.match_substring_regex(texts, _ISO), texts, None)
+    if shaped.null_count == len(texts):
+        return pa.nulls(len(texts), pa.int64())
+    whole = pc.replace_substring_regex(shaped, r"\.[0-9]+", "")
+    zoned = pc.match_substring_regex(whole, _ZONE)
+    parts = ((pc.if_else(zoned, whole, None), "UTC"), (pc.if_else(zoned, None, whole), None))
+    return pc.coalesce(*(_parse(part, zone) for part, zone in parts))
+
+
+def _parse(texts: pa.StringArray, zone: str | None) -> pa.Int64Array:
+    """null for dates that no calendar has."""
+    try:
+        return texts.cast(pa.timestamp("s", zone)).cast(pa.int64())
+    except pa.ArrowInvalid:
+        if len(texts) == 1:
+            return pa.nulls(1, pa.int64())
+    half = len(texts) // 2
+    return pa.concat_arrays([_parse(texts[:half], zone), _parse(texts[half:], zone)])
+
+
+def is_time(kind: pa.DataType) -> bool:
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+def seconds_of_times(times: pa.Array) -> pa.Int64Array:
+    """Of timestamps and dates as Arrow has them."""
+    kind = times.type
+    if pa.types.is_date32(kind):
+        return pc.multiply(times.cast(pa.int32()).cast(pa.int64()), 86_400)
+    ticks = _TICKS["ms" if pa.types.is_date64(kind) else kind.unit]
+    # Arrow divides towards 0, which is the wrong way before 1970.
+    whole = times.cast(pa.int64()).fill_null(0).to_numpy() // ticks
+    return pa.array(whole, mask=np.asarray(times.is_null()))
