@@ -23,13 +23,18 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 install: $(INSTALLED)
 
-# --no-deps: requirements/common.txt says why. --clear: the two accelerators' wheels would overwrite each other.
-$(LOCKED): requirements/common.txt requirements/dev.txt requirements/$(ACCELERATOR).txt
+# --no-deps: requirements/common.txt says why. --clear: the lists' wheels would overwrite each other.
+$(LOCKED): $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "logitmix needs Python 3.11 or newer: make PYTHON=…")'
 	$(PYTHON) -m venv --clear .venv
-	@echo 'Installing about 70 wheels; this takes a minute or two.'
-	@.venv/bin/pip install --quiet --quiet --no-deps -r requirements/$(ACCELERATOR).txt -r requirements/dev.txt || \
-	  { echo 'If pip found no torch==…+cpu, point it at an index of PyTorch CPU wheels (README.md, «Try it»).'; exit 1; }
+	@list=$(ACCELERATOR); small=$$(grep ^torch== requirements/cpu.txt); \
+	if [ $$list = cpu ] && ! .venv/bin/pip install --quiet --quiet --quiet --dry-run --no-deps $$small; then \
+	  echo "pip finds no $$small: installing the public build with its CUDA libraries (5 GB). For the small one (1 GB)," \
+	    'set PIP_EXTRA_INDEX_URL to the index of CPU wheels (README.md, «Try it»), remove .venv and start again.'; \
+	  list=cpu-public; \
+	fi; \
+	echo "Installing the wheels of requirements/$$list.txt; this takes a few minutes."; \
+	.venv/bin/pip install --quiet --quiet --no-deps -r requirements/$$list.txt -r requirements/dev.txt
 	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 
