@@ -39,7 +39,8 @@ def test_every_line_is_one_exact_version(name: str) -> None:
 
 def test_the_lock_is_installed_and_complete() -> None:
     candidates = [locked(f"{name}.txt") | locked("dev.txt") for name in LISTS]
-    (pins,) = [pins for pins in candidates if {name: installed(name) for name in pins} == pins]
+    pins = min(candidates, key=lambda pins: sum(installed(name) != pins[name] for name in pins))
+    assert {name: installed(name) for name in pins} == pins
     unmet = []
     for name in pins:
         for wanted in map(Requirement, distribution(name).requires or []):

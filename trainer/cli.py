@@ -10,13 +10,17 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, TypeVar
 
-import tyro
-from rich.console import Console
-from rich.table import Table
+try:
+    import tyro
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as absent:  # where only what serving needs was installed
+    raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.modules.config import SimilarityConfig
@@ -52,6 +56,10 @@ usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
 
 logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
+
+BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
+TRAINING = ("torchrec", "fbgemm_gpu", "tensorboard")
+"""Modules that `pip install logitmix` brings, and those that its extra `train` adds."""
 
 BOX = " ╭╮╰╯─│"
 """What tyro frames its messages with."""
@@ -181,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not _lost_peer(error):
             raise
         _fail(f"rank {os.environ.get('RANK', 0)} lost the connection to another rank", LOST_PEER)
+    except ModuleNotFoundError as error:
+        _fail(_what_to_install(words[0], error), 1)
     except KeyboardInterrupt:
         _fail("stopped", 130)
 
@@ -390,6 +400,17 @@ def _let_threads_sleep() -> None:
     """To be called before torch is loaded. Threads of OpenMP spin while they wait for work: on cores that others use,
     too, ranking took three times as long."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
+    """The modules that are missing and the line that installs them; a module of logitmix is missing by our mistake."""
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "logitmix"):
+        raise error
+    if module in BASE:
+        return f"{command} needs {module}: pip install logitmix"
+    others = [name for name in TRAINING if name != module and find_spec(name) is None]
+    return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[train]'"
 
 
 def _is_main() -> bool:

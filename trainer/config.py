@@ -10,8 +10,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-
 from logitmix.comm.config import WireConfig
 from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, nearest, require, to_mapping
 from logitmix.modules.config import ModelConfig
@@ -202,6 +200,8 @@ def load_toml(text: str, source: str) -> Config:
 
 
 def dump_toml(config: Config) -> str:
+    import tomli_w  # only what writes settings needs it
+
     return tomli_w.dumps(to_mapping(config))
 
 

@@ -1,0 +1,67 @@
+"""What an installation may lack: the Retriever needs torch, safetensors and numpy; all else is named in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_models import LENGTH, export_small, random_histories, small_model
+
+HIDING = """
+import sys, warnings
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+"""
+COMMAND_LINE = {"pyarrow", "rich", "tomli_w", "tyro"}
+TRAINING = {"torchrec", "fbgemm_gpu", "tensorboard", "torchx"}
+"""What `pip install logitmix` and its extra `train` bring beyond what the Retriever needs."""
+
+
+def python(words: str, hidden: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = HIDING.format(hidden=hidden) + words
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+
+
+def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) -> None:
+    model = small_model("mol", 50)
+    folder = export_small(model, tmp_path / "served")
+    history = random_histories(50, [LENGTH])
+    words = (
+        "warnings.simplefilter('error'); import json; from pathlib import Path; "
+        "from logitmix.serving.retriever import Retriever; found = Retriever.load(Path(sys.argv[1])).retrieve("
+        "json.loads(sys.argv[2]), 3); print(found.items.tolist())"
+    )
+    others = {"docstring_parser", "fsspec", "matplotlib", "packaging", "requests", "yaml"}
+    result = python(words, COMMAND_LINE | TRAINING | others, str(folder), json.dumps(history))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(json.loads(result.stdout)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("hidden", "command", "said"),
+    [
+        (COMMAND_LINE, "prepare demo", "the command line needs tyro: pip install logitmix"),
+        ({"pyarrow"}, "prepare demo", "prepare needs pyarrow: pip install logitmix"),
+        (
+            TRAINING,
+            "train demo-mol --run RUN",
+            "train needs torchrec, fbgemm_gpu, tensorboard: pip install 'logitmix[train]'",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(hidden: set[str], command: str, said: str, tmp_path: Path) -> None:
+    words = (
+        "import runpy; warnings.simplefilter('ignore'); "
+        "sys.argv[0] = 'logitmix'; runpy.run_module('logitmix.trainer.cli', run_name='__main__')"
+    )
+    result = python(words, hidden, *command.replace("RUN", str(tmp_path / "run")).split())
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", f"logitmix: {said}\n")
+    assert not (tmp_path / "run").exists()
