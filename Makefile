@@ -43,7 +43,7 @@ $(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard comm/*.c modules/loss
 	@touch $@
 
 train: install data/demo/dataset.json
-	torchx run --scheduler local_cwd launch/components.py:train -j 1x$(PROCESSES) -- demo-mol --run $(RUN)
+	torchx run --scheduler local_cwd logitmix.train -j 1x$(PROCESSES) -- demo-mol --run $(RUN)
 	logitmix evaluate $(RUN)
 	logitmix export $(RUN) --out $(EXPORT) --overwrite
 	logitmix retrieve $(EXPORT) --history $(HISTORY) -k 10

@@ -1,4 +1,6 @@
-"""torchx components: `torchx run -s SCHEDULER launch/components.py:train -j 1x2 -- RECIPE …`
+"""torchx components: `torchx run -s SCHEDULER logitmix.train -j 1x2 -- RECIPE …`
+
+The entry points in pyproject.toml name them; without an installation, `launch/components.py:train` does the same.
 
 They name the program to start and the machines to start it on, and import none of it: the machine that submits
 a job need not be able to run it. Put the environment's bin folder first in PATH (or activate it): torchx starts

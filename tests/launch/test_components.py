@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from torchx.specs.file_linter import validate
-from torchx.specs.finder import get_component
+from torchx.specs.finder import ModuleComponentsFinder, get_component
 
 COMPONENTS = Path(__file__).parents[2] / "launch/components.py"
 # A stand-in for the trainer: says what it was given, and fails when told to.
@@ -36,6 +37,16 @@ def test_torchx_accepts_the_component(name: str) -> None:
     assert result.returncode == 0
     # Where the docstring says nothing on an argument, torchx ends the line with a blank.
     assert [line for line in result.stdout.splitlines() if line != line.rstrip()] == []
+
+
+def test_the_entry_points_name_ours_and_torchx_own() -> None:
+    settings = tomllib.loads((COMPONENTS.parents[1] / "pyproject.toml").read_text())
+    found = []
+    for group, module in settings["project"]["entry-points"]["torchx.components"].items():
+        # As torchx does: no group for a name that begins with an underscore.
+        found += ModuleComponentsFinder(module, "" if group.startswith("_") else group).find()
+    assert {"logitmix.train", "logitmix.tensorboard", "dist.ddp", "utils.echo"} <= {entry.name for entry in found}
+    assert [entry.validation_errors for entry in found if entry.name.startswith("logitmix.")] == [[], []]
 
 
 def test_train_on_slurm() -> None:
@@ -67,12 +78,14 @@ def test_train_on_kubernetes() -> None:
     pytest.importorskip("kubernetes")
     result = torchx(
         "-s", "kubernetes", "--dryrun", "--workspace=", "-cfg", "queue=default", f"{COMPONENTS}:train",
-        "-j", "2x4", "--gpu", "4", "--image", "here/logitmix:1", "--", "demo-mol", "--run", "/data/runs/x",
+        "-j", "2x4", "--gpu", "4", "--image", "here/logitmix:1", "--mounts", "type=volume,src=claim,dst=/data",
+        "--", "demo-mol", "--run", "/data/runs/x",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("image: here/logitmix:1") == 2
     assert "nvidia.com/gpu: '4'" in result.stdout
     assert "--run /data/runs/x" in result.stdout
+    assert result.stdout.count("claimName: claim") == 2
 
 
 def test_train_runs_on_two_processes(tmp_path: Path) -> None:
