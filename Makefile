@@ -3,6 +3,7 @@
 # make test      lint and the tests: what a change must pass
 # make lint      ruff, mypy, import-linter
 # make soak      the long proofs
+# make gpu       proves a machine with NVIDIA GPUs and measures it, into docs/gpu.md
 
 PYTHON ?= python3
 ACCELERATOR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -18,7 +19,7 @@ HISTORY := item-0000,item-0001,item-0002
 # torchx starts the torchrun that it finds here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: install train test lint soak
+.PHONY: install train test lint soak gpu
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -59,6 +60,11 @@ test: lint
 
 soak: install
 	pytest -m $(if $(filter cuda,$(ACCELERATOR)),slow,'slow and not gpu') --timeout 3600
+
+gpu:
+	@nvidia-smi >/dev/null 2>&1 || { echo 'make gpu: no NVIDIA GPU here; nvidia-smi finds none.' >&2; exit 1; }
+	$(MAKE) install
+	.venv/bin/python -m benchmarks.gpu
 
 # mypy does not read the mapping of an editable install, so it gets the folders under their namespace.
 lint: install

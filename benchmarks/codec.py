@@ -68,11 +68,11 @@ def main(options: Options) -> None:
         errors = _errors()
         _print(options, errors, lambda: _show_errors(errors))
         return
-    rows = [row for dim in (64, 128) for row in _measure(dim, options)]
+    rows = [row for dim in (64, 128) for row in measure(dim, options)]
     _print(options, [vars(row) for row in rows], lambda: _show_speed(rows, options))
 
 
-def _measure(dim: int, options: Options) -> list[Row]:
+def measure(dim: int, options: Options) -> list[Row]:
     x = torch.randn(options.megabytes * 2**20 // 4 // dim, dim, device=options.device)
     steps, wire_bytes = _steps(x)
     seconds = _interleaved(steps, options)

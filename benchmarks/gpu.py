@@ -1,0 +1,338 @@
+"""Proves a machine with NVIDIA GPUs, and measures it: `make gpu`, in about ten minutes.
+
+    python -m benchmarks.gpu [--out docs/gpu.md]
+
+In turn: versions; the tests marked `gpu`; collectives over NCCL, one rank on each GPU; a short training on all GPUs
+against the losses of one process on the CPU; the GPU's kernels beside their eager peers in plain torch and their
+floors. The floor of a codec is a copy of as many bytes; that of a loss is its matrix products alone, forward once and
+backward twice, at the rate of one large product in the same precision. With one GPU the collectives and the training
+have one rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
+
+What is wrong is named, and the exit status is 1. Only where all held is --out written, one table with what it was
+measured on.
+
+Axes: T positions, V items, N negatives of a sequence, D width; U, I, M components of query, item and mixture, C their
+width, H hidden width of the gates.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+from benchmarks import codec
+from benchmarks.measure import logitmix, machine
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.modules.config import DotConfig, MoLConfig
+from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.base import Similarity
+from logitmix.modules.similarity.dot import Dot
+from logitmix.modules.similarity.mol import MoL
+from logitmix.trainer.run import read_rows
+
+LENGTH, NEGATIVES, DIM, ITEMS = 200, 128, 64, 3706
+"""Positions of a sequence, N, D and V of the losses that are measured: MovieLens-1M's."""
+STEPS = 20
+TRAINING = {
+    "FP32": (["--train.precision", "fp32", "--comm.forward", "fp32", "--comm.backward", "fp32"], 1e-3),
+    "BF16, FP8 wire": (["--train.precision", "bf16", "--comm.emulate"], 2e-2),
+}
+"""Arms of the short training, and how far a loss may be from the CPU's, as a share of it."""
+LOSS_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""How far the compiled loss and its gradients may be from plain torch, relative to the largest number."""
+
+
+PACKAGES = ("torchrec", "fbgemm-gpu", "triton")
+
+
+class Wrong(Exception):
+    """A result that is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Options:
+    out: str = "docs/gpu.md"
+    nccl: bool = False
+    """Only the collectives, as a rank that torchrun started."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table, in milliseconds."""
+
+    what: str
+    ms: float
+    eager_ms: float
+    """The same in plain torch."""
+    floor_ms: float
+
+
+def main(options: Options) -> None:
+    if options.nccl:
+        with process_group("cuda", 120) as ranks:
+            report = collectives(ranks)
+            if ranks.rank == 0:
+                print(json.dumps(report))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit(f"benchmarks.gpu: torch {torch.__version__} sees no NVIDIA GPU here")
+    wrong, notes, rows = prove({"tests": gpu_tests, "NCCL": nccl, "training": training, "kernels": kernels})
+    text = markdown(versions(), notes, rows)
+    print(text)
+    if wrong:
+        raise SystemExit("\n".join(f"WRONG: {name}: {what}" for name, what in wrong.items()))
+    Path(options.out).write_text(text)
+
+
+def prove(parts: dict[str, Callable[[], tuple[list[str], list[Row]]]]) -> tuple[dict[str, str], list[str], list[Row]]:
+    """What was wrong by part, notes and rows of those that held. A part that fails does not stop the others."""
+    wrong: dict[str, str] = {}
+    notes: list[str] = []
+    rows: list[Row] = []
+    for name, part in parts.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            more_notes, more_rows = part()
+        except (Exception, SystemExit) as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+        else:
+            notes += more_notes
+            rows += more_rows
+    return wrong, notes, rows
+
+
+def versions() -> list[str]:
+    gpus = [torch.cuda.get_device_properties(place) for place in range(torch.cuda.device_count())]
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.split()
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return [
+        f"{len(gpus)} x {gpus[0].name}, {gpus[0].total_memory / 2**30:.0f} GiB, compute capability "
+        f"{gpus[0].major}.{gpus[0].minor}",
+        f"driver {driver[0] if driver else '?'}, CUDA {torch.version.cuda}, "
+        f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {packages}",
+        machine(),
+    ]
+
+
+def gpu_tests() -> tuple[list[str], list[Row]]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "--timeout", "600"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode or not re.search(r"\d+ passed", last) or "skipped" in last:
+        raise Wrong(f"{last}\n{done.stdout[-4000:]}{done.stderr[-1000:]}")
+    return [f"Tests marked `gpu`: {last.strip('= ')}."], []
+
+
+def nccl() -> tuple[list[str], list[Row]]:
+    ranks = torch.cuda.device_count()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([sys.executable, *launcher, "-m", "benchmarks.gpu", "--nccl"], capture_output=True, text=True)
+    if done.returncode:
+        raise Wrong(done.stdout[-2000:] + done.stderr[-4000:])
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    speeds = ", ".join(f"{name} {speed:.0f} GB/s" for name, speed in report["gb_per_second"].items())
+    alone = "; one rank sends to itself alone, so this says nothing of links" if ranks == 1 else ""
+    return [f"Collectives over NCCL, {ranks} rank{'s' * (ranks > 1)}: sums and parts are exact; {speeds}{alone}."], []
+
+
+def collectives(ranks: Ranks, megabytes: int = 256) -> dict[str, Any]:
+    """Checks a sum and an uneven all-to-all, then times both: GB per second that a rank sends. Collective."""
+    world, rank, device = ranks.world_size, ranks.rank, ranks.device
+    total = torch.full((1000,), float(rank + 1), device=device)
+    dist.all_reduce(total, group=ranks.group)
+    _require(bool((total == world * (world + 1) / 2).all()), f"all_reduce on rank {rank} gave {total[0].item()}")
+    # Rank r sends (r + 1)(s + 1) rows of the number r * world + s to rank s.
+    sent = [(rank + 1) * (other + 1) for other in range(world)]
+    received = [(other + 1) * (rank + 1) for other in range(world)]
+    outgoing = torch.cat([torch.full((n, 3), rank * world + s, device=device) for s, n in enumerate(sent)])
+    expected = torch.cat([torch.full((n, 3), s * world + rank, device=device) for s, n in enumerate(received)])
+    incoming = torch.empty_like(expected)
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=ranks.group)
+    _require(torch.equal(incoming, expected), f"all_to_all on rank {rank} gave other rows")
+    numbers = megabytes * 2**20 // 4 // world * world
+    large, other = torch.ones(numbers, device=device), torch.empty(numbers, device=device)
+    reduce_s = seconds(partial(dist.all_reduce, large, group=ranks.group), device, 10)
+    exchange_s = seconds(partial(dist.all_to_all_single, other, large, group=ranks.group), device, 10)
+    # A ring's all-reduce sends each number twice, but for a rank's own share; an all-to-all once.
+    share = (world - 1) / world if world > 1 else 1.0
+    gigabytes = numbers * 4 * share / 1e9
+    return {"gb_per_second": {"all_reduce": 2 * gigabytes / reduce_s, "all_to_all": gigabytes / exchange_s}}
+
+
+def training() -> tuple[list[str], list[Row]]:
+    gpus, notes = torch.cuda.device_count(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        logitmix("prepare", "demo", "--out", str(folder / "demo"))
+        for arm, (words, bound) in TRAINING.items():
+            on_cpu = losses(folder, f"{arm} cpu", [*words, "--train.device", "cpu"], 1)
+            on_gpu = losses(folder, f"{arm} gpu", [*words, "--train.device", "cuda"], gpus)
+            off = apart(on_gpu, on_cpu, bound)
+            notes.append(
+                f"Training demo-mol, {arm}, on {gpus} GPU{'s' * (gpus > 1)}: the losses of {STEPS} steps are within "
+                f"{off:.1e} of the CPU's (allowed: {bound:.0e})."
+            )
+    return notes, []
+
+
+def losses(folder: Path, name: str, words: Sequence[str], processes: int) -> list[float]:
+    """Of the first steps of the recipe demo-mol."""
+    run = folder / name.replace(" ", "-")
+    common = ["--data.path", str(folder / "demo"), "--train.log-every", "1", "--evaluate.every-epochs", "0"]
+    logitmix("train", "demo-mol", *common, "--train.epochs", "1", *words, "--run", str(run), processes=processes)
+    return [row["loss"] for row in read_rows(run, "train")][:STEPS]
+
+
+def apart(found: Sequence[float], expected: Sequence[float], bound: float) -> float:
+    """Largest relative difference; Wrong where it, or a loss that is not a number, is beyond the bound."""
+    _require(len(found) == len(expected) > 0, f"{len(found)} losses beside {len(expected)}")
+    off = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    for step, (ratio, a, b) in enumerate(zip(off, found, expected, strict=True), start=1):
+        _require(ratio <= bound, f"loss of step {step} is {a}, the CPU's is {b}")
+    return max(off)
+
+
+def kernels() -> tuple[list[str], list[Row]]:
+    device, rows = torch.device("cuda"), []
+    for dim in (64, 128):
+        options = codec.Options(megabytes=1024, device="cuda")
+        rows += [codec_row(row, options.megabytes) for row in codec.measure(dim, options) if row.name == "codec"]
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows.append(loss_row(MoL(DIM, MoLConfig()), dtype, device, 25_600))
+    # Dot products are FP32 under autocast, too.
+    rows.append(loss_row(Dot(DIM, DotConfig()), torch.float32, device, 25_600))
+    return [], rows
+
+
+def codec_row(row: codec.Row, megabytes: int) -> Row:
+    ms = megabytes * 2**20 / 1e6 / row.gb_per_second
+    what = f"{row.way} {row.format}, {megabytes} MiB of FP32 rows of {row.dim}"
+    return Row(what, ms, ms * row.ratio, ms * row.of_copy)
+
+
+def loss_row(
+    similarity: Similarity, dtype: torch.dtype, device: torch.device, positions: int, repetitions: int = 10
+) -> Row:
+    """Loss and gradients of the two sides, compiled and block by block in plain torch, which must agree."""
+    case = loss_case(similarity.to(device), dtype, positions, device)
+    compiled, eager = (partial(case, fused) for fused in (True, False))
+    for name, got, should in zip(case.names, compiled(), eager(), strict=True):
+        off = float((got.double() - should.double()).abs().max() / should.double().abs().max())
+        _require(off <= LOSS_BOUND[dtype], f"{case.what}: {name} is off by {off:.1e} of its largest number")
+    floor_s = 3 * case.flops / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
+    slow = seconds(eager, device, max(1, repetitions // 3))
+    return Row(case.what, seconds(compiled, device, repetitions) * 1e3, slow * 1e3, floor_s * 1e3)
+
+
+@dataclass(frozen=True, eq=False)
+class LossCase:
+    what: str
+    similarity: Similarity
+    dtype: torch.dtype
+    query_TD: Tensor
+    item_VD: Tensor
+    examples: Examples
+    flops: float
+    """Of the products of the pairs in a forward pass, two for each multiply-add."""
+    names = ("loss", "gradient of the queries", "gradient of the items")
+
+    def __call__(self, fused: bool) -> list[Tensor]:
+        similarity, examples = self.similarity, self.examples
+        query_TD, item_VD = self.query_TD.detach().requires_grad_(), self.item_VD.detach().requires_grad_()
+        rows_V = torch.arange(len(item_VD), device=item_VD.device)
+        with torch.autocast(item_VD.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            query = similarity.query(query_TD, examples.row_T, Noise(1))
+            item = similarity.item(item_VD, rows_V, Noise(1))
+            if fused:
+                loss = similarity.sampled_softmax(query, item, examples, Noise(1))
+            else:
+                rate = similarity.pair_dropout
+                loss = blockwise_loss(softmax, similarity, query, item, examples, Noise(1), rate)
+        loss.backward()
+        assert query_TD.grad is not None and item_VD.grad is not None
+        return [loss.detach(), query_TD.grad, item_VD.grad]
+
+
+def loss_case(similarity: Similarity, dtype: torch.dtype, positions: int, device: torch.device) -> LossCase:
+    generator = torch.Generator().manual_seed(0)
+    bounds = [*range(0, positions, LENGTH), positions]
+    target_T = torch.randint(ITEMS, (positions,), generator=generator)
+    negatives_GN = torch.randint(ITEMS, (len(bounds) - 1, NEGATIVES), generator=generator)
+    examples = Examples(torch.arange(positions, device=device), target_T.to(device), bounds, negatives_GN.to(device))
+    query_TD = torch.randn(positions, DIM, generator=generator).to(device)
+    item_VD = torch.randn(ITEMS, DIM, generator=generator).to(device)
+    kind, precision = type(similarity).__name__, str(dtype).removeprefix("torch.")
+    what = f"loss and gradients, {kind}, {precision}, {positions} positions x {NEGATIVES} negatives"
+    flops = positions * (NEGATIVES + 1) * pair_flops(similarity)
+    return LossCase(what, similarity, dtype, query_TD, item_VD, examples, flops)
+
+
+def pair_flops(similarity: Similarity) -> float:
+    if not isinstance(similarity, MoL):
+        return 2.0 * DIM
+    config = similarity.config
+    M = config.query_components * config.item_components
+    return 2.0 * M * config.component_dim + 4.0 * M * config.gate_hidden
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
+    """FLOP/s of one large product."""
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / seconds(lambda: a @ a, device, 10)
+
+
+def seconds(work: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median, after two calls to warm up; a GPU is waited for."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(repetitions + 2):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = ["# On GPUs", "", "Written by `make gpu`, measured on:", ""]
+    lines += [f"- {line}" for line in versions]
+    lines += ["", *(f"- {line}" for line in notes), ""]
+    lines += [
+        "Eager is the same in plain torch. The floor is a copy of as many bytes for the codec, and for a loss its",
+        "matrix products alone at the rate of one large product.",
+        "",
+        "| | ms | eager, ms | faster than eager | floor, ms | time / floor |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        ratios = f"{row.eager_ms / row.ms:.2f}", f"{row.floor_ms:.3f}", f"{row.ms / row.floor_ms:.2f}"
+        lines.append(f"| {row.what} | {row.ms:.3f} | {row.eager_ms:.3f} | {' | '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Wrong(what)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

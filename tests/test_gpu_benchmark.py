@@ -1,0 +1,106 @@
+"""What `make gpu` decides with, on the CPU; its figures need a GPU."""
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import two_ranks
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.config import DotConfig, MoLConfig
+from logitmix.modules.similarity.base import Similarity
+from logitmix.modules.similarity.dot import Dot
+from logitmix.modules.similarity.mol import MoL
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    return importlib.import_module("benchmarks.gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(gpu: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"sees no NVIDIA GPU here$"):
+        gpu.main(gpu.Options(out=str(tmp_path / "gpu.md")))
+    assert not (tmp_path / "gpu.md").exists()
+
+
+def test_a_wrong_part_is_named_and_stops_no_other(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong() -> None:
+        raise gpu.Wrong("rows are others")
+
+    row = gpu.Row("a kernel", 2.0, 6.0, 1.0)
+    for name, part in {"gpu_tests": wrong, "nccl": wrong, "training": lambda: (["held"], [])}.items():
+        monkeypatch.setattr(gpu, name, part)
+    monkeypatch.setattr(gpu, "kernels", lambda: ([], [row]))
+    monkeypatch.setattr(gpu, "versions", lambda: ["a machine"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    out = tmp_path / "gpu.md"
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main(gpu.Options(out=str(out)))
+    assert str(stopped.value) == "WRONG: tests: Wrong: rows are others\nWRONG: NCCL: Wrong: rows are others"
+    assert not out.exists()
+    assert "| a kernel | 2.000 | 6.000 | 3.00 | 1.000 | 2.00 |" in capsys.readouterr().out
+
+    for name in ("gpu_tests", "nccl"):
+        monkeypatch.setattr(gpu, name, lambda: ([], []))
+    gpu.main(gpu.Options(out=str(out)))
+    assert out.read_text().startswith("# On GPUs\n") and "- held\n" in out.read_text()
+
+
+def test_losses_apart(gpu: ModuleType) -> None:
+    assert gpu.apart([1.0, 2.002], [1.0, 2.0], 2e-3) == pytest.approx(1e-3)
+    for found in ([1.0, 2.1], [1.0, math.nan], [1.0], []):
+        with pytest.raises(gpu.Wrong):
+            gpu.apart(found, [1.0, 2.0], 2e-3)
+
+
+def on_a_rank() -> tuple[dict[str, float], str]:
+    """What it measured, and what it said where rows did not arrive."""
+    gpu = importlib.import_module("benchmarks.gpu")
+    with process_group("cpu", 60) as ranks:
+        speeds = gpu.collectives(ranks, megabytes=1)["gb_per_second"]
+        torch.distributed.all_to_all_single = lambda incoming, *_, **__: incoming.zero_()
+        with pytest.raises(gpu.Wrong) as wrong:
+            gpu.collectives(ranks, megabytes=1)
+    return speeds, str(wrong.value)
+
+
+def test_collectives_of_two_ranks(gpu: ModuleType) -> None:
+    for rank, (speeds, wrong) in enumerate(two_ranks.run(on_a_rank)):
+        assert set(speeds) == {"all_reduce", "all_to_all"} and min(speeds.values()) > 0
+        assert wrong == f"all_to_all on rank {rank} gave other rows"
+
+
+@pytest.mark.parametrize(
+    "similarity",
+    [
+        MoL(64, MoLConfig(query_components=2, item_components=3, gate_hidden=8, projection_dropout=0.0)),
+        Dot(64, DotConfig()),
+    ],
+)
+def test_the_compiled_loss_must_be_the_eager_one(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, similarity: Similarity
+) -> None:
+    monkeypatch.setattr(gpu, "ITEMS", 50)
+    row = gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
+    assert min(row.ms, row.eager_ms, row.floor_ms) > 0
+
+    right = similarity.sampled_softmax
+    monkeypatch.setattr(similarity, "sampled_softmax", lambda *arguments: 1.001 * right(*arguments))
+    with pytest.raises(gpu.Wrong, match="loss is off by"):
+        gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
+
+
+def test_a_row_of_the_codec_in_milliseconds(gpu: ModuleType) -> None:
+    row = gpu.codec.Row(64, "E4M3", "quantize", "codec", 66, 1000.0, 900.0, 1100.0, ratio=4.0, of_copy=0.5)
+    shown = gpu.codec_row(row, megabytes=1000)
+    assert (shown.ms, shown.eager_ms, shown.floor_ms) == pytest.approx((1.048576, 4.194304, 0.524288))
