@@ -105,8 +105,10 @@ class TrainConfig:
     epochs: int = 40
     minutes: float = 0.0
     """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
+    patience: int = 0
+    """Stop after this many evaluations in a row without a better evaluate.metric on validation; 0 never does."""
     schedule: ScheduleName = "constant"
-    """How the learning rates change after the warm-up; cosine falls to 0 at the end of all epochs."""
+    """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -125,7 +127,7 @@ class TrainConfig:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
         for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("minutes", "warmup_steps", "checkpoint_every"):
+        for name in ("minutes", "patience", "warmup_steps", "checkpoint_every"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
 
 
@@ -163,6 +165,13 @@ class Config:
     comm: WireConfig = field(default_factory=WireConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.patience and not self.evaluate.every_epochs:
+            raise ValueError(
+                f"train.patience is {self.train.patience}, but evaluate.every_epochs is 0, so nothing is evaluated; "
+                "set evaluate.every_epochs to 1, or train.patience to 0"
+            )
 
 
 def recipe_names() -> list[str]:

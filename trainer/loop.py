@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from logitmix.comm.collectives import agreed
+from logitmix.comm.collectives import agreed, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config
@@ -16,7 +16,7 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.run import RunProgress, run_lock, start_run, write_plan, write_results
+from logitmix.trainer.run import RunProgress, evaluations_since_best, run_lock, start_run, write_plan, write_results
 from logitmix.trainer.telemetry import Telemetry
 
 
@@ -61,7 +61,7 @@ def _steps(
         Telemetry(run, model, done, total) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
     ):
-        finished = pipeline.step >= total or _out_of_time(pipeline)
+        finished = pipeline.step >= total or _out_of_time(pipeline) or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()
             pipeline.loss()
@@ -79,6 +79,7 @@ def _steps(
                 if evaluation and evaluating:
                     done = replace(done, validation=evaluation("validation", model.tower, model.sharded_rows()))
                     telemetry.log_validation(step, epoch, done.validation)
+                    finished = finished or _out_of_patience(run, model, telemetry)
                 if saving or done.validation:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
     return done
@@ -88,6 +89,22 @@ def _out_of_time(pipeline: Pipeline) -> bool:
     """Whether the run has taken its train.minutes, on any rank. Collective."""
     minutes = pipeline.model.config.train.minutes
     return minutes > 0 and agreed(pipeline.clock.total >= minutes * 60, pipeline.model.ranks)
+
+
+def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> bool:
+    """Whether the last train.patience evaluations were not better than one before them. Rank 0 reads it from the run's
+    rows, so a continued run decides as an uninterrupted one. Collective."""
+    patience, metric = model.config.train.patience, model.config.evaluate.metric
+    if patience == 0:
+        return False
+    since, best = on_first_rank(lambda: evaluations_since_best(run, metric), model.ranks)
+    if since < patience:
+        return False
+    telemetry.say(
+        f"training ends: {since} evaluations without a better validation {metric} than {best[metric]:.4f} at step "
+        f"{best['step']} (train.patience {patience})"
+    )
+    return True
 
 
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:

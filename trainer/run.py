@@ -28,8 +28,8 @@ from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
 
 MAY_CHANGE = {
-    "train.epochs", "train.minutes", "train.threads", "train.device", "train.log_every", "train.checkpoint_every",
-    "train.keep", "comm.timeout_seconds", "data.path",
+    "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
+    "train.checkpoint_every", "train.keep", "comm.timeout_seconds", "data.path",
 }  # fmt: skip
 """Settings that may differ when a run is continued; epochs only where the schedule does not depend on them."""
 
@@ -119,7 +119,8 @@ def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
     """The rows of metrics in the order of writing, or those of a kind. A line that a killed job left half written is
     left out."""
     rows = []
-    for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True):
+    path = run / "metrics.jsonl"
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
@@ -127,6 +128,16 @@ def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
         if line.endswith("\n") and kind in ("", row["kind"]):
             rows.append(row)
     return rows
+
+
+def evaluations_since_best(run: Path, metric: str) -> tuple[int, dict[str, Any]]:
+    """How many evaluations on validation there were since the best one, the earliest of equals, and its row; 0 and no
+    row where there were none."""
+    rows = read_rows(run, "validation")
+    if not rows:
+        return 0, {}
+    best = max(range(len(rows)), key=lambda at: rows[at][metric])
+    return len(rows) - 1 - best, rows[best]
 
 
 def write_plan(run: Path, plan: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from math import cos, pi
 from typing import Literal
 
 Schedule = Callable[[int, int], float]
-ScheduleName = Literal["constant", "cosine"]
+ScheduleName = Literal["constant", "cosine", "linear"]
 
 
 def constant(step: int, total: int) -> float:
@@ -22,7 +22,12 @@ def cosine(step: int, total: int) -> float:
     return (1 + cos(pi * (step - 1) / total)) / 2
 
 
-SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine}
+def linear(step: int, total: int) -> float:
+    """A straight line from 1 at the first step to almost 0 at the last."""
+    return 1 - (step - 1) / total
+
+
+SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine, "linear": linear}
 
 
 def learning_rate_factor(name: ScheduleName, warmup_steps: int, step: int, total: int) -> float:

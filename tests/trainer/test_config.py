@@ -48,6 +48,7 @@ NAN = float("nan")
         (TrainConfig, "train", "batch_size", [0], [1]),
         (TrainConfig, "train", "epochs", [0], [1]),
         (TrainConfig, "train", "minutes", [-0.5, NAN], [0.0, 0.5]),
+        (TrainConfig, "train", "patience", [-1], [0, 1]),
         (TrainConfig, "train", "warmup_steps", [-1], [0]),
         (TrainConfig, "train", "threads", [0], [1]),
         (TrainConfig, "train", "log_every", [0], [1]),
@@ -185,6 +186,12 @@ def test_a_recipe_is_the_same_after_being_written_and_read(name: str, tmp_path: 
     file.write_text(dump_toml(config))
     assert load_recipe(str(file)) == config
     assert config != Config()
+
+
+def test_patience_needs_evaluations() -> None:
+    load_toml("[train]\npatience = 2", "here")
+    with pytest.raises(ValueError, match=r"^here: train\.patience is 2, but evaluate\.every_epochs is 0"):
+        load_toml("[train]\npatience = 2\n[evaluate]\nevery_epochs = 0", "here")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

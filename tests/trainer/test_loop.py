@@ -1,5 +1,7 @@
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import two_ranks
 from small_data import small_config, write_dataset
 
@@ -7,26 +9,71 @@ from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
 from logitmix.trainer.evaluate import evaluate_run
 from logitmix.trainer.loop import train
-from logitmix.trainer.run import checkpoint_paths, read_rows
+from logitmix.trainer.run import append_row, checkpoint_paths, evaluations_since_best, read_rows
 
 
-def attempt(config: Config, run: str) -> str:
+def attempt(config: Config, run: Path) -> str:
     try:
-        return str(train(config, Path(run))["step"])
+        return str(train(config, run)["step"])
     except ValueError as error:
         return str(error)
 
 
+def attempts(configs: Mapping[str, Config], folder: Path) -> dict[str, str]:
+    return {name: attempt(config, folder / name) for name, config in configs.items()}
+
+
 def test_ranks_stop_together_with_ids_in_flight(tmp_path: Path) -> None:
-    """Well before the end, where the ids of the next batch are in flight: by an error, and when time is up."""
+    """Well before the end, where the ids of the next batch are in flight: by an error, when time is up, and where
+    validation gets no better."""
     data = write_dataset(tmp_path / "data")
     common = {"train.epochs": 1000, "comm.timeout_seconds": 100, "train.precision": "fp32"}
-    diverging = small_config(data, common | {"dense.lr": 1e30})
-    for said in two_ranks.run(attempt, diverging, str(tmp_path / "diverging")):
-        assert said.startswith("the loss or a gradient is not finite at step")
-    short = small_config(data, common | {"train.minutes": 0.02, "evaluate.every_epochs": 1000})
-    first, second = two_ranks.run(attempt, short, str(tmp_path / "short"))
-    assert first == second and int(first) > 0
+    settings = {
+        "diverging": {"dense.lr": 1e30},
+        "short": {"train.minutes": 0.02, "evaluate.every_epochs": 1000},
+        "still": STILL | {"train.patience": 2, "comm.parts": 2},
+    }
+    configs = {name: small_config(data, common | of_run) for name, of_run in settings.items()}
+    first, second = two_ranks.run(attempts, configs, tmp_path)
+    assert first == second
+    assert first["diverging"].startswith("the loss or a gradient is not finite at step")
+    assert int(first["short"]) > 0
+    # The metric stays as it is, so the best checkpoint is the first; two more evaluations end the run.
+    assert first["still"] == "4" and evaluated(tmp_path / "still") == [4, 8, 12]
+
+
+STILL = {"dense.lr": 1e-20, "tables.lr": 1e-20, "train.precision": "fp32"}
+"""Rates at which no FP32 weight moves."""
+
+
+def evaluated(run: Path) -> list[int]:
+    return [row["step"] for row in read_rows(run, "validation")]
+
+
+def test_patience_counts_the_evaluations_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was continued ends where it would have ended; one that has ended stays so, or goes on with more."""
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    patient = small_config(data, STILL | {"train.epochs": 9, "train.patience": 3, "train.keep": 1})
+    train(small_config(data, STILL | {"train.epochs": 2}), run)
+    said = "training ends: 3 evaluations without a better validation hr@10 than"
+    assert evaluated(run) == [4, 8] and said not in capsys.readouterr().err
+    for _ in range(2):
+        assert train(patient, run)["step"] == 4
+        assert evaluated(run) == [4, 8, 12, 16]
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
+        assert line.endswith("at step 4 (train.patience 3)")
+    train(small_config(data, STILL | {"train.epochs": 9, "train.patience": 4}), run)
+    assert evaluated(run) == [4, 8, 12, 16, 20]
+
+
+def test_an_evaluation_that_is_better_begins_the_count_anew(tmp_path: Path) -> None:
+    for step, metric in enumerate((0.1, 0.3, 0.2, 0.3, 0.1), start=1):
+        append_row(tmp_path, "validation", step, {"mrr": metric})
+        append_row(tmp_path, "train", step, {"loss": metric})
+    assert evaluations_since_best(tmp_path, "mrr") == (3, {"kind": "validation", "step": 2, "mrr": 0.3})
+    append_row(tmp_path, "validation", 6, {"mrr": 0.4})
+    assert evaluations_since_best(tmp_path, "mrr")[0] == 0
+    assert evaluations_since_best(tmp_path / "none", "mrr") == (0, {})
 
 
 def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:

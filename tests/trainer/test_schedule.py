@@ -3,7 +3,7 @@ from typing import get_args
 
 import pytest
 
-from logitmix.trainer.schedule import SCHEDULES, ScheduleName, constant, cosine, learning_rate_factor
+from logitmix.trainer.schedule import SCHEDULES, ScheduleName, constant, cosine, learning_rate_factor, linear
 
 
 def test_every_schedule_has_a_name_that_can_be_configured() -> None:
@@ -20,6 +20,7 @@ def test_schedules_as_they_are_defined() -> None:
     assert [constant(step, 3) for step in (1, 2, 3)] == [1, 1, 1]
     assert [cosine(step, 4) for step in (1, 3)] == [1, pytest.approx(0.5)]
     assert cosine(4, 4) == pytest.approx((1 + cos(pi * 3 / 4)) / 2)
+    assert [linear(step, 4) for step in (1, 2, 3, 4)] == [1, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4, 100])
