@@ -111,6 +111,9 @@ class TrainConfig:
     """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
+    clip: float = 0.0
+    """Largest norm of all gradients together, those of the tables' rows included: larger ones are scaled down to it. 0
+    clips nothing. With it, no row is updated before all gradients are there."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Autocast of encoder and similarity, but on a CPU without BF16 arithmetic; weights and tables stay FP32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -129,6 +132,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("minutes", "patience", "warmup_steps", "checkpoint_every"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        require(0 <= self.clip < inf, "train.clip", self.clip, "0 or more and finite")
 
 
 HistoryRule = Literal["auto", "yes", "no"]

@@ -87,7 +87,7 @@ class TableOptimizers:
             for name, parameter in cast(dict[str, Any], collection.module_sharding_plan).items():
                 if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
                     self.adam[name] = TouchedRowsAdam(weights[name], config.of(name))
-            for kernel in _kernels(collection):
+            for kernel in kernels(collection):
                 if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
                     _take_over(kernel, self.adam)
 
@@ -271,7 +271,8 @@ def _take_over(
     object.__setattr__(kernel, "_shards", shards)
 
 
-def _kernels(collection: ShardedCollection) -> Iterator[nn.Module]:
+def kernels(collection: ShardedCollection) -> Iterator[nn.Module]:
+    """The modules of a sharded collection's lookups, TorchRec's kernels among them."""
     # The lookups are not among the module's children.
     for lookup in collection._lookups:
         yield from lookup.modules()

@@ -29,6 +29,7 @@ from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.bags import PooledTable
+from logitmix.trainer.clipping import LookupCuts
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.plan import Plans, TablePlan, describe, plan_tables
@@ -48,6 +49,8 @@ class ParallelModel:
     wire: Wire
     ranks: Ranks
     config: Config
+    cuts: LookupCuts | None
+    """With gradient clipping: where the backward of lookups waits for the norm."""
     stream: torch.cuda.Stream | None
     """CUDA: where the next batch is brought to the device while one is trained on."""
 
@@ -57,7 +60,7 @@ class ParallelModel:
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs, as RowExchange takes them; collective."""
-        return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream)
+        return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream, self.cuts)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch, for use once its rows are sent."""
@@ -108,6 +111,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
         else:
             pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
     optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
+    cuts = LookupCuts(cast(Any, collections.values())) if config.train.clip else None
 
     tower = model.tower.to_empty(device="cpu")
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
@@ -118,7 +122,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     plan = describe(plans, embedded, config.tables)
-    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, stream)
+    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, stream)
     _initialise(parallel.shards(), config)
     return parallel
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from logitmix.comm.collectives import largest
+from logitmix.comm.collectives import all_reduce_sum, largest
 from logitmix.modules.batch import Batch
+from logitmix.trainer.clipping import clip_scale
 from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.rows import RowExchange
 from logitmix.trainer.run import RunProgress
@@ -81,6 +82,8 @@ class Pipeline:
     """By name; «loss» is what is minimized."""
     gradient_norm: Tensor
     """Of the dense gradients."""
+    total_norm: Tensor | None
+    """Of all gradients, the rows' included, before they are clipped; None without clipping."""
     learning_rates: dict[str, float]
     wire_counts: Tensor | None
     """What `Wire.pop_counts` gave, where the step is logged."""
@@ -104,6 +107,7 @@ class Pipeline:
         self._thread = ThreadPoolExecutor(1, "batches")
         self._making: Future[Batch] | None = None
         self._rows: RowExchange | None = None
+        self.total_norm = None
         self._next: Prefetched | None = None
 
     def __enter__(self) -> "Pipeline":
@@ -207,12 +211,23 @@ class Pipeline:
             self._rows.send_gradients()
             self.wire_counts = self.model.wire.pop_counts() if self.logged else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-            self._rows.apply_gradients(following)
+            scale = self._clip_gradients(self._rows) if self.model.cuts else None
+            self._rows.apply_gradients(following, scale)
         with self.clock("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.examples += self.batch.total_positions
         self.state = "rows sent" if following else "no rows sent"
+
+    def _clip_gradients(self, rows: RowExchange) -> Tensor:
+        """Scales the dense gradients; gives the scale for those of the rows, once they are with the rows' owners."""
+        squares = all_reduce_sum(rows.receive_gradients(), self.model.ranks)
+        self.total_norm = (squares + self.gradient_norm.double().square()).sqrt().float()
+        scale = clip_scale(self.total_norm, self.model.config.train.clip)
+        for parameter in self.model.tower.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return scale
 
     def _send_rows(self) -> None:
         """The rows of the next batch, where no step before has sent them."""

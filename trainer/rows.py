@@ -16,6 +16,7 @@ from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import lookup
 from logitmix.trainer.bags import PooledRows, PooledTable
+from logitmix.trainer.clipping import CutLookup, LookupCuts
 
 
 class Shard(NamedTuple):
@@ -101,10 +102,12 @@ class RowExchange:
         ids: Mapping[str, Tensor | Bags],
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
+        cuts: LookupCuts | None = None,
     ) -> None:
         """`ids` are those [V] that the batch names of each table: unique, sorted, on the CPU; none is an empty tensor.
         Of a pooled table they are bags, and its rows [R, D] are their means. On CUDA, sizes and ids are made on a
-        `stream` of their own, so that they need not wait for the batch before."""
+        `stream` of their own, so that they need not wait for the batch before. With `cuts`, `receive_gradients` comes
+        before `apply_gradients`."""
         dims = {name: dim for each in tables for name, dim in each.dims.items()}
         unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
         bags = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Bags)}
@@ -113,7 +116,8 @@ class RowExchange:
         lengths |= {name: len(of_table.offsets) - 1 for name, of_table in bags.items()}
         dims |= {each.name: each.dim for each in pooled}
         self.rows = {name: torch.empty(lengths[name], dim, device=device) for name, dim in dims.items()}
-        self.stream = stream
+        self.stream, self.cuts = stream, cuts
+        self.lookups: list[list[CutLookup]] = []
         slices = [each.slices(unique) for each in tables]
         with torch.cuda.stream(stream):
             self.parts: list[list[_Part | PooledRows]] = [
@@ -133,8 +137,8 @@ class RowExchange:
         """Sends the rows that all ranks asked this one for."""
         self.send_ids()
         self.rows_sent = True
-        for each in self._all():
-            each.send_rows(self.stream)
+        for part in self.parts:
+            self._send_part(part)
 
     def wait(self) -> dict[str, Tensor]:
         """The rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
@@ -153,17 +157,30 @@ class RowExchange:
         for each in self._all():
             each.send_gradients(gradients)
 
-    def apply_gradients(self, following: "RowExchange | None" = None) -> None:
+    def receive_gradients(self) -> Tensor:
+        """With `cuts`: waits for the gradients of all ranks, without an update; gives the sum of squares of those of
+        the rows that this rank owns, FP64 scalar."""
+        for each in self._all():
+            each.apply_gradients()
+        squares = torch.zeros((), dtype=torch.float64, device=next(iter(self.rows.values())).device)
+        return sum((lookup.squares() for part in self.lookups for lookup in part), squares)
+
+    def apply_gradients(self, following: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
         """Adds up the gradients of all ranks and updates the rows. Those of the `following` batch are sent, each part
-        as soon as its rows are updated: parts are ranges of ids, the same for every batch."""
+        as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
+        are there already, and are multiplied by `scale`."""
         if following:
             following.send_ids()
             following.rows_sent = True
         for number, part in enumerate(self.parts):
-            for each in part:
-                each.apply_gradients()
-            for each in following.parts[number] if following else ():
-                each.send_rows(following.stream if following else None)
+            if scale is None:
+                for each in part:
+                    each.apply_gradients()
+            else:
+                for lookup in self.lookups[number]:
+                    lookup.update(scale)
+            if following:
+                following._send_part(following.parts[number])
 
     def abandon(self) -> None:
         """Ends what all ranks have begun before `wait`: gloo may hang where a rank leaves the group earlier."""
@@ -174,6 +191,12 @@ class RowExchange:
             self.send_ids()
             for each in self._all():
                 each.ids_in_flight.wait()
+
+    def _send_part(self, part: "list[_Part | PooledRows]") -> None:
+        for each in part:
+            each.send_rows(self.stream)
+        if self.cuts:
+            self.lookups.append(self.cuts.pop())
 
     def _all(self) -> "list[_Part | PooledRows]":
         return [each for part in self.parts for each in part]

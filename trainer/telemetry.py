@@ -73,6 +73,8 @@ class Telemetry:
         row: dict[str, Any] = {"epoch": epoch, "loss": loss.pop("loss")}
         row |= {f"loss/{name}": value for name, value in loss.items()}
         row["gradient_norm"] = float(pipeline.gradient_norm)
+        if pipeline.total_norm is not None:
+            row["gradient_norm/all"] = float(pipeline.total_norm)
         row |= {f"learning_rate/{name}": value for name, value in pipeline.learning_rates.items()}
         row |= {"examples_per_second": (pipeline.examples - self.last_examples) / seconds, "time/step": seconds / steps}
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}

@@ -26,7 +26,7 @@ from logitmix.trainer.config import (
     recipe_names,
 )
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ NAN = float("nan")
         (TrainConfig, "train", "batch_size", [0], [1]),
         (TrainConfig, "train", "epochs", [0], [1]),
         (TrainConfig, "train", "minutes", [-0.5, NAN], [0.0, 0.5]),
+        (TrainConfig, "train", "clip", [-1.0, NAN, INF], [0.0, 1.0]),
         (TrainConfig, "train", "patience", [-1], [0, 1]),
         (TrainConfig, "train", "warmup_steps", [-1], [0]),
         (TrainConfig, "train", "threads", [0], [1]),

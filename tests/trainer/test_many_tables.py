@@ -11,9 +11,12 @@ import torch
 import two_ranks
 from small_data import gather_table, small_config, write_dataset
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Bags
+from logitmix.modules.model import SampledLosses
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
@@ -21,6 +24,7 @@ from logitmix.trainer.data.lookups import columns_of, look_up
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
+from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.plan import TablePlan
 
 EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
@@ -46,6 +50,17 @@ BAGS = {
 }
 """The tags are pooled by the owners of their rows."""
 SETTINGS |= BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
+CLIP = {"train.clip": 4.0, "tables.eps": 0.001, "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+CLIPPED: dict[str, dict[str, Any]] = {
+    "clip sgd": CLIP | {"tables.optimizer": "sgd", "comm.parts": 3},
+    "clip adam": CLIP | {"tables.optimizer": "adam", "tables.sharding": "column_wise"},
+    "clip rowwise_adagrad": CLIP | {"tables.optimizer": "rowwise_adagrad", "tables.tags.sharding": "table_wise"},
+    "clip bags sgd": CLIP | BAGS["bags row_wise sgd"],
+    "clip bags adam": CLIP | BAGS["bags column_wise adam"],
+    "clip nothing": CLIP | SGD | {"train.clip": 1e6},
+}
+SETTINGS |= CLIPPED
+FP8 = CLIP | SGD | {"comm.forward": "fp8", "comm.backward": "fp8", "comm.parts": 2}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +78,8 @@ class Seen:
     after: dict[str, Tensor]
     named: dict[str, set[int]]
     plan: Mapping[str, TablePlan]
+    tower: dict[str, Tensor]
+    norm: Tensor | None
 
 
 def train_steps(config: Config, steps: int) -> Seen:
@@ -72,22 +89,20 @@ def train_steps(config: Config, steps: int) -> Seen:
         optimizer = dense_optimizer(model.tower, config.dense)
         before = {name: gather_table(model, name) for name in model.shards()}
         losses, named = [], {name: set[int]() for name in before}
-        for step in range(steps):
-            optimizer.zero_grad()
-            batch = batches.at(step)
-            for name, ids in batch.ids.items():
-                named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
-            rows = model.row_exchange(batch.ids)
-            rows.send_rows()
-            found = model.loss(rows.wait(), batch)
-            model.backward(found["loss"])
-            model.table_optimizers.begin_step(1.0)
-            rows.send_gradients()
-            rows.apply_gradients()
-            optimizer.step()
-            losses.append(found["loss"].detach())
-        gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-        return Seen(losses, gradients, before, {name: gather_table(model, name) for name in before}, named, model.plan)
+        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
+            for _ in range(steps):
+                pipeline.receive_rows()
+                for name, ids in pipeline.batch.ids.items():
+                    named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
+                pipeline.loss()
+                pipeline.backward()
+                pipeline.check_gradients()
+                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+                pipeline.apply_gradients()
+                losses.append(pipeline.losses["loss"].detach())
+        after = {name: gather_table(model, name) for name in before}
+        tower = {name: parameter.detach() for name, parameter in model.tower.named_parameters()}
+        return Seen(losses, gradients, before, after, named, model.plan, tower, pipeline.total_norm)
 
 
 def train_all(configs: list[Config], steps: int) -> list[Seen]:
@@ -97,9 +112,12 @@ def train_all(configs: list[Config], steps: int) -> list[Seen]:
 @pytest.fixture(scope="module")
 def trained(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     """By name: both ranks of two, and one process alone, after a step."""
-    configs = [small_config(data, EXACT | settings) for settings in SETTINGS.values()]
+    configs = [small_config(data, EXACT | settings) for settings in (*SETTINGS.values(), FP8)]
     pairs = zip(*two_ranks.run(train_all, configs, 1), strict=True)
-    return {name: (*pair, train_steps(config, 1)) for name, config, pair in zip(SETTINGS, configs, pairs, strict=True)}
+    return {
+        name: (*pair, train_steps(config, 1))
+        for name, config, pair in zip((*SETTINGS, "fp8"), configs, pairs, strict=True)
+    }
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
@@ -137,6 +155,75 @@ def test_bags_that_their_owners_pool_train_like_those_that_the_tower_pools(
         for table, before in by_tower.before.items():
             relative = 1e-3 if name.endswith("adam") else 1e-5
             assert_close(pooled.after[table] - before, by_tower.after[table] - before, relative)
+
+
+@dataclass
+class Clipped:
+    norm: Tensor
+    """Before clipping."""
+    gradients: dict[str, Tensor]
+    """Of whole tables, clipped."""
+    tower: dict[str, Tensor]
+    """Weights after a step of SGD at a rate of 0.1."""
+
+
+def clipped_by_torch(config: Config) -> Clipped:
+    """A step of the same model whose tables are dense parameters of one process."""
+    dataset = load_dataset(config.data.path)
+    with process_group("cpu", 60) as ranks:
+        model, batch = parallelize(dataset.schema, config, ranks), training_batches(config, dataset, ranks).at(0)
+        tables = {name: gather_table(model, name).requires_grad_() for name in model.shards()}
+        tower = model.tower
+        rows = {
+            name: F.embedding_bag(ids.values, tables[name], ids.offsets[:-1], mode="mean")
+            if isinstance(ids, Bags)
+            else tables[name][ids]
+            for name, ids in batch.ids.items()
+        }
+        SampledLosses(tower)(rows, batch)["loss"].backward()
+        norm = clip_grad_norm_([*tables.values(), *tower.parameters()], config.train.clip)
+        stepped = {name: (weight - 0.1 * weight.grad).detach() for name, weight in tower.named_parameters()}
+        return Clipped(norm, {name: table.grad for name, table in tables.items()}, stepped)
+
+
+def first_change(optimizer: str, gradient_RD: Tensor) -> Tensor:
+    """Of rows in the first step, at the rate and eps of CLIP."""
+    square_RD = gradient_RD.square()
+    if optimizer == "rowwise_adagrad":
+        return -0.1 * gradient_RD / (square_RD.mean(1, keepdim=True).sqrt() + 0.001)
+    return -0.1 * gradient_RD / (1 if optimizer == "sgd" else square_RD.sqrt() + 0.001)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_that_of_a_model_with_dense_tables(
+    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]], name: str
+) -> None:
+    """On one rank and on two, where a row has gradients of both."""
+    config = small_config(data, EXACT | SETTINGS[name])
+    expected = clipped_by_torch(config)
+    assert bool(expected.norm > config.train.clip) == (name != "clip nothing")
+    for seen in trained[name]:
+        torch.testing.assert_close(seen.norm, expected.norm, rtol=1e-5, atol=0)
+        for table, gradient_RD in expected.gradients.items():
+            change_RD = first_change(config.tables.optimizer, gradient_RD)
+            assert_close(seen.after[table] - seen.before[table], change_RD, 1e-4)
+        for key, weight in expected.tower.items():
+            torch.testing.assert_close(seen.tower[key], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_with_an_fp8_wire_the_norm_is_that_of_the_gradients_that_arrive(
+    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]]
+) -> None:
+    first, second, _ = trained["fp8"]
+    expected = clipped_by_torch(small_config(data, EXACT | FP8))
+    assert torch.equal(first.norm, second.norm)
+    # E5M2 rounds each number by up to an eighth, up or down.
+    torch.testing.assert_close(first.norm, expected.norm, rtol=0.02, atol=0)
+    for table, gradient_RD in expected.gradients.items():
+        assert torch.equal(first.after[table], second.after[table])
+        assert_close(first.after[table] - first.before[table], -0.1 * gradient_RD, 0.1)
+    for key, weight in first.tower.items():
+        assert torch.equal(weight, second.tower[key])
 
 
 def test_a_table_learns_at_its_own_rate(trained: dict[str, tuple[Seen, Seen, Seen]]) -> None:
