@@ -67,7 +67,8 @@ class Batch:
     of ids. id_V: the unique items that the batch names (int64, sorted). features: of these items, of the sequences'
     users and of the events at the positions. input_T, target_T: the history's items and the items that follow them, as
     indices into id_V. negatives_GN: the negatives of each group, likewise; a group is a sequence, or a position, or the
-    whole batch where it has one row. total_positions: T summed over all ranks.
+    whole batch where it has one row. total_positions: T summed over all ranks. log_q_V: the logarithm of the
+    probability that a negative is each of the unique items, FP32; None where negatives are uniform.
     """
 
     ids: Mapping[str, Tensor | Bags]
@@ -79,15 +80,20 @@ class Batch:
     negatives_GN: Tensor
     noise: Noise | None
     total_positions: int
+    log_q_V: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        moved = {name: getattr(self, name).to(device) for name in self._tensors}
         return replace(self, **moved)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that `stream` uses the memory too: once freed, it is kept until what the stream was given is done."""
-        for name in _TENSORS:
+        for name in self._tensors:
             getattr(self, name).record_stream(stream)
+
+    @property
+    def _tensors(self) -> tuple[str, ...]:
+        return _TENSORS if self.log_q_V is None else (*_TENSORS, "log_q_V")
 
     @property
     def bounds(self) -> list[int]:

@@ -165,12 +165,21 @@ class LossConfig:
     """Sampled softmax, or the binary cross entropy of the paper's baseline (section 5.1.2)."""
     negatives: int = 128
     """N: uniform negatives of a group."""
+    in_batch: int = 0
+    """M: negatives of a group beside those, drawn from the targets of the whole batch, so that items come as often as
+    they are popular. Each candidate's score is then corrected by the logarithm of how often it is drawn (logQ)."""
     share: Literal["position", "sequence", "batch"] = "sequence"
     """The group that shares one set of negatives: a sequence, or the batch; or none, each position having a set of its
     own as in SASRec, which takes several times as long and names more items."""
 
     def __post_init__(self) -> None:
         require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
+        require(self.in_batch >= 0, "model.loss.in_batch", self.in_batch, "0 or more")
+        if self.in_batch and self.kind != "softmax":
+            raise ValueError(
+                f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "
+                f"{self.kind}; set model.loss.kind to softmax, or model.loss.in_batch to 0"
+            )
 
 
 @dataclass(frozen=True)

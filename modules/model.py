@@ -52,6 +52,6 @@ class SampledLosses(nn.Module):
     def _loss(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> Tensor:
         query_side = stage.query_side(query, batch.packing.row_T, batch.noise)
         item_side = stage.item_side(item, batch.id_V, batch.noise)
-        examples = Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN)
+        examples = Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
         sampled = stage.sampled_softmax if self.tower.config.loss.kind == "softmax" else stage.sampled_bce
         return sampled(query_side, item_side, examples, batch.noise) / batch.total_positions

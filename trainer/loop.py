@@ -123,6 +123,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         max_length=config.model.encoder.max_length,
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
+        in_batch=config.model.loss.in_batch,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],

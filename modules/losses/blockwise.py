@@ -35,13 +35,17 @@ class Examples:
     """What each position is to be told from.
 
     row_T: global number of each position (int64). target_T: index of its next item among the V unique items. Positions
-    bounds[g] to bounds[g + 1] are told from negatives_GN[g] (likewise indices).
+    bounds[g] to bounds[g + 1] are told from negatives_GN[g] (likewise indices). log_q_V: of each unique item, the
+    logarithm of the probability that a negative is that item; it is subtracted from the scores of targets and negatives
+    alike, so that the softmax has the same optimum for every way of drawing negatives. None corrects nothing, as
+    negatives that are uniform need.
     """
 
     row_T: Tensor
     target_T: Tensor
     bounds: Sequence[int]
     negatives_GN: Tensor
+    log_q_V: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ def blockwise_loss(
         else:
             repeated = tuple(side.repeat_interleave(N, 0) for side in query)
             negative_TN = similarity.pairs(repeated, negative, drop_each).view(-1, N)
+        if examples.log_q_V is not None:
+            positive_T = positive_T - examples.log_q_V[target_T]
+            negative_TN = negative_TN - examples.log_q_V[block.negatives]
         return reduce(positive_T, negative_TN, target_T[:, None] == block.negatives)
 
     return _Blockwise.apply(block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters())

@@ -21,6 +21,10 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
 
     Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06.
     """
+    if examples.log_q_V is not None:
+        # The correction is one more term of each product.
+        query_TH = torch.cat([query_TH.float(), query_TH.new_ones(len(query_TH), 1, dtype=torch.float32)], 1)
+        item_VH = torch.cat([item_VH.float(), -examples.log_q_V[:, None]], 1)
     loss: Tensor = _DotSoftmax.apply(query_TH, item_VH, examples)
     return loss
 

@@ -28,6 +28,7 @@ typedef struct {
     const float *up_HM, *up_H, *down_MH, *down_M;
     const int64_t *target_T, *negative_GN, *bound_G;
     const int64_t *row_T;
+    const float *log_q_V; /* subtracted from phi of targets and negatives; null subtracts nothing */
     uint64_t key;
     int64_t threshold; /* dropout: 16 random bits below it drop a gate; 0 drops none */
     int64_t tile; /* most negatives at once, at least 1, where they are more than two tiles */
@@ -650,8 +651,13 @@ static void FN(gates)(WORK *w, int64_t start, int64_t first, int64_t last) {
     }
 }
 
-/* Takes out of a position's phi the negatives that are its target. */
-static void FN(mask)(const WORK *w, int64_t target, const int64_t *negative_N, float *phi) {
+/* Corrects a position's phi by log q, and takes out the negatives that are its target. */
+static void FN(correct)(const WORK *w, int64_t target, const int64_t *negative_N, float *phi) {
+    const float *log_q = w->q->log_q_V;
+    if (log_q) {
+        phi[0] -= log_q[target];
+        for (int64_t n = 1; n <= w->N; n++) phi[n] -= log_q[negative_N[n - 1]];
+    }
     for (int64_t n = 1; n <= w->N; n++)
         if (negative_N[n - 1] == target) phi[n] = -INFINITY;
     for (int64_t n = w->N + 1; n < UP(w->N + 1, WIDTH); n++) phi[n] = -INFINITY;
@@ -820,7 +826,7 @@ static void FN(chunk)(
     for (int64_t first = 0; first < pairs; first += size) FN(gates)(w, start, first, MIN(first + size, pairs));
     for (int64_t local = 0; local < count; local++) {
         float *phi = w->phi + local * UP(N1, WIDTH);
-        FN(mask)(w, q->target_T[start + local], negative_N, phi);
+        FN(correct)(w, q->target_T[start + local], negative_N, phi);
         if (forward) FN(add)(w, phi, sums + local);
         if (backward) FN(differentiate)(w, sums + local, phi);
     }

@@ -29,6 +29,7 @@ def mol_sampled_softmax(
     negatives_GN: Tensor,
     bounds: Sequence[int] | None = None,
     dropout: GateDropout | None = None,
+    log_q_V: Tensor | None = None,
 ) -> Tensor | None:
     """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32; None
     where there is no compiled form for these inputs.
@@ -37,6 +38,7 @@ def mol_sampled_softmax(
     gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
     layers. target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1];
     without bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
+    log_q_V [V], FP32, is subtracted from phi of targets and negatives.
 
     Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where
     the processor cannot multiply BF16). On CPU it takes as many threads as torch would; for one number of threads,
@@ -44,7 +46,7 @@ def mol_sampled_softmax(
     memory of a GPU are not looked at.
 
     Compiled C serves CPUs. Triton serves CUDA up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
-    mol_triton.covers says it exactly.
+    mol_triton.covers says it exactly. It does not take log_q_V.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -54,8 +56,8 @@ def mol_sampled_softmax(
     _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
-        return _Fused.apply(dtype, (target_T, negatives_GN, bounds), dropout, *query, *item, *cross_gate)
-    if target_T.device.type == "cuda" and _has_triton():
+        return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
+    if target_T.device.type == "cuda" and _has_triton() and log_q_V is None:
         # Only where it is used: without a GPU there need be no Triton, and it takes its time to load.
         from . import mol_triton
 
@@ -93,7 +95,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in "TNGUICH"]
-        + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES)]
+        + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES, "log_q_V")]
         + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64), ("tile", ctypes.c_int64)]
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
@@ -155,8 +157,8 @@ class _Fused(torch.autograd.Function):
         return None, None, None, *kept_gradients(ctx, scale)
 
 
-_Groups = tuple[Tensor, Tensor, Sequence[int]]
-"""target_T, negatives_GN, bounds."""
+_Groups = tuple[Tensor, Tensor, Sequence[int], Tensor | None]
+"""target_T, negatives_GN, bounds, log_q_V."""
 
 
 def _level(dtype: torch.dtype) -> int:
@@ -175,7 +177,8 @@ def _run(
     Each worker takes its own part of the positions, and sums what it gives to items and cross gate by itself, so that
     the sums do not depend on which is faster.
     """
-    target_T, negatives_GN, bounds = groups
+    target_T, negatives_GN, bounds, log_q_V = groups
+    log_q_V = None if log_q_V is None else log_q_V.float().contiguous()
     T, (G, N) = len(target_T), negatives_GN.shape
     (_, U, C), I, H = inputs[0].shape, inputs[2].shape[1], len(inputs[5])
     indices = [target_T, negatives_GN, torch.tensor(bounds), target_T if dropout is None else dropout.row_T]
@@ -188,7 +191,8 @@ def _run(
     def work(worker: int) -> float:
         pointers = [tensor.data_ptr() for tensor in inputs + indices]
         gradients = [tensor.data_ptr() for tensor in queries + sums[worker]] or [0] * len(inputs)
-        problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, _TILE, *gradients)
+        correction = 0 if log_q_V is None else log_q_V.data_ptr()
+        problem = _Problem(T, N, G, U, I, C, H, *pointers, correction, key, dropped, _TILE, *gradients)
         first, last = T * worker // workers, T * (worker + 1) // workers
         library = _library()
         assert library is not None

@@ -125,9 +125,15 @@ class MoL(Similarity):
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
         rate = self.pair_dropout
         dropout = GateDropout(noise, rate, examples.row_T) if noise and rate else None
-        target_T, negatives_GN = examples.target_T, examples.negatives_GN
         fused = mol_sampled_softmax(
-            query, item, self.pair_parameters(), target_T, negatives_GN, examples.bounds, dropout
+            query,
+            item,
+            self.pair_parameters(),
+            examples.target_T,
+            examples.negatives_GN,
+            examples.bounds,
+            dropout,
+            examples.log_q_V,
         )
         # In plain torch, which on a GPU is slower by far.
         return super().sampled_softmax(query, item, examples, noise) if fused is None else fused

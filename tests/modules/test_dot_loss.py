@@ -1,5 +1,6 @@
 """dot_sampled_softmax against the block form in plain torch, at sizes where it works in several parts."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -38,11 +39,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("log_q", [False, True])
 @pytest.mark.parametrize("limit", [1, 100, 1000, 2**30])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_block_form(case: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, negatives, items = CASES[case]
     examples, (query, item) = examples_of(lengths, negatives, items), sides(sum(lengths), items)
+    if log_q:
+        examples = replace(examples, log_q_V=-5 * torch.rand(items, generator=torch.Generator().manual_seed(5)))
     monkeypatch.setattr(dot_loss, "_PAIRS", limit)
     monkeypatch.setattr(dot_loss, "_SINGLE", limit)
     monkeypatch.setattr(dot_loss, "_ALL_PAIRS", limit)

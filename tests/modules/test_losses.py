@@ -1,6 +1,7 @@
 """Sampled losses against the same sums without blocks: one big [T, N + 1] table, ordinary autograd, FP64."""
 
 from copy import copy, deepcopy
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, MoLConfig
 from logitmix.modules.hindexer import HIndexer
@@ -102,6 +104,8 @@ def plain_loss(
 
             pairs = [side[t].expand(count, *side.shape[1:]) for side in query], [side[candidates] for side in item]
             scores = similarity.pairs(*(tuple(side) for side in pairs), drop if gate_dropout else None).double()
+            if examples.log_q_V is not None:
+                scores = scores - examples.log_q_V[candidates]
             counted = [n for n, negative in enumerate(negatives_N.tolist(), start=1) if negative != target]
             if kind == "softmax":
                 total = total - (scores[0] - torch.log(scores[[0, *counted]].exp().sum()))
@@ -160,7 +164,9 @@ def shapes(draw: st.DrawFn) -> tuple[int, Examples]:
     count = draw(st.integers(1, 4))
     negatives = [draw(st.lists(index, min_size=count, max_size=count)) for _ in lengths]
     targets = draw(st.lists(index, min_size=sum(lengths), max_size=sum(lengths)))
-    return items, examples_of(lengths, negatives, targets, draw(st.sampled_from([0, 1000, 2**33])))
+    examples = examples_of(lengths, negatives, targets, draw(st.sampled_from([0, 1000, 2**33])))
+    log_q = draw(st.none() | st.lists(st.floats(-3, 0, width=32), min_size=items, max_size=items))
+    return items, replace(examples, log_q_V=None if log_q is None else torch.tensor(log_q))
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
@@ -243,6 +249,47 @@ def test_single_positions_are_scored_many_at_once(similarity: str, monkeypatch: 
     sampled_loss("bce", chosen, tuple(query), tuple(item), examples, None)
     # Of 64 positions and of the rest: targets, then negatives.
     assert len(calls) == 4
+
+
+def recovered(popularity_V: Tensor, q_V: Tensor, log_q_V: Tensor | None) -> Tensor:
+    """The scores of items that sampled softmax learns, where targets are drawn by popularity, negatives by q, and
+    nothing tells queries apart."""
+    generator, items = torch.Generator().manual_seed(1), len(popularity_V)
+    T, G, N = 16_000, 1000, 8
+    target_T = popularity_V.multinomial(T, replacement=True, generator=generator)
+    negatives_GN = q_V.multinomial(G * N, replacement=True, generator=generator).view(G, N)
+    examples = Examples(torch.arange(T), target_T, range(0, T + 1, T // G), negatives_GN, log_q_V)
+    score_V1 = torch.zeros(items, 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([score_V1], max_iter=40, line_search_fn="strong_wolfe")
+    dot = make("dot", normalize=False)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = dot.sampled_softmax((torch.ones(T, 1),), (score_V1,), examples) / T
+        loss.backward()
+        return loss
+
+    optimizer.step(step)
+    return score_V1.detach()[:, 0]
+
+
+def test_log_q_gives_every_way_of_drawing_negatives_the_optimum_of_uniform_ones() -> None:
+    """Which is log P(item). Without it, popularity is learnt only as far as negatives do not have it."""
+    popularity_V = F.normalize(1 / torch.arange(1.0, 101), p=1, dim=0)
+    uniform_V = torch.full((100,), 0.01)
+    mixed_V = 0.25 * uniform_V + 0.75 * popularity_V
+
+    def off(score_V: Tensor) -> float:
+        """Root mean square of the difference to log P, up to a constant, weighted by how often an item is a target."""
+        difference_V = score_V - popularity_V.log()
+        mean = (popularity_V * difference_V).sum()
+        return float((popularity_V * (difference_V - mean).square()).sum().sqrt())
+
+    # 16,000 targets: some 0.15 of it is chance. log P itself deviates by 1.5.
+    assert off(recovered(popularity_V, uniform_V, None)) < 0.2
+    assert off(recovered(popularity_V, mixed_V, mixed_V.log())) < 0.2
+    assert off(recovered(popularity_V, mixed_V, None)) > 1
+    assert off(recovered(popularity_V, mixed_V, -mixed_V.log())) > 2
 
 
 def test_order_and_company_of_positions_do_not_matter() -> None:

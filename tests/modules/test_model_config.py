@@ -40,6 +40,7 @@ NAN = float("nan")
         (HIndexerConfig, "model.hindexer", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
         (LossConfig, "model.loss", "negatives", [0], [1]),
+        (LossConfig, "model.loss", "in_batch", [-1], [0, 1]),
     ],
 )
 def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
@@ -86,3 +87,9 @@ def test_heads_that_do_not_divide_the_width_name_two_that_do(dim: int, heads: in
         ModelConfig(dim=dim, encoder=SASRecConfig(heads=heads))
     for value in near.split(" or "):
         ModelConfig(dim=dim, encoder=SASRecConfig(heads=int(value)))
+
+
+def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:
+    with pytest.raises(ValueError, match=r"^model\.loss\.in_batch is 8, .* model\.loss\.kind is bce; set model\.loss"):
+        LossConfig(kind="bce", in_batch=8)
+    assert LossConfig(in_batch=8).in_batch == 8

@@ -43,6 +43,7 @@ class Case:
     bounds: tuple[int, ...]
     rate: float
     row_T: Tensor
+    log_q_V: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Case":
         return replace(self, tensors=tuple(tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors))
@@ -79,7 +80,7 @@ def make(
 def fused(case: Case) -> Tensor:
     dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
     query, item, gate = case.tensors[:2], case.tensors[2:4], case.tensors[4:]
-    loss = mol_sampled_softmax(query, item, gate, case.target_T, case.negatives_GN, case.bounds, dropout)
+    loss = mol_sampled_softmax(query, item, gate, case.target_T, case.negatives_GN, case.bounds, dropout, case.log_q_V)
     assert loss is not None
     return loss
 
@@ -98,6 +99,8 @@ def dense(case: Case) -> Tensor:
         gates_TNM = NOISE.dropout(gates_TNM.view(T * N, M), case.rate, "gates", row_TN.flatten()).view(T, N, M)
         gates_TNM = gates_TNM / gates_TNM.sum(-1, keepdim=True).clamp(min=1e-6)
     phi_TN = (gates_TNM * logits_TNM).sum(-1)
+    if case.log_q_V is not None:
+        phi_TN = phi_TN - case.log_q_V[candidates_TN]
     hit_TN = candidates_TN == case.target_T[:, None]
     hit_TN[:, 0] = False
     return (phi_TN.masked_fill(hit_TN, -torch.inf).logsumexp(1) - phi_TN[:, 0]).sum()
@@ -143,7 +146,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
     rate = draw(st.sampled_from([0.0, 0.2, 0.7]))
     seed, scale = draw(st.integers(0, 100)), draw(st.sampled_from([1.0, 4.0]))
-    return make(lengths, draw(st.integers(0, 20)), draw(st.integers(1, 12)), shape, rate, seed, scale)
+    case = make(lengths, draw(st.integers(0, 20)), V := draw(st.integers(1, 12)), shape, rate, seed, scale)
+    log_q_V = -3 * torch.rand(V, generator=torch.Generator().manual_seed(seed))
+    return replace(case, log_q_V=log_q_V) if draw(st.booleans()) else case
 
 
 @settings(max_examples=200, deadline=None)

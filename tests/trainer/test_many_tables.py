@@ -40,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dot": SGD | {"model.similarity.kind": "dot"},
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
     "recency": SGD | {"model.features": ["all", "recency"]},
+    "in batch": SGD | {"model.loss.in_batch": 6},
+    "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
 }
 BAGS = {

@@ -3,8 +3,8 @@
 What a global batch holds is a function of (seed, epoch, step) alone; rank r of w takes a contiguous part of its
 sequences. So the data position is one integer, and a run can go on with another number of ranks.
 
-Axes: B sequences, T positions, packed, N negatives of a group, L history positions, V unique items, X items in the
-corpus.
+Axes: B sequences, T positions, packed, G groups, N uniform negatives of a group and M drawn from the batch's targets, L
+history positions, V unique items, X items in the corpus.
 """
 
 from collections.abc import Collection, Iterator
@@ -38,6 +38,7 @@ class TrainingBatches:
         negatives: int,
         share: Literal["position", "sequence", "batch"],
         seed: int,
+        in_batch: int = 0,
         item_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
         rank: int = 0,
@@ -60,6 +61,8 @@ class TrainingBatches:
             )
         self.end = dataset.offsets[:-1] + lengths
         self.length = np.minimum(lengths - 1, max_length)
+        self.in_batch = in_batch
+        self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.users)
         self.steps_per_epoch = -(-len(self.users) // batch_size)
 
@@ -70,7 +73,7 @@ class TrainingBatches:
         users = self.users[self._order(epoch)[part]]
         bounds = np.concatenate([[0], np.cumsum(self.length[users])])
         first, last = self._part(bounds)
-        negatives = self._negatives([self.seed, epoch, index + 1], self.length[users], first, last)
+        negatives = self._negatives([self.seed, epoch, index + 1], users, bounds, slice(first, last))
         users = users[first:last]
         lengths = self.length[users]
         inputs = ranges(self.end[users] - 1 - lengths, lengths)
@@ -90,20 +93,44 @@ class TrainingBatches:
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
             noise=Noise(derive_key("dropout", self.seed, step)),
             total_positions=int(bounds[-1]),
+            log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
         )
 
-    def _negatives(self, key: list[int], lengths: Ints, first: int, last: int) -> Ints:
-        """Negatives [G, N] of a global batch's sequences first..last, of which `lengths` has all; the key names it."""
-        items, N = self.dataset.num_items, self.negatives
+    def _negatives(self, key: list[int], users: Ints, bounds: Ints, part: slice) -> Ints:
+        """Negatives [G, N + M] of a part of a global batch's sequences, which are those of `users` and lie between
+        `bounds` among its positions; the key names the batch."""
+        lengths = self.length[users]
+        uniform_GN = self._draw(key, lengths, part, self.dataset.num_items, self.negatives)
+        if not self.in_batch:
+            return uniform_GN
+        position_GM = self._draw([*key, 1], lengths, part, int(bounds[-1]), self.in_batch)
+        sequence_GM = np.searchsorted(bounds, position_GM, side="right") - 1
+        target_GM = self.dataset.items_flat[(self.end[users] - bounds[1:])[sequence_GM] + position_GM]
+        return np.concatenate([uniform_GN, target_GM], axis=1)
+
+    def _draw(self, key: list[int], lengths: Ints, part: slice, below: int, count: int) -> Ints:
+        """Numbers below a bound [G, count] for a part of a global batch's sequences, of which `lengths` has all."""
         if self.share == "position":
             # Each sequence from a key of its own: they are many, and no rank need draw those of others.
-            places = range(first, last)
-            drawn = [np.random.default_rng([*key, at]).integers(0, items, (lengths[at], N)) for at in places]
-            return np.concatenate([np.zeros((0, N), np.int64), *drawn])
+            places = range(part.start, part.stop)
+            drawn = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
+            return np.concatenate([np.zeros((0, count), np.int64), *drawn])
         random = np.random.default_rng(key)
         if self.share == "batch":
-            return random.integers(0, items, (1, N))
-        return random.integers(0, items, (len(lengths), N))[first:last]
+            return random.integers(0, below, (1, count))
+        return random.integers(0, below, (len(lengths), count))[part]
+
+    def _log_q(self) -> NDArray[np.float32]:
+        """The logarithm of the probability that a negative is each of the items [X]. N of N + M are uniform; M are
+        targets, of which an epoch has each that the users' lengths leave once."""
+        change = np.zeros(len(self.dataset.items_flat) + 1, np.int8)
+        change[(self.end - self.length)[self.users]] = 1
+        change[self.end[self.users]] = -1
+        is_target = np.cumsum(change[:-1], dtype=np.int8).astype(bool)
+        count_X = np.bincount(self.dataset.items_flat[is_target], minlength=self.dataset.num_items)
+        N, M = self.negatives, self.in_batch
+        q_X = (N / len(count_X) + M * count_X / count_X.sum()) / (N + M)
+        return np.log(q_X).astype(np.float32)
 
     def _rows_of(self, items_V: Ints, step: int) -> Ints:
         """The rows of the item table that stand for the items in this step: those of dropped ones are the unknown."""

@@ -41,6 +41,7 @@ def batches(
     seed: int = 1,
     rank: int = 0,
     world_size: int = 1,
+    in_batch: int = 0,
 ) -> TrainingBatches:
     dataset = dataset or of_lengths(LENGTHS)
     return TrainingBatches(
@@ -53,6 +54,7 @@ def batches(
         seed=seed,
         rank=rank,
         world_size=world_size,
+        in_batch=in_batch,
     )
 
 
@@ -159,6 +161,51 @@ def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size:
             assert all(part["negatives"] == expected["negatives"] for part in together)
         assert {part.noise for part in parts} == {whole.noise}
         assert {part.total_positions for part in parts} == {len(whole.input_T)} == {whole.total_positions}
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_negatives_of_the_batch_are_targets_of_all_its_ranks(share: Share, world_size: int) -> None:
+    drawn = set()
+    for step in (0, 1, 2, 5):
+        whole = batches(share=share, in_batch=50).at(step)
+        ranks = range(world_size)
+        parts = [batches(share=share, in_batch=50, rank=rank, world_size=world_size).at(step) for rank in ranks]
+        expected, together = items_of(whole), [items_of(part) for part in parts]
+        if share == "batch":
+            assert all(part["negatives"] == expected["negatives"] for part in together)
+        else:
+            assert [entry for part in together for entry in part["negatives"]] == expected["negatives"]
+        # The uniform ones are those that there are without.
+        uniform = items_of(batches(share=share).at(step))
+        assert [entry[:5] for entry in expected["negatives"]] == uniform["negatives"]
+        assert expected["targets"] == uniform["targets"]
+        targets = {target for sequence in expected["targets"] for target in sequence}
+        for entry in expected["negatives"]:
+            assert len(entry) == 55 and set(entry[5:]) <= targets
+        drawn.add(str([entry[5:] for entry in expected["negatives"]]))
+    assert len(drawn) == 4
+
+
+def test_log_q_is_how_often_negatives_are_drawn() -> None:
+    """Over epochs; with one target of each user or six, and popular items."""
+    offsets = np.arange(0, 41 * 9, 9)
+    items = np.minimum(np.random.default_rng(0).geometric(0.2, offsets[-1]) - 1, 19)
+    dataset = in_memory(offsets.astype(np.int64), items, 20)
+    for max_length in (1, 6, 50):
+        source = batches(dataset, batch_size=7, max_length=max_length, negatives=10, in_batch=30)
+        drawn = []
+        for step in range(50 * source.steps_per_epoch):
+            batch = source.at(step)
+            drawn.append(batch.id_V[batch.negatives_GN].flatten().numpy())
+            assert batch.log_q_V.dtype == torch.float32
+            assert torch.equal(batch.log_q_V, torch.from_numpy(source.log_q_X)[batch.id_V])
+        share = np.bincount(np.concatenate(drawn), minlength=20) / sum(map(len, drawn))
+        q_X = np.exp(source.log_q_X)
+        assert q_X.sum() == pytest.approx(1, rel=1e-5)
+        # 80,000 draws, those of a batch from few targets. A batch of fewer sequences draws more often for each.
+        np.testing.assert_allclose(share, q_X, atol=0.02)
+    assert batches(dataset).at(0).log_q_V is None
 
 
 def test_row_numbers_count_the_positions_of_the_global_batch() -> None:
