@@ -20,6 +20,15 @@ from logitmix.trainer.schedule import ScheduleName
 class DataConfig:
     path: str = "data/demo"
     """Dataset directory, as `logitmix prepare` writes it."""
+    split: Literal["leave-one-out", "time"] = "leave-one-out"
+    """What is held out: each user's last two actions; or the last actions of all users by time, of which each user's
+    first is ranked, given all that the user did before."""
+    held_out: float = 0.1
+    """With split time: the share of all actions, the latest, that is for the test; as many before them are for
+    validation."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Leave-one-out ranking of the whole corpus: who is ranked, by which rule, and what is reported.
+"""Ranking of the whole corpus for held-out actions: who is ranked, by which rule, and what is reported.
 
 Axes: U users, K items at the top.
 """
@@ -18,7 +18,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
-from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
+from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
@@ -59,11 +59,18 @@ def evaluate_run(
     return metrics | {"step": model.step}
 
 
-def excludes_history(rule: HistoryRule, dataset: Dataset, said: Console | None = None) -> bool:
+def held_out(config: Config, dataset: Dataset) -> HeldOut:
+    """What the run neither trains on nor is told before it is ranked; ValueError where nobody can be ranked by time."""
+    return split_by_time(dataset, config.data.held_out) if config.data.split == "time" else leave_one_out(dataset)
+
+
+def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
     """Whether a user's history is left out of what is ranked for that user, in evaluation and in serving alike."""
-    if rule != "auto":
+    if (rule := config.evaluate.exclude_history) != "auto":
         return rule == "yes"
     share = dataset.repeated_targets["validation"]
+    if config.data.split == "time":
+        share = float(ranking_users(dataset, "validation", 1, held_out(config, dataset)).repeats().mean())
     if share < COMMON_REPEATS:
         return True
     if said:
@@ -82,12 +89,13 @@ class Evaluation:
     def __init__(self, config: Config, dataset: Dataset, ranks: Ranks) -> None:
         self.config, self.dataset, self.ranks = config, dataset, ranks
         said = Console(stderr=True) if ranks.rank == 0 else None
-        self.exclude_history = excludes_history(config.evaluate.exclude_history, dataset, said)
+        self.held_out = held_out(config, dataset)
+        self.exclude_history = excludes_history(config, dataset, said)
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
-        users = ranking_users(self.dataset, split, L).sample(options.users, self.config.train.seed)
+        users = ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
         with counting(split, len(users), self.ranks.rank == 0) as advance:
             embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
             return evaluate(embedder, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance)

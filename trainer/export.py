@@ -76,7 +76,7 @@ def export(
         dataset = load_dataset(model.config.data.path)
         require_same_dataset(run, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
-        exclude_history = excludes_history(model.config.evaluate.exclude_history, dataset)
+        exclude_history = excludes_history(model.config, dataset)
         about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache)
         items = DatasetItems(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column

@@ -11,7 +11,7 @@ from logitmix.trainer import checkpoint
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluate import Evaluation
+from logitmix.trainer.evaluate import Evaluation, held_out
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
@@ -124,6 +124,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
         in_batch=config.model.loss.in_batch,
+        held_out=held_out(config, dataset),
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],

@@ -14,6 +14,7 @@ from logitmix.common.mappings import classes_by_kind, from_mapping
 from logitmix.modules.config import SimilarityConfig
 from logitmix.trainer.config import (
     Config,
+    DataConfig,
     DenseConfig,
     EvaluateConfig,
     TablesConfig,
@@ -44,6 +45,7 @@ NAN, INF = float("nan"), float("inf")
         (DenseConfig, "dense", "eps", [0.0, NAN], [1e-12]),
         (DenseConfig, "dense", "weight_decay", [-0.1, NAN], [0.0, 0.1]),
         (WireConfig, "comm", "timeout_seconds", [0, -5], [1]),
+        (DataConfig, "data", "held_out", [0.0, 0.5, NAN], [0.1]),
         (TrainConfig, "train", "seed", [-1, 2**63], [0, 2**63 - 1]),
         (TrainConfig, "train", "batch_size", [0], [1]),
         (TrainConfig, "train", "epochs", [0], [1]),
@@ -200,6 +202,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     """No value but the kind is at its default, so a field that is lost on the way shows."""
     others: dict[str, Any] = {
         "data.path": 'a "quoted" \\ path/ñ',
+        "data.split": "time",
         "model.dim": 96,
         "model.features": ["genres", "age"],
         "model.encoder.heads": 3,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from logitmix.modules.config import ModelConfig, SASRecConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, EvaluateConfig
+from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.embed import Embedder
@@ -143,15 +144,30 @@ def sharp_tower() -> Tower:
     return tower
 
 
+def ruled(rule: HistoryRule, split: Literal["leave-one-out", "time"] = "leave-one-out") -> Config:
+    return Config(data=DataConfig(split=split, held_out=0.2), evaluate=EvaluateConfig(exclude_history=rule))
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_split_by_time_counts_repeats_of_its_own(repeated: bool) -> None:
+    """Its validation target is everyone's fourth action; what prepare counted says the contrary."""
+    dataset = dataset_of([[1, 2, 3, 1 if repeated else 4, 5]] * 4)
+    dataset = replace(
+        dataset, timestamps_flat=np.tile(np.arange(5), 4), repeated_targets={"validation": 0.0 if repeated else 1.0}
+    )
+    assert excludes_history(ruled("auto"), dataset) is repeated
+    assert excludes_history(ruled("auto", "time"), dataset) is not repeated
+
+
 def test_repeats_are_common_or_not() -> None:
     repeats, some = dataset_of(WALKS), dataset_of([[1, 2, 3, 4, 5]] * 9 + [[1, 2, 3, 1, 5]])
-    assert (excludes_history("auto", repeats), excludes_history("auto", some)) == (False, False)
+    assert (excludes_history(ruled("auto"), repeats), excludes_history(ruled("auto"), some)) == (False, False)
     rare = dataset_of([[1, 2, 3, 4, 5]] * 10 + [[1, 2, 3, 1, 5]])
-    assert excludes_history("auto", rare)
+    assert excludes_history(ruled("auto"), rare)
     # What the test items are does not decide.
-    assert excludes_history("auto", dataset_of([[1, 2, 3, 4, 1]] * 10))
+    assert excludes_history(ruled("auto"), dataset_of([[1, 2, 3, 4, 1]] * 10))
     for dataset in (repeats, some, rare):
-        assert (excludes_history("yes", dataset), excludes_history("no", dataset)) == (True, False)
+        assert (excludes_history(ruled("yes"), dataset), excludes_history(ruled("no"), dataset)) == (True, False)
 
 
 @pytest.mark.parametrize(("rule", "hits"), [("auto", 1.0), ("no", 1.0), ("yes", 0.0)])

@@ -7,6 +7,8 @@ from small_data import small_config, write_dataset
 
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
+from logitmix.trainer.data.batches import split_by_time
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import evaluate_run
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import append_row, checkpoint_paths, evaluations_since_best, read_rows
@@ -98,3 +100,17 @@ def test_a_sample_of_the_users_is_evaluated(tmp_path: Path) -> None:
     assert results["users"] == row["users"] == 9
     for name in ("hindexer/hr@10", "repeated_targets"):
         assert 0 <= results[name] <= 1 and name in row
+
+
+def test_a_run_split_by_time_ranks_those_who_act_in_the_latest_part(tmp_path: Path) -> None:
+    settings = {"data.split": "time", "data.held_out": 0.2, "train.epochs": 1}
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    config = small_config(data, settings)
+    held_out = split_by_time(load_dataset(data), 0.2)
+    results = train(config, run)
+    (row,) = read_rows(run, "validation")
+    count = {split: int((places >= 0).sum()) for split, places in held_out.targets.items()}
+    assert (row["users"], results["users"]) == (count["validation"], count["test"]) and results["users"] < 60
+    assert evaluate_run(run, "test", None, None, "cpu", 1)["users"] == count["test"]
+    with pytest.raises(ValueError, match=r"was started otherwise: data\.held_out was 0\.2, is 0\.1"):
+        train(small_config(data, settings | {"data.held_out": 0.1}), run)

@@ -7,7 +7,7 @@ Axes: B sequences, T positions, packed, G groups, N uniform negatives of a group
 history positions, V unique items, X items in the corpus.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,8 +21,49 @@ from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, ranges, unique_inverse
 
-HELD_OUT = 2
-"""Leave-one-out: a user's last action is the test item, the one before it the validation item."""
+Split = Literal["validation", "test"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """What training does not see, as places among the dataset's actions, one for each user."""
+
+    train_end: Ints
+    """The first action that is held out."""
+    targets: Mapping[Split, Ints]
+    """The action to be ranked, given all of the user's before it; -1 where there is none."""
+
+
+def leave_one_out(dataset: Dataset) -> HeldOut:
+    """A user's last action is the test target, the one before it the validation target."""
+    # Three actions give one of each: history, validation item, test item.
+    end, enough = dataset.offsets[1:], np.diff(dataset.offsets) > 2
+    return HeldOut(end - 2, {"validation": np.where(enough, end - 2, -1), "test": np.where(enough, end - 1, -1)})
+
+
+def split_by_time(dataset: Dataset, share: float) -> HeldOut:
+    """The latest `share` of all actions is for the test, as much before it for validation; actions of equal times stay
+    together, in the later part. A user's target is the first action within a part, where there is one before it."""
+    start, end = dataset.offsets[:-1], dataset.offsets[1:]
+    at = [int(len(dataset.items_flat) * (1 - parts * share)) for parts in (2, 1)]
+    validation, test = (_first_since(dataset, time) for time in np.partition(dataset.timestamps_flat, at)[at])
+    targets: dict[Split, Ints] = {
+        "validation": np.where((start < validation) & (validation < test), validation, -1),
+        "test": np.where((start < test) & (test < end), test, -1),
+    }
+    for split, places in targets.items():
+        if not (places >= 0).any():
+            raise ValueError(
+                f"{dataset.path}: data.split is time and data.held_out {share}, but no user has an action in the "
+                f"{split} part and one before it; give another data.held_out, or data.split leave-one-out"
+            )
+    return HeldOut(validation, targets)
+
+
+def _first_since(dataset: Dataset, time: int) -> Ints:
+    """Of each user, the place of the first action at that time or later; the end of the user's where there is none."""
+    before = np.concatenate([[0], np.cumsum(dataset.timestamps_flat < time)])
+    return dataset.offsets[:-1] + np.diff(before[dataset.offsets])
 
 
 class TrainingBatches:
@@ -39,27 +80,28 @@ class TrainingBatches:
         share: Literal["position", "sequence", "batch"],
         seed: int,
         in_batch: int = 0,
+        held_out: HeldOut | None = None,
         item_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         """`schema` names the dataset's features that the batches are to have, `pooled` the tables whose bags are pooled
-        where their rows lie.
+        where their rows lie. Without `held_out` it is leave-one-out.
 
-        Raises ValueError where no user has the four actions that one training position takes."""
+        Raises ValueError where no user has the two actions that one training position takes, beside those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         self.columns, self.pooled = columns_of(dataset, schema), pooled
         self.batch_size, self.negatives, self.share = batch_size, negatives, share
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        lengths = np.diff(dataset.offsets) - HELD_OUT
+        self.end = (held_out or leave_one_out(dataset)).train_end
+        lengths = self.end - dataset.offsets[:-1]
         self.users = np.flatnonzero(lengths >= 2)
         if len(self.users) == 0:
             raise ValueError(
-                f"{dataset.path}: no user has 4 actions or more (validation, test and one training position); "
-                "prepare it again from more data"
+                f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
+                "validation and test; prepare it again from more data"
             )
-        self.end = dataset.offsets[:-1] + lengths
         self.length = np.minimum(lengths - 1, max_length)
         self.in_batch = in_batch
         self.log_q_X = self._log_q() if in_batch else None
@@ -124,8 +166,8 @@ class TrainingBatches:
         """The logarithm of the probability that a negative is each of the items [X]. N of N + M are uniform; M are
         targets, of which an epoch has each that the users' lengths leave once."""
         change = np.zeros(len(self.dataset.items_flat) + 1, np.int8)
-        change[(self.end - self.length)[self.users]] = 1
-        change[self.end[self.users]] = -1
+        change[(self.end - self.length)[self.users]] += 1
+        change[self.end[self.users]] -= 1
         is_target = np.cumsum(change[:-1], dtype=np.int8).astype(bool)
         count_X = np.bincount(self.dataset.items_flat[is_target], minlength=self.dataset.num_items)
         N, M = self.negatives, self.in_batch
@@ -222,12 +264,9 @@ class RankingUsers:
         return repeats
 
 
-Split = Literal["validation", "test"]
-
-
-def ranking_users(dataset: Dataset, split: Split, max_length: int) -> RankingUsers:
-    """Every user with an item of that split and a history before it, in order of index."""
-    # Three actions give one of each: history, validation item, test item.
-    users = np.flatnonzero(np.diff(dataset.offsets) > HELD_OUT)
-    place = dataset.offsets[users + 1] - (1 if split == "test" else HELD_OUT)
-    return RankingUsers(dataset.items_flat, users, dataset.offsets[users], place, max_length)
+def ranking_users(dataset: Dataset, split: Split, max_length: int, held_out: HeldOut | None = None) -> RankingUsers:
+    """Every user with a target of that split and a history before it, in order of index. Without `held_out` it is
+    leave-one-out."""
+    place = (held_out or leave_one_out(dataset)).targets[split]
+    users = np.flatnonzero(place >= 0)
+    return RankingUsers(dataset.items_flat, users, dataset.offsets[users], place[users], max_length)

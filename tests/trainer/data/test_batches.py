@@ -7,12 +7,12 @@ from typing import Literal, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_data import in_memory
 
 from logitmix.modules.batch import Batch
-from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["position", "sequence", "batch"]
@@ -267,7 +267,8 @@ def test_every_position_can_have_negatives_of_its_own() -> None:
 
 def test_no_user_with_enough_actions_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(
-        ValueError, match=r"^nowhere: no user has 4 actions or more .*; prepare it again from more data$"
+        ValueError,
+        match=r"^nowhere: no user has 2 actions, .*beside those held out .*; prepare it again from more data$",
     ):
         batches(of_lengths([3, 0, 2]))
     assert len(batches(of_lengths([3, 4])).at(0).input_T) == 1
@@ -289,6 +290,56 @@ def test_ranking_users_are_all_who_have_a_target_and_a_history(
     assert [(h.tolist(), t) for h, t in zip(histories, users.target.tolist(), strict=True)] == expected
     assert len(users) == len(expected)
     assert {users.history.dtype, users.lengths.dtype, users.target.dtype} == {np.dtype(np.int64)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), seed=st.integers(0, 100), share=st.floats(0.05, 0.45)
+)
+def test_a_split_by_time_is_that_of_all_actions_in_order(lengths: list[int], seed: int, share: float) -> None:
+    """Against all actions in one list; times are few, so that some are equal."""
+    dataset = of_lengths(lengths)
+    assume(len(dataset.items_flat))
+    random = np.random.default_rng(seed)
+    times = np.concatenate([np.sort(random.integers(0, 40, length)) for length in lengths])
+    dataset = replace(dataset, timestamps_flat=times)
+    in_order = sorted(times.tolist())
+    since = {"validation": in_order[int(len(times) * (1 - 2 * share))], "test": in_order[int(len(times) * (1 - share))]}
+    until = {"validation": since["test"], "test": 1000}
+    expected: dict[str, list[tuple[list[int], int]]] = {"validation": [], "test": []}
+    for user in range(len(lengths)):
+        items = sequence(dataset, user)
+        for split in expected:
+            at = next((i for i, item in enumerate(items) if times[item] >= since[split]), 0)
+            if at and times[items[at]] < until[split]:
+                expected[split].append((items[:at], items[at]))
+    if not expected["validation"] or not expected["test"]:
+        with pytest.raises(
+            ValueError, match=r"^nowhere: data\.split is time and data\.held_out .* give another data\.held"
+        ):
+            split_by_time(dataset, share)
+        return
+    held_out = split_by_time(dataset, share)
+    for split in ("validation", "test"):
+        users = ranking_users(dataset, split, 100, held_out)
+        histories = np.split(users.history, np.cumsum(users.lengths)[:-1])
+        assert [(h.tolist(), t) for h, t in zip(histories, users.target.tolist(), strict=True)] == expected[split]
+    before = [
+        [item for item in sequence(dataset, user) if times[item] < since["validation"]] for user in range(len(lengths))
+    ]
+    trained = [items for items in before if len(items) >= 2]
+    options = {"batch_size": 100, "max_length": 100, "negatives": 1, "share": "sequence", "seed": 0}
+    if not trained:
+        with pytest.raises(ValueError, match="no user has 2 actions, "):
+            TrainingBatches(dataset, dataset.schema, held_out=held_out, **options)
+        return
+    source = TrainingBatches(dataset, dataset.schema, held_out=held_out, in_batch=1, **options)
+    parts = items_of(source.at(0))
+    assert sorted(parts["inputs"]) == sorted(items[:-1] for items in trained)
+    assert sorted(parts["targets"]) == sorted(items[1:] for items in trained)
+    # Every action has an item of its own: targets alone are popular.
+    popular = np.flatnonzero(source.log_q_X > source.log_q_X.min()).tolist()
+    assert popular == sorted(item for items in trained for item in items[1:]) or len(set(source.log_q_X)) == 1
 
 
 def test_nobody_to_rank_is_no_error() -> None:
