@@ -31,7 +31,7 @@ $(LOCKED): $(wildcard requirements/*.txt)
 	@list=$(ACCELERATOR); small=$$(grep ^torch== requirements/cpu.txt); \
 	if [ $$list = cpu ] && ! .venv/bin/pip install --quiet --dry-run --no-deps $$small >/dev/null 2>&1; then \
 	  echo "pip finds no $$small: installing the public build with its CUDA libraries (5 GB). For the small one (1 GB)," \
-	    'set PIP_EXTRA_INDEX_URL to the index of CPU wheels (README.md, «Try it»), remove .venv and start again.'; \
+	    'set PIP_EXTRA_INDEX_URL to the index of CPU wheels (docs/install.md), remove .venv and start again.'; \
 	  list=cpu-public; \
 	fi; \
 	echo "Installing the wheels of requirements/$$list.txt; this takes a few minutes."; \
