@@ -225,6 +225,13 @@ def _train(words: list[str]) -> None:
     config = with_tables_by_name(config, by_name)
     run = Path(command.run or f"runs/{Path(words[0]).stem}")
     _start_ranks("train", words, command.processes)
+    if _is_main():
+        # Before torch, which takes seconds to load.
+        count = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = f"{count} process{'es' if count > 1 else ''}"
+        print(
+            f"training {words[0]} on {config.data.path} with {ranks}, run directory {run}", file=sys.stderr, flush=True
+        )
     _quiet()
     from logitmix.trainer.loop import train
 

@@ -1,5 +1,6 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.run import RunProgress, evaluations_since_best, run_lock, start_run, write_plan, write_results
-from logitmix.trainer.telemetry import Telemetry
+from logitmix.trainer.telemetry import Telemetry, start_block
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
@@ -33,6 +34,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
         model = parallelize(dataset.schema, config, ranks)
         if ranks.rank == 0:
             write_plan(run, model.plan)
+            print(start_block(dataset, model), file=sys.stderr)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None

@@ -2,8 +2,10 @@
 
 import math
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,16 +13,22 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
+from logitmix.trainer.config import TrainConfig
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.plan import plan_summary
 from logitmix.trainer.run import RunProgress, append_row, keep_rows
+
+SECONDS_BETWEEN_LINES = 15.0
+"""At least, where there is no terminal to show a bar on."""
 
 
 class Telemetry:
@@ -32,18 +40,20 @@ class Telemetry:
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
+        self.pace = Pace(model.config.train, done, total_steps)
+        self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             keep_rows(run, done.step)
             self.board = SummaryWriter(str(run / "tensorboard"), purge_step=done.step + 1)
-            self.bar = progress_bar(self.console)
-            self.task = self.bar.add_task("training", total=total_steps, completed=done.step)
-            self.console.print(plan_summary(model.plan), highlight=False)
+            line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
+            self.bar = Progress(BarColumn(20), line, console=self.console)
+            self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
             if done.step:
-                self.console.print(f"continuing {run} after step {done.step}", highlight=False)
-            if model.config.train.precision == "bf16" and not computes_bf16(self.ranks.device):
-                self.console.print("this CPU has no BF16 arithmetic: computing in FP32", highlight=False)
+                self.say(f"continuing {run} after step {done.step}")
 
     def __enter__(self) -> "Telemetry":
+        self.pace.start()
+        self.line_at = time.monotonic()
         if self.main and self.console.is_terminal:
             self.bar.start()
         return self
@@ -52,16 +62,34 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.main:
-            self.bar.stop()
             self.board.close()
+            if self.console.is_terminal:
+                self.bar.stop()
+            elif kind is None:
+                self._say_progress()
+
+    def say(self, line: str) -> None:
+        """A line on rank 0's standard error, above the bar."""
+        if self.main:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def log_step(self, pipeline: Pipeline, epoch: float) -> None:
         """After a step; where it is logged, a row of its losses over all ranks, and of rates since the last row.
         Collective."""
-        if self.main:
-            self.bar.update(self.task, completed=pipeline.step)
         if pipeline.wire_counts is not None:
             self._log_training(pipeline, pipeline.wire_counts, epoch)
+        if not self.main:
+            return
+        self.line = self.pace.line(pipeline.step, pipeline.clock.total, epoch, self.shown)
+        self.bar.update(self.task, completed=pipeline.step, description=self.line)
+        due = pipeline.wire_counts is not None and time.monotonic() - self.line_at >= SECONDS_BETWEEN_LINES
+        if due and not self.console.is_terminal:
+            self._say_progress()
+
+    def _say_progress(self) -> None:
+        if self.line:
+            self.say(self.line)
+        self.line, self.line_at = "", time.monotonic()
 
     def _log_training(self, pipeline: Pipeline, wire_counts: Tensor, epoch: float) -> None:
         losses, names = pipeline.losses, sorted(pipeline.losses)
@@ -83,13 +111,13 @@ class Telemetry:
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
             self._write("train", pipeline.step, row | self._diagnostics(pipeline))
-            self.bar.update(self.task, description=f"loss {row['loss']:.4f}")
+            self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
 
     def log_validation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
         if self.main:
             self._write("validation", step, metrics | {"epoch": epoch})
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
-            self.console.print(f"epoch {epoch:g}, step {step}: validation {shown}", highlight=False)
+            self.say(f"epoch {epoch:g}, step {step:,}: validation {shown}")
 
     def say(self, line: str) -> None:
         if self.main:
@@ -112,6 +140,57 @@ class Telemetry:
             tag = name if "/" in name else f"{kind}/{name}"
             self.board.add_scalar(tag, value, step)
         self.board.flush()
+
+
+class Pace:
+    """How far training is and how long it will take, as one line."""
+
+    def __init__(self, config: TrainConfig, done: RunProgress, total_steps: int) -> None:
+        self.config, self.done, self.total_steps = config, done, total_steps
+        self.start()
+
+    def start(self) -> None:
+        self.started = time.monotonic()
+
+    def line(self, step: int, trained: float, epoch: float, shown: str) -> str:
+        """After a step of this process, with the run's seconds in steps until now, `trained`. Evaluation and
+        checkpoints are counted in what remains as they took part so far."""
+        elapsed, spent = time.monotonic() - self.started, trained - self.done.seconds
+        left = (self.total_steps - step) * spent / (step - self.done.step)
+        if self.config.minutes:
+            left = min(left, max(0.0, self.config.minutes * 60 - trained))
+        return (
+            f"epoch {math.ceil(epoch)}/{self.config.epochs}  step {step:,}/{self.total_steps:,}  {shown}"
+            f"{_clock(elapsed)} elapsed  {_clock(left * elapsed / spent)} remaining"
+        )
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def start_block(dataset: Dataset, model: ParallelModel) -> str:
+    """What is going to be trained, and where: a line for each thing, and for each table."""
+    train, wire, ranks = model.config.train, model.config.comm, model.ranks
+    tables = sum(table.rows * table.dim for table in model.plan.values())
+    tower = sum(weight.numel() for weight in model.tower.parameters())
+    device, threads = ranks.device.type, train.threads
+    device += f" with {threads} thread{'s' if threads > 1 else ''} each" if device == "cpu" else ""
+    precision = "FP32"
+    if train.precision == "bf16":
+        precision = "BF16 autocast" if computes_bf16(ranks.device) else "FP32: this CPU has no BF16 arithmetic"
+    sent = f"embeddings {wire.forward}, their gradients {wire.backward}, the tower's gradients {wire.dense}"
+    if ranks.world_size == 1:
+        sent = f"one rank sends nothing; rounding emulated: {sent}" if wire.emulate else "one rank sends nothing"
+    block = {
+        "dataset": f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, "
+        f"{len(dataset.items_flat):,} actions",
+        "parameters": f"{tables:,} in tables, {tower:,} in the tower",
+        "ranks": f"{ranks.world_size} on {device}",
+        "precision": precision,
+        "wire": sent,
+    }
+    return "\n".join([*(f"{name:<10}  {said}" for name, said in block.items()), plan_summary(model.plan)])
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
@@ -142,7 +221,9 @@ def progress_bar(console: Console) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("elapsed"),
         TimeRemainingColumn(),
+        TextColumn("remaining"),
         console=console,
     )
 

@@ -67,10 +67,9 @@ def test_a_start_that_fails_says_one_line_and_leaves_no_run(
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     assert stop.value.code == 2
-    err = capfd.readouterr().err
-    assert (
-        err.startswith("logitmix: model.features names brand, which the dataset does not have") and err.count("\n") == 1
-    )
+    start, said = capfd.readouterr().err.splitlines()
+    assert start == f"training {recipe} on {tmp_path / 'data'} with 2 processes, run directory {tmp_path / 'run'}"
+    assert said.startswith("logitmix: model.features names brand, which the dataset does not have")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,25 +1,85 @@
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from small_data import in_memory, small_config, write_dataset
 
-from logitmix.trainer.config import Config
+from logitmix.comm.config import WireConfig
+from logitmix.trainer import telemetry
+from logitmix.trainer.config import Config, TrainConfig
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import train
 from logitmix.trainer.plan import TablePlan
 from logitmix.trainer.run import RunProgress
-from logitmix.trainer.telemetry import Telemetry
+from logitmix.trainer.telemetry import Pace, Telemetry, start_block
+
+PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
+
+
+def some_model(world_size: int = 1, comm: WireConfig | None = None, **settings: Any) -> Any:
+    ranks = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"))
+    config = Config(train=TrainConfig(**settings), comm=comm or WireConfig())
+    return SimpleNamespace(config=config, ranks=ranks, plan=PLAN, tower=torch.nn.Linear(3, 5))
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_a_run_says_that_it_computes_in_fp32_after_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_bf16: bool
-) -> None:
+def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
-    ranks = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    plan = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
-    model = SimpleNamespace(config=Config(), ranks=ranks, plan=plan)
-    with Telemetry(tmp_path, model, RunProgress(), 1):
-        pass
-    said = capsys.readouterr().err
-    assert ("no BF16 arithmetic" in said) is not has_bf16
-    assert "table item  7 x 4  row_wise" in said
+    dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
+    said = start_block(dataset, some_model()).splitlines()
+    assert said[:-1] == [
+        "dataset     made: 2 users, 7 items, 5 actions",
+        "parameters  28 in tables, 20 in the tower",
+        "ranks       1 on cpu with 1 thread each",
+        "precision   " + ("BF16 autocast" if has_bf16 else "FP32: this CPU has no BF16 arithmetic"),
+        "wire        one rank sends nothing",
+    ]
+    assert said[-1].startswith("table item  7 x 4  row_wise")
+    two = start_block(dataset, some_model(2, WireConfig(backward="bf16"), precision="fp32"))
+    assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
+
+
+def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 of 10 steps before this process; then a step takes 20 s, and evaluation as much again."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for minutes, remaining in ((0.0, "0:02:40"), (2.0, "0:00:40"), (1.0, "0:00:00"), (60.0, "0:02:40")):
+        now[0] = 100.0
+        pace = Pace(TrainConfig(epochs=5, minutes=minutes), RunProgress(step=4, seconds=60), 10)
+        now[0] = 180.0
+        line = pace.line(6, 100, 2.5, "loss 1  ")
+        assert line == f"epoch 3/5  step 6/10  loss 1  0:01:20 elapsed  {remaining} remaining"
+
+
+def test_without_a_terminal_lines_come_seldom_and_the_last_one_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Telemetry, "_log_training", lambda self, pipeline, counts, epoch: None)
+    with Telemetry(tmp_path, some_model(), RunProgress(), 40) as telemetry:
+        for step in range(1, 36):
+            now[0] += 2
+            logged = torch.zeros(1) if step % 5 == 0 else None
+            telemetry.log_step(SimpleNamespace(step=step, wire_counts=logged, clock=SimpleNamespace(total=now[0])), 1)
+    said = capsys.readouterr().err.splitlines()
+    # Logged steps are 10 s apart, so every second one is at least 15 s after the line before it.
+    assert [int(re.findall(r"step (\d+)/40", line)[0]) for line in said] == [10, 20, 30, 35]
+
+
+def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1})
+    train(config, tmp_path / "run")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        f"dataset     demo: 60 users, 50 items, {len(load_dataset(config.data.path).items_flat)} actions"
+    )
+    assert re.search(
+        r"^epoch 1/1  step 4/4  loss [\d.]+  [\d,]+ examples/s  0:00:\d\d elapsed  0:00:00 remaining$", err, re.M
+    )
+    assert telemetry.SECONDS_BETWEEN_LINES >= 15
