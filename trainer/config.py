@@ -134,12 +134,16 @@ class TrainConfig:
     """Steps between two checkpoints; 0 makes one at each evaluation."""
     keep: int = 2
     """Newest checkpoints kept, beside the best."""
+    projector: bool = False
+    """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
+    profile: int = 0
+    """Steps that a torch profiler's trace holds, after a warm-up, in RUN/profile/; 0 traces none."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
         for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("minutes", "patience", "warmup_steps", "checkpoint_every"):
+        for name in ("minutes", "patience", "warmup_steps", "checkpoint_every", "profile"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         require(0 <= self.clip < inf, "train.clip", self.clip, "0 or more and finite")
 

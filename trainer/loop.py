@@ -9,6 +9,7 @@ import torch
 from logitmix.comm.collectives import agreed, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer import checkpoint
+from logitmix.trainer.board import write_projector, write_results_to_board
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -41,8 +42,11 @@ def train(config: Config, run: Path) -> dict[str, float]:
         done = _steps(run, dataset, model, optimizer, done, evaluation)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
+        if config.train.projector:
+            write_projector(run, dataset, model)
         if ranks.rank == 0:
             write_results(run, results)
+            write_results_to_board(run, config, results)
     return results
 
 

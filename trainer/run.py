@@ -4,7 +4,8 @@ config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
 plan.json         by table: size, sharding, and which rank holds which of its rows and columns
 metrics.jsonl     one JSON object a line: kind ("train" or "validation"), step, and the metrics of that step
-tensorboard/
+tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
+profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
 .lock             held by the job that trains
@@ -29,7 +30,7 @@ from logitmix.trainer.data.dataset import Dataset
 
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
-    "train.checkpoint_every", "train.keep", "comm.timeout_seconds", "data.path",
+    "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
 }  # fmt: skip
 """Settings that may differ when a run is continued; epochs only where the schedule does not depend on them."""
 

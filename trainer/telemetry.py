@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
+from logitmix.trainer.board import Board
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
@@ -44,7 +44,7 @@ class Telemetry:
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             keep_rows(run, done.step)
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=done.step + 1)
+            self.board = Board(run, model.config, done.step + 1)
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             self.bar = Progress(BarColumn(20), line, console=self.console)
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
@@ -136,10 +136,7 @@ class Telemetry:
 
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
         append_row(self.run, kind, step, row)
-        for name, value in row.items():
-            tag = name if "/" in name else f"{kind}/{name}"
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
+        self.board.add_row(kind, step, row)
 
 
 class Pace:

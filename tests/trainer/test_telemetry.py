@@ -4,12 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_data import in_memory, small_config, write_dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logitmix.comm.config import WireConfig
-from logitmix.trainer import telemetry
+from logitmix.trainer import board, telemetry
+from logitmix.trainer.board import Board
 from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
@@ -83,3 +86,64 @@ def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path: Path, capsys: pyt
         r"^epoch 1/1  step 4/4  loss [\d.]+  [\d,]+ examples/s  0:00:\d\d elapsed  0:00:00 remaining$", err, re.M
     )
     assert telemetry.SECONDS_BETWEEN_LINES >= 15
+
+
+def events_of(run: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def test_the_board_draws_what_changes_and_nothing_else(tmp_path: Path) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.warmup_steps": 2, "train.projector": True})
+    results = train(config, tmp_path / "run")
+    events = events_of(tmp_path / "run")
+    curves = set(events.Tags()["scalars"])
+    assert {tag.split("/")[0] for tag in curves} == {
+        "loss", "metrics", "metrics_hindexer", "metrics_test", "optimizer", "similarity", "speed",
+    }  # fmt: skip
+    assert {"loss/total", "loss/similarity", "metrics/hr@10", "optimizer/learning_rate/dense"} < curves
+    assert {"speed/examples_per_second", "speed/seconds_per_step/forward", "similarity/gates/entropy"} < curves
+    assert not [tag for tag in curves if tag.endswith(("users", "corpus", "repeated_targets", "epoch"))]
+    assert [point.value for point in events.Scalars("metrics_test/mrr")] == [pytest.approx(results["mrr"])]
+    assert [point.step for point in events.Scalars("loss/total")] == list(range(1, 9))
+    texts = events.Tensors("configuration/text_summary")
+    assert b"warmup_steps = 2" in texts[0].tensor_proto.string_val[0]
+    hyperparameters = events.summary_metadata
+    assert {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"} < set(hyperparameters)
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 5, "no run beside the run"
+
+    vectors, titles = ((tmp_path / "run/tensorboard" / name).read_text().splitlines() for name in TSV)
+    assert len(vectors) == 50 and len(vectors[0].split("\t")) == 8
+    assert titles[0] == "title\tid\tactions" and len(titles) == 51
+    counts = np.bincount(load_dataset(config.data.path).items_flat)
+    assert [int(line.split("\t")[2]) for line in titles[1:]] == counts.tolist()
+
+
+TSV = ("items.tsv", "titles.tsv")
+
+
+def test_a_constant_learning_rate_and_what_one_rank_sends_are_no_curves(tmp_path: Path) -> None:
+    writer = Board(tmp_path, Config(), 1)
+    for step in (1, 2):
+        writer.add_row("train", step, {"loss": 1.0, "learning_rate/dense": 0.1, "wire/bytes_per_step": 0.0})
+        wire = {"wire/bytes_per_step": 8.0, "wire/item/forward/bytes_per_step": 3.0, "wire/share_of_fp32": 0.5}
+        writer.add_row("train", 2 + step, wire | {"wire/item/forward/fp32_bytes_per_step": 6.0})
+    writer.close()
+    events = events_of(tmp_path)
+    curves = {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert curves == {
+        "loss/total": [1, 2],
+        "wire/bytes_per_step": [3, 4],
+        "wire/share_of_fp32": [3, 4],
+        "wire_by_table/item/forward/bytes_per_step": [3, 4],
+    }
+
+
+def test_the_projector_shows_the_most_frequent_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "PROJECTED_ITEMS", 3)
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.projector": True})
+    train(config, tmp_path / "run")
+    counts = np.bincount(load_dataset(config.data.path).items_flat)
+    rows = (tmp_path / "run/tensorboard/titles.tsv").read_text().splitlines()[1:]
+    assert sorted(int(row.split("\t")[2]) for row in rows) == sorted(counts.tolist())[-3:]
