@@ -26,6 +26,7 @@ from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.plan import plan_summary
 from logitmix.trainer.run import RunProgress, append_row, keep_rows
+from logitmix.trainer.trace import StepTrace
 
 SECONDS_BETWEEN_LINES = 15.0
 """At least, where there is no terminal to show a bar on."""
@@ -47,6 +48,8 @@ class Telemetry:
             self.board = Board(run, model.config, done.step + 1)
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             self.bar = Progress(BarColumn(20), line, console=self.console)
+            profile = model.config.train.profile
+            self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
             if done.step:
                 self.say(f"continuing {run} after step {done.step}")
@@ -56,12 +59,16 @@ class Telemetry:
         self.line_at = time.monotonic()
         if self.main and self.console.is_terminal:
             self.bar.start()
+        if self.main and self.trace:
+            self.trace.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.main:
+            if self.trace:
+                self.trace.stop()
             self.board.close()
             if self.console.is_terminal:
                 self.bar.stop()
@@ -85,6 +92,8 @@ class Telemetry:
         due = pipeline.wire_counts is not None and time.monotonic() - self.line_at >= SECONDS_BETWEEN_LINES
         if due and not self.console.is_terminal:
             self._say_progress()
+        if self.trace:
+            self.trace.step()
 
     def _say_progress(self) -> None:
         if self.line:

@@ -1,5 +1,7 @@
+import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
 from logitmix.trainer.plan import TablePlan
-from logitmix.trainer.run import RunProgress
+from logitmix.trainer.run import RunProgress, read_rows
 from logitmix.trainer.telemetry import Pace, Telemetry, start_block
 
 PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
@@ -147,3 +149,29 @@ def test_the_projector_shows_the_most_frequent_items(tmp_path: Path, monkeypatch
     counts = np.bincount(load_dataset(config.data.path).items_flat)
     rows = (tmp_path / "run/tensorboard/titles.tsv").read_text().splitlines()[1:]
     assert sorted(int(row.split("\t")[2]) for row in rows) == sorted(counts.tolist())[-3:]
+
+
+def test_a_profile_holds_the_steps_after_the_warm_up_and_changes_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 3, "evaluate.every_epochs": 0})
+    for name, steps in (("plain", 0), ("traced", 1), ("longer", 100)):
+        train(replace(config, train=replace(config.train, profile=steps)), tmp_path / name)
+    plain, traced = ([row["loss"] for row in read_rows(tmp_path / name)] for name in ("plain", "traced"))
+    assert plain == traced and len(plain) == 12
+    assert not (tmp_path / "plain/profile").exists()
+    said = capsys.readouterr().err
+    for name, last in (("traced", 11), ("longer", 12)):
+        (file,) = (tmp_path / name / "profile").iterdir()
+        assert file.name == f"steps-11-{last}.json" and f"profile of steps 11 to {last}: {file}" in said
+        events = json.loads(file.read_text())["traceEvents"]
+        traced_steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+        # The profiler counts the steps of this process from 0; one that the run's end cuts short has no other step.
+        assert {f"ProfilerStep#{step}" for step in range(10, last)} <= traced_steps
+        assert any(event["name"] == "aten::mm" for event in events)
+
+
+def test_a_run_too_short_for_its_profile_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.profile": 3})
+    train(config, tmp_path / "run")
+    assert "no profile: it begins after 10 steps, and there were 4" in capsys.readouterr().err
