@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, export, retrieve."""
+"""The command line: prepare, train, evaluate, report, export, retrieve."""
 
 import contextlib
 import dataclasses
@@ -44,6 +44,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
                                                     alone, on N ranks of this host with --processes N, or under
                                                     torchrun or torchx with the same words
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
+  report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
   update-items DIR --items FILE                     new items into a serving directory, from their features
@@ -105,6 +106,16 @@ class EvaluateCommand:
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Curves, metrics and settings of runs, side by side, as one HTML page that needs no network."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories."""
+    out: str = "report.html"
+    """File to write."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +280,14 @@ def _evaluate(words: list[str]) -> None:
         _show_metrics(results, title, command.json)
 
 
+def _report(words: list[str]) -> None:
+    command = _parse(ReportCommand, "report", words)
+    from logitmix.trainer.report import write_report
+
+    write_report([Path(run) for run in command.runs], Path(command.out))
+    print(command.out)
+
+
 def _export(words: list[str]) -> None:
     command = _parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
@@ -381,6 +400,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
+    "report": _report,
     "export": _export,
     "retrieve": _retrieve,
     "update-items": _update_items,

@@ -1,0 +1,413 @@
+"""`logitmix report`: runs as one HTML page that needs no network and no script.
+
+The page is well-formed XML, so that what is wrong with it can be found by a parser.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from logitmix.common.files import write_whole
+from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.run import read_config, read_rows
+
+COLORS = 8
+"""Runs with a color of their own; further ones take the same again."""
+NONE = "-"
+"""What a table shows where there is nothing."""
+POINTS = 300
+"""Most points of a curve; where there are more rows, a point is the mean of several."""
+Z95 = 1.959964
+"""Of a normal distribution: 95 % lie within so many standard deviations."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds of interest here."""
+
+    path: Path
+    config: Config
+    dataset: Mapping[str, Any]
+    training: Sequence[Mapping[str, float]]
+    validation: Sequence[Mapping[str, float]]
+    results: Mapping[str, float]
+    """Empty where the run has not finished."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Run":
+        """ValueError where there is no run."""
+        config = read_config(path)
+        rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
+        results = path / "results.json"
+        return cls(
+            path,
+            config,
+            json.loads((path / "dataset.json").read_text(encoding="utf-8")),
+            [row for row in rows if row["kind"] == "train"],
+            [row for row in rows if row["kind"] == "validation"],
+            json.loads(results.read_text()) if results.exists() else {},
+        )
+
+    def minutes_at(self, step: int) -> float:
+        """Training time until a step, from the seconds per step of the rows; evaluation is not in it."""
+        return float(np.interp(step, *self._timeline))
+
+    @cached_property
+    def _timeline(self) -> tuple[list[float], list[float]]:
+        """Steps and minutes; after the last row, steps are taken to go on as fast."""
+        steps, minutes, seconds = [0.0], [0.0], 0.0
+        for row in self.training:
+            seconds = row["time/step"]
+            minutes.append(minutes[-1] + (row["step"] - steps[-1]) * seconds / 60)
+            steps.append(row["step"])
+        beyond = 1e9
+        return [*steps, steps[-1] + beyond], [*minutes, minutes[-1] + beyond * seconds / 60]
+
+
+def write_report(paths: Sequence[Path], out: Path) -> None:
+    """The runs' page, into the file `out`. ValueError where a path is no run directory, or none is given."""
+    if not paths:
+        raise ValueError("report needs run directories: logitmix report RUN ...")
+    runs = [Run.read(path) for path in paths]
+    write_whole(out, page(runs))
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page's text."""
+    parts = [
+        _overview(runs),
+        _results(runs),
+        _curves(runs),
+        _step(runs),
+        _wire(runs),
+        _components(runs),
+        _settings(runs),
+    ]
+    title = "logitmix: " + ", ".join(str(run.path) for run in runs)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _overview(runs: Sequence[Run]) -> str:
+    rows = []
+    for number, run in enumerate(runs):
+        last = max((int(row["step"]) for row in [*run.training, *run.validation]), default=0)
+        state = "finished" if run.results else "not finished"
+        data = run.dataset
+        size = f"{data['users']:,} users, {data['items']:,} items, {data['actions']:,} actions"
+        minutes = run.results["seconds"] / 60 if run.results else run.minutes_at(last)
+        rows.append(
+            [
+                _swatch(number) + escape(str(run.path)),
+                escape(f"{data['name']}: {size}"),
+                f"{state}, {last:,} steps",
+                f"{minutes:,.1f} min",
+            ]
+        )
+    heading = "Runs" if len(runs) > 1 else "Run"
+    return f"<h1>{heading}</h1>" + _table(["run", "dataset", "state", "training time"], rows)
+
+
+def _results(runs: Sequence[Run]) -> str:
+    """Test metrics with intervals, a row each."""
+    names = [name for run in runs for name in run.results]
+    names = [name for name in dict.fromkeys(names) if name not in ("users", "corpus", "seconds", "step")]
+    if not names:
+        return _section("Test metrics", "<p>No run has finished yet.</p>")
+    rows = []
+    for name in names:
+        values = [run.results.get(name) for run in runs]
+        best = max((value for value in values if value is not None), default=None)
+        cells = []
+        for run, value in zip(runs, values, strict=True):
+            text = _with_interval(name, value, int(run.results.get("users", 0)))
+            mark = len(runs) > 1 and value == best and name not in ("repeated_targets", "examples_per_second")
+            cells.append(f"<strong>{text}</strong>" if mark else text)
+        rows.append([escape(name), *cells])
+    rows.append(["users", *(f"{int(run.results['users']):,}" if "users" in run.results else NONE for run in runs)])
+    rows.append(["step of the checkpoint", *(f"{int(run.results['step']):,}" if run.results else NONE for run in runs)])
+    note = (
+        "Of the best checkpoint on validation, over the whole corpus. The intervals of hit rates are 95 % Wilson "
+        "intervals over the users ranked; they say nothing about other seeds. The other metrics have none, because a "
+        "run does not keep each user's rank."
+    )
+    return _section("Test metrics", f"<p>{note}</p>" + _table(["metric", *_names(runs)], rows))
+
+
+def _with_interval(name: str, value: float | None, users: int) -> str:
+    if value is None:
+        return NONE
+    if name == "examples_per_second":
+        return f"{value:,.0f}"
+    if users and name.rpartition("/")[2].startswith("hr@"):
+        low, high = wilson(value, users)
+        return f'{value:.4f} <span class="soft">[{low:.4f}, {high:.4f}]</span>'
+    return f"{value:.4f}"
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """95 % interval of a probability of which `share` of `count` independent trials are known (Wilson, 1927)."""
+    center = share + Z95**2 / (2 * count)
+    spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    scale = 1 + Z95**2 / count
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+
+
+Rows = Callable[[Run], Sequence[Mapping[str, float]]]
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    metric = runs[0].config.evaluate.metric
+    charts = _over_steps_and_time(runs, "training loss", lambda run: run.training, "loss")
+    for name in dict.fromkeys((metric, "mrr")):
+        charts += _over_steps_and_time(runs, f"validation {name}", lambda run: run.validation, name)
+    note = f"Of more than {POINTS} rows, a point is the mean of several. Time is that of training steps alone."
+    return _section("Curves", f"<p>{note}</p>{charts}")
+
+
+def _over_steps_and_time(runs: Sequence[Run], title: str, rows_of: Rows, name: str) -> str:
+    over_steps, over_time = [], []
+    for run in runs:
+        rows = [row for row in rows_of(run) if name in row]
+        over_steps.append([(row["step"], row[name]) for row in rows])
+        over_time.append([(run.minutes_at(int(row["step"])), row[name]) for row in rows])
+    return _charts([chart(title, "step", over_steps), chart(title, "minutes", over_time)])
+
+
+def _step(runs: Sequence[Run]) -> str:
+    """The time of a step by part."""
+    parts = [name for run in runs for row in run.training[:1] for name in row if name.startswith("time/")]
+    parts = [name for name in dict.fromkeys(parts) if name != "time/step"]
+    means = [{name: _mean(run.training[1:] or run.training, name) * 1000 for name in parts} for run in runs]
+    if not parts:
+        return ""
+    longest = max(sum(mean.values()) for mean in means) or 1.0
+    rows = []
+    for number, (run, mean) in enumerate(zip(runs, means, strict=True)):
+        bar = "".join(
+            f'<span class="part p{at % COLORS}" style="width:{100 * mean[name] / longest:.2f}%" '
+            f'title="{escape(name.removeprefix("time/"))}: {mean[name]:.1f} ms"></span>'
+            for at, name in enumerate(parts)
+        )
+        cells = [f"{mean[name]:,.1f}" for name in parts]
+        rows.append(
+            [
+                _swatch(number) + escape(str(run.path)),
+                *cells,
+                f"{sum(mean.values()):,.1f}",
+                f'<div class="bar">{bar}</div>',
+            ]
+        )
+    heads = [
+        f'<span class="part key p{at % COLORS}"></span>{escape(name.removeprefix("time/"))}'
+        for at, name in enumerate(parts)
+    ]
+    note = "Milliseconds of rank 0, mean over the run without its first row. forward holds most of the loss's backward."
+    return _section("Time of a step", f"<p>{note}</p>" + _table(["run", *heads, "all", ""], rows))
+
+
+def _wire(runs: Sequence[Run]) -> str:
+    """Bytes by table and direction."""
+    rows = []
+    for number, run in enumerate(runs):
+        names = [name for row in run.training[-1:] for name in row if name.endswith("/fp32_bytes_per_step")]
+        for name in names:
+            prefix = name.removesuffix("/fp32_bytes_per_step")
+            sent, fp32 = (_mean(run.training, f"{prefix}/{kind}") for kind in ("bytes_per_step", "fp32_bytes_per_step"))
+            if sent:
+                _, table, direction = prefix.split("/", 2)
+                error = _mean(run.training, f"{prefix}/relative_rms_error")
+                rows.append(
+                    [
+                        _swatch(number) + escape(str(run.path)),
+                        escape(table),
+                        escape(direction),
+                        f"{sent / 1000:,.1f}",
+                        f"{sent / fp32:.3f}",
+                        f"{error:.2%}" if error else NONE,
+                    ]
+                )
+    if not rows:
+        return _section("The wire", "<p>Nothing was sent: one rank, or no rows of metrics yet.</p>")
+    heads = ["run", "table", "direction", "kB per step", "share of FP32", "rounding (relative RMS)"]
+    return _section(
+        "The wire",
+        "<p>Embeddings to the ranks that asked, gradients back; all ranks together.</p>" + _table(heads, rows),
+    )
+
+
+def _components(runs: Sequence[Run]) -> str:
+    """Use of MoL's components."""
+    shown = [
+        chart(
+            f"gates: {name.replace('_', ' ')}",
+            "step",
+            [[(row["step"], row[key]) for row in run.training if key in row] for run in runs],
+        )
+        for name in ("entropy", "most_used", "least_used")
+        for key in (f"gates/{name}",)
+        if any(key in row for run in runs for row in run.training)
+    ]
+    if not shown:
+        return ""
+    note = (
+        "Gates of some positions with their targets. Entropy 1 is even use of all components; most and least used are "
+        "shares of a component."
+    )
+    return _section("Use of MoL's components", f"<p>{note}</p>" + _charts(shown))
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    flat = [flatten(run.config) for run in runs]
+    names = list(dict.fromkeys(name for settings in flat for name in settings))
+    values = {name: [_value(settings.get(name)) for settings in flat] for name in names}
+    differ = [name for name in names if len(set(values[name])) > 1]
+    heads = ["setting", *_names(runs)]
+    tables = ""
+    if len(runs) > 1:
+        rows = [[escape(name), *(f"<mark>{escape(value)}</mark>" for value in values[name])] for name in differ]
+        tables = _table(heads, rows) if rows else "<p>All settings are the same.</p>"
+    same = [[escape(name), *map(escape, values[name])] for name in names if name not in differ]
+    label = "settings that are the same" if len(runs) > 1 else "settings"
+    tables += f"<details><summary>{len(same)} {label}</summary>{_table(heads, same)}</details>"
+    return _section("Configuration", tables)
+
+
+def _value(value: Any) -> str:
+    return NONE if value is None else str(value)
+
+
+Curve = Sequence[tuple[float, float]]
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 250, 56, 34, 10, 14
+"""Of a chart, in CSS pixels; the last four are the margins around what is drawn."""
+
+
+def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
+    """A figure with a curve for each run, in their order; points that are not finite are left out."""
+    curves = [thinned([point for point in curve if all(map(math.isfinite, point))], POINTS) for curve in curves]
+    points = [point for curve in curves for point in curve]
+    caption = f"<figcaption>{escape(title)}</figcaption>"
+    if not points:
+        return f'<figure>{caption}<p class="soft">nothing yet</p></figure>'
+    x_ticks, y_ticks = (ticks(min(values), max(values)) for values in zip(*points, strict=True))
+
+    def x(value: float) -> float:
+        return LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - BOTTOM - TOP)
+
+    drawn = [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        f'<text class="end" x="{LEFT - 6}" y="{y(tick) + 4:.1f}">{tick:,.6g}</text>'
+        for tick in y_ticks
+    ]
+    drawn += [f'<text class="mid" x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}">{tick:,.6g}</text>' for tick in x_ticks]
+    drawn.append(f'<text class="end soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+    for number, curve in enumerate(curves):
+        way = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
+        drawn.append(f'<polyline class="run r{number % COLORS}" points="{way}"/>')
+        if len(curve) <= 40:
+            drawn += [
+                f'<circle class="r{number % COLORS}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="3">'
+                f"<title>{escape(x_label)} {at:,.6g}: {value:.4g}</title></circle>"
+                for at, value in curve
+            ]
+    return (
+        f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over '
+        f'{escape(x_label)}">{"".join(drawn)}</svg></figure>'
+    )
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """4 to 8 round numbers at equal distances around [low, high]."""
+    if low == high:
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
+def thinned(curve: Curve, most: int) -> Curve:
+    """The same, or means of neighbors, so that there are at most so many points."""
+    together = -(-len(curve) // most)
+    if together <= 1:
+        return curve
+    groups = [curve[start : start + together] for start in range(0, len(curve), together)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def _mean(rows: Iterable[Mapping[str, float]], name: str) -> float:
+    """Over steps: a row stands for those since the row before it. 0 where no row has the metric."""
+    known = [row for row in rows if name in row]
+    weights = [after["step"] - before["step"] for before, after in pairwise([{"step": 0}, *known])]
+    total = sum(weights)
+    return sum(row[name] * weight for row, weight in zip(known, weights, strict=True)) / total if total else 0.0
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    return [_swatch(number) + escape(str(run.path)) for number, run in enumerate(runs)]
+
+
+def _swatch(number: int) -> str:
+    return f'<span class="swatch r{number % COLORS}"></span>'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _charts(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Heads and cells are markup."""
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+_LIGHT = ("#2563eb", "#c2410c", "#0f766e", "#9333ea", "#a16207", "#be185d", "#4d7c0f", "#475569")
+_DARK = ("#7cb0ff", "#fb9a5b", "#4fd1bd", "#c79bff", "#e3bf45", "#ff8fc0", "#a3d65c", "#b6c2d3")
+
+
+def _palette(colors: Sequence[str]) -> str:
+    return "".join(f"--c{number}:{color};" for number, color in enumerate(colors))
+
+
+_STYLE = (
+    f":root{{color-scheme:light dark;--paper:#ffffff;--ink:#1b1f26;--soft:#5b6472;--line:#dfe3e8;--mark:#fff1b8;"
+    f"{_palette(_LIGHT)}}}"
+    f"@media(prefers-color-scheme:dark){{:root{{--paper:#14171c;--ink:#e6e9ee;--soft:#9aa4b2;--line:#2e343d;"
+    f"--mark:#4d4314;{_palette(_DARK)}}}}}"
+    "body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}"
+    "main{max-width:980px;margin:0 auto;padding:24px}"
+    "h1{font-size:24px;margin:0 0 12px}h2{font-size:18px;margin:36px 0 8px}p{margin:4px 0 12px;color:var(--soft)}"
+    ".soft{color:var(--soft)}.wide{overflow-x:auto}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    "th,td{text-align:left;padding:4px 16px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap}"
+    "th{font-weight:600}mark{background:var(--mark);color:inherit;padding:1px 4px}"
+    ".swatch{display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:8px;background:currentColor}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:8px 24px}"
+    "figure{margin:8px 0}figcaption{font-weight:600}svg{width:100%;height:auto}"
+    "text{font-size:12px;fill:var(--soft)}.end{text-anchor:end}.mid{text-anchor:middle}"
+    ".grid{stroke:var(--line)}.run{fill:none;stroke:currentColor;stroke-width:1.8;stroke-linejoin:round}"
+    "circle{fill:currentColor}.bar{display:flex;width:220px;height:14px}.part{height:14px}"
+    ".key{display:inline-block;width:10px;height:10px;margin-right:6px}"
+    "details{margin-top:12px}summary{cursor:pointer}"
+    + "".join(f".r{n}{{color:var(--c{n})}}.p{n}{{background:var(--c{n})}}" for n in range(COLORS))
+)
