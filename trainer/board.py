@@ -102,10 +102,9 @@ def write_results_to_board(run: Path, config: Config, results: Mapping[str, floa
     """Test metrics and examples per second, beside the configuration as hyperparameters."""
     found = {name: float(value) for name, value in results.items() if name not in (*CONSTANT, "step", "seconds")}
     tags = {f"metrics_test/{name}": value for name, value in found.items()}
-    settings = {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in flatten(config).items()
-    }
+    flat = flatten(config)
+    # TensorBoard would show a bool as 0.0 or 1.0, and takes no list.
+    settings = {name: value if type(value) in (int, float) else str(value) for name, value in flat.items()}
     with SummaryWriter(str(run / "tensorboard")) as writer:
         for tag, value in tags.items():
             writer.add_scalar(tag, value, int(results["step"]))

@@ -142,7 +142,7 @@ def _results(runs: Sequence[Run]) -> str:
         "Of the best checkpoint on validation, over the whole corpus. The intervals of hit rates are 95 % Wilson "
         "intervals over the users ranked; they say nothing about other seeds. The other metrics have none, because a "
         "run does not keep each user's rank."
-    )
+    ) + (" The highest value is bold." if len(runs) > 1 else "")
     return _section("Test metrics", f"<p>{note}</p>" + _table(["metric", *_names(runs)], rows))
 
 
@@ -397,7 +397,7 @@ _STYLE = (
     "body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}"
     "main{max-width:980px;margin:0 auto;padding:24px}"
     "h1{font-size:24px;margin:0 0 12px}h2{font-size:18px;margin:36px 0 8px}p{margin:4px 0 12px;color:var(--soft)}"
-    ".soft{color:var(--soft)}.wide{overflow-x:auto}"
+    ".soft{color:var(--soft);font-weight:400}.wide{overflow-x:auto}"
     "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "th,td{text-align:left;padding:4px 16px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap}"
     "th{font-weight:600}mark{background:var(--mark);color:inherit;padding:1px 4px}"
