@@ -128,10 +128,6 @@ class Telemetry:
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
             self.say(f"epoch {epoch:g}, step {step:,}: validation {shown}")
 
-    def say(self, line: str) -> None:
-        if self.main:
-            self.console.print(line, highlight=False, soft_wrap=True)
-
     def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
         """The similarity's, of rank 0's first sequences; vectors become histograms."""
         with autocast(self.model.config, self.ranks.device):
