@@ -264,6 +264,26 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     return left, by_name
 
 
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The configuration with these settings on top: {"train.epochs": 8}. Of a similarity or encoder whose kind changes,
+    what is not named takes its default.
+
+    Raises ValueError for an unknown setting, and a value that cannot be.
+    """
+    tree = to_mapping(config)
+    # The kind first: it resets what stands beside it.
+    for name, value in sorted(settings.items(), key=lambda setting: not setting[0].endswith(".kind")):
+        *sections, key = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+            require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
+        if key == "kind" and node.get(key) != value:
+            node.clear()
+        node[key] = list(value) if isinstance(value, tuple) else value
+    return from_mapping(Config, tree, "settings")
+
+
 def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -> Config:
     """The configuration with these settings of single tables on top of those that it has."""
     before = config.tables.by_name

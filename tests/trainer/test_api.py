@@ -1,0 +1,45 @@
+"""The commands as functions."""
+
+from pathlib import Path
+
+import pytest
+
+from logitmix.modules.config import DotConfig, MoLConfig
+from logitmix.trainer import api
+from logitmix.trainer.config import load_recipe, with_settings
+
+
+def test_from_clicks_to_answers(tmp_path: Path) -> None:
+    lines = [f"u{user},i{(user + step) % 20},{step}" for user in range(40) for step in range(8)]
+    (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
+    description = api.prepare("table", source=str(tmp_path / "clicks.csv"), out=str(tmp_path / "data"))
+    assert (description["users"], description["items"]) == (40, 20)
+    settings = {"data.path": str(tmp_path / "data"), "model.dim": 8, "model.similarity.kind": "dot"}
+    results = api.train("demo-mol", tmp_path / "run", settings | {"train.epochs": 1, "train.device": "cpu"})
+    metrics = api.evaluate(tmp_path / "run")
+    assert metrics["hr@10"] == results["hr@10"] and metrics["users"] == 40
+    assert api.export(tmp_path / "run", tmp_path / "served")["num_items"] == 20
+    assert len(api.Retriever.load(tmp_path / "served").rows(["i3", "i4"], k=5)) == 5
+
+
+def test_settings_go_on_top_by_their_names() -> None:
+    recipe = load_recipe("demo-mol")
+    config = with_settings(recipe, {"train.epochs": 3, "model.similarity.query_components": 2})
+    assert config.train.epochs == 3 and isinstance(config.model.similarity, MoLConfig)
+    assert (config.model.similarity.query_components, config.model.similarity.item_components) == (2, 4)
+    config = with_settings(recipe, {"model.similarity.temperature": 0.1, "model.similarity.kind": "dot"})
+    assert config.model.similarity == DotConfig(temperature=0.1)
+    assert with_settings(recipe, {}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.epoch": 3}, "did you mean epochs?"),
+        ({"train.epochs.more": 3}, "train.epochs.more is 3; it must be the name of a setting"),
+        ({"train.epochs": 0}, "train.epochs is 0; it must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        with_settings(load_recipe("demo-mol"), settings)

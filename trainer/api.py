@@ -1,0 +1,48 @@
+"""logitmix from Python: the commands as functions, each in this process alone.
+
+    from logitmix.trainer import api
+
+    api.prepare("table", source="clicks.csv", out="data/clicks")
+    api.train("demo-mol", "runs/clicks", {"data.path": "data/clicks", "train.epochs": 8})
+    api.export("runs/clicks", "exports/clicks")
+    api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
+
+All raise ValueError for what the caller can mend, with one line that says what and how. Several processes train
+together where `logitmix train --processes N`, torchrun or torchx starts them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import evaluate as evaluation
+from logitmix.trainer import export as exporting
+from logitmix.trainer import loop
+from logitmix.trainer.config import load_recipe, with_settings
+from logitmix.trainer.data import prepare as preparing
+from logitmix.trainer.data.config import PrepareOptions
+
+__all__ = ["Retriever", "evaluate", "export", "prepare", "train"]
+
+
+def prepare(name: str, **options: Any) -> dict[str, Any]:
+    """Writes a dataset directory and gives the content of its dataset.json. The options are those of `PrepareOptions`:
+    source, out, items, users, …"""
+    return preparing.prepare(PrepareOptions(name, **options))
+
+
+def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """Trains a recipe (its name, or the path of a TOML file) into a run directory, or goes on with the run; gives the
+    test metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
+    return loop.train(with_settings(load_recipe(recipe), settings or {}), Path(run))
+
+
+def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
+    """Metrics of a run's best checkpoint over the whole corpus, with the run's settings."""
+    return evaluation.evaluate_run(Path(run), split, None, None, "auto", threads)
+
+
+def export(run: str | Path, out: str | Path, overwrite: bool = False) -> dict[str, Any]:
+    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; gives its manifest."""
+    return exporting.export(Path(run), Path(out), overwrite)
