@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
@@ -24,10 +24,22 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes UTF-8 text: whenever the job stops, the file has its old content or the new one."""
+    with writing_whole(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[TextIO]:
+    """Yields a file for UTF-8 text. At the end it takes the place of what is at `path`; on an error it is removed."""
     staging = path.with_name(f".{path.name}.part")
-    staging.write_text(text, encoding="utf-8")
-    sync(staging)
-    staging.replace(path)
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            yield file
+        sync(staging)
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

@@ -309,6 +309,8 @@ def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
             "timestamps": "whole numbers, one a history item, oldest first; used by models with recency alone",
             "user": features("user"),
             "events": {"one a history item, oldest first": features("event")},
+            "allowed": "raw ids; only these items are ranked where it is given",
+            "blocked": "raw ids of items that are left out",
             "k": "number of items to retrieve",
         },
         "new_items": features("item"),

@@ -5,7 +5,7 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -58,6 +58,10 @@ class Request(TypedDict, total=False):
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
     """Features of the events, one mapping for each item of the history."""
+    allowed: Sequence[str | int]
+    """Raw ids: where they are given, only these items are ranked, all of them by the similarity."""
+    blocked: Sequence[str | int]
+    """Raw ids of items that are left out. Here as in `allowed`, ids that are not known change nothing."""
 
 
 class Row(TypedDict):
@@ -134,6 +138,7 @@ class Retriever:
         unknown: Literal["skip", "unknown", "refuse"] = "skip",
         exclude_history: bool | None = None,
         stage1: int | None = None,
+        first: int = 0,
     ) -> list[list[Row]]:
         """The k best items for each request, or fewer where fewer are left, for people and programs to read.
 
@@ -141,11 +146,11 @@ class Retriever:
         error («refuse»). A request without a history is answered from its user's features, where the model has any. The
         rest is as in `retrieve`.
 
-        Raises ValueError, with the request's number, for what cannot be answered.
+        Raises ValueError, with the request's number counted from `first`, for what cannot be answered.
         """
         kept = max(STAGE_1, k) if stage1 is None else stage1
         exclude_history = self.exclude_history if exclude_history is None else exclude_history
-        asked = [self._asked(request, place, unknown) for place, request in enumerate(requests)]
+        asked = [self._asked(request, place, unknown) for place, request in enumerate(requests, first)]
         found = self._retrieve(asked, min(k, self.num_items), kept, exclude_history)
         return [self._shown(*ranking) for ranking in zip(found.items.tolist(), found.scores.tolist(), strict=True)]
 
@@ -161,7 +166,10 @@ class Retriever:
         return Retrieved(*split_keys(best_BK))
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
-        """Item indices of the source's ids. Raises ValueError that names the ids that are not in the corpus."""
+        """Item indices of the source's ids. Raises ValueError that names the ids that are not in the corpus, and where
+        one text stands for a list."""
+        if isinstance(raw_ids, str):
+            raise ValueError(f"the ids are {raw_ids!r}; they must be a list of ids")
         found = {str(raw_id): self.raw_ids.find(str(raw_id)) for raw_id in raw_ids}
         unknown = [raw_id for raw_id, index in found.items() if index is None]
         if unknown:
@@ -205,7 +213,7 @@ class Retriever:
         if strange := sorted(set(request) - set(Request.__annotations__)):
             there = ", ".join(Request.__annotations__)
             raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: {there}")
-        history, events = list(request.get("history", ())), list(request.get("events", ()))
+        history, events = _ids(request, "history", place), list(request.get("events", ()))
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
         recency = _recency(request.get("timestamps", ()), len(history), place)
@@ -221,7 +229,12 @@ class Retriever:
             [UNKNOWN if (item := items[at]) is None else item for at in kept],
             request.get("user", {}),
             [events[at] for at in kept] if events else None,
+            self._known(_ids(request, "blocked", place)),
+            self._known(_ids(request, "allowed", place)) if "allowed" in request else None,
         )
+
+    def _known(self, raw_ids: list[str | int]) -> list[int]:
+        return [item for raw_id in raw_ids if (item := self.raw_ids.find(str(raw_id))) is not None]
 
     def _checked(self, history: Sequence[int], place: int) -> list[int]:
         try:
@@ -236,21 +249,35 @@ class Retriever:
         return items
 
     def _rank(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Tensor:
-        """Keys [B, <= k] of the best items of each history."""
-        tower, query = self.tower, self._queries(asked)
-        excluded = _Excluded([of.items for of in asked] if exclude_history else [], self._items.device)
-        if tower.hindexer is None or query.hindexer is None or kept >= self.num_items:
-            items = self._items.all("similarity", self._chunk(len(asked), tower.similarity))
-            return _best(tower.similarity, query.similarity, items, k, excluded)
-        items = self._items.all("hindexer", self._chunk(len(asked), tower.hindexer))
-        candidates_BK = _best(tower.hindexer, query.hindexer, items, kept, excluded)
-        return torch.cat([self._rerank(query.similarity, row, keys_K, k) for row, keys_K in enumerate(candidates_BK)])
+        """Keys [B, k] of the best items for each request."""
+        query = self._queries(asked)
+        excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
+        best_BK = torch.full((len(asked), k), NOTHING, device=self._items.device)
+        if whole := [row for row, of in enumerate(asked) if of.allowed is None]:
+            keys_BK = self._rank_corpus(_of_rows(query, whole), [excluded[row] for row in whole], k, kept)
+            best_BK[whole, : keys_BK.shape[1]] = keys_BK
+        for row, of in enumerate(asked):
+            if of.allowed is not None:
+                index_K = torch.tensor(sorted(set(of.allowed) - set(excluded[row])), dtype=torch.int64)
+                best_BK[row] = self._rerank(query.similarity, row, index_K.to(self._items.device), k)[0]
+        return best_BK
 
-    def _rerank(self, query: Side, row: int, candidates_K: Tensor, k: int) -> Tensor:
-        """Keys [1, k] of the best of one query's candidates from stage 1, given as keys."""
-        index_K = split_keys(candidates_K)[0]
+    def _rank_corpus(self, query: Sides, without: list[list[int]], k: int, kept: int) -> Tensor:
+        """Keys [B, <= k] of the best of all items but those of B lists."""
+        tower, B = self.tower, len(without)
+        excluded = _Excluded(without, self._items.device)
+        if tower.hindexer is None or query.hindexer is None or kept >= self.num_items:
+            items = self._items.all("similarity", self._chunk(B, tower.similarity))
+            return _best(tower.similarity, query.similarity, items, k, excluded)
+        items = self._items.all("hindexer", self._chunk(B, tower.hindexer))
+        candidates_BK = _best(tower.hindexer, query.hindexer, items, kept, excluded)
+        index_BK = split_keys(candidates_BK)[0]
         # In the order of the items, so that gathering reads memory forwards.
-        index_K = index_K[index_K >= 0].sort().values
+        candidates = [index_K[index_K >= 0].sort().values for index_K in index_BK]
+        return torch.cat([self._rerank(query.similarity, row, index_K, k) for row, index_K in enumerate(candidates)])
+
+    def _rerank(self, query: Side, row: int, index_K: Tensor, k: int) -> Tensor:
+        """Keys [1, k] of the best of one query's candidates, given as indices that rise."""
         similarity = self.tower.similarity
         items = self._items.some("similarity", index_K, self._chunk(1, similarity))
         one = tuple(part[row : row + 1] for part in query)
@@ -285,6 +312,21 @@ class _Asked:
     items: list[int]
     user: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] | None = None
+    blocked: list[int] = field(default_factory=list)
+    allowed: list[int] | None = None
+
+
+def _of_rows(query: Sides, rows: list[int]) -> Sides:
+    hindexer = None if query.hindexer is None else tuple(part[rows] for part in query.hindexer)
+    return Sides(tuple(part[rows] for part in query.similarity), hindexer)
+
+
+def _ids(request: Request, entry: Literal["history", "allowed", "blocked"], place: int) -> list[str | int]:
+    """ValueError, with the request's number, where one text stands for a list."""
+    ids = request.get(entry, ())
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ValueError(f"request {place}: {entry} is {ids!r}; it must be a list of ids")
+    return list(ids)
 
 
 def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
 
 try:
     import tyro
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
 except ModuleNotFoundError as absent:  # where only what serving needs was installed
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
@@ -35,6 +36,9 @@ from logitmix.trainer.config import (
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 from logitmix.trainer.processes import LOST_PEER, launched, run_ranks
+
+if TYPE_CHECKING:
+    from logitmix.serving.retriever import Retriever
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
@@ -154,6 +158,15 @@ class RetrieveCommand:
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
     """Features of the events, as a JSON list of objects, one for each item of the history."""
+    allowed: str = ""
+    """Raw item ids, separated by commas: only these are ranked. All when left empty."""
+    blocked: str = ""
+    """Raw item ids, separated by commas, that are left out."""
+    histories: str = ""
+    """File of requests, JSON a line: a list of raw item ids, or an object with history, timestamps, user, events,
+    allowed and blocked. Answers them all, into the file --out."""
+    out: str = ""
+    """File to write, where --histories is given: JSON a line, the list of items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
     """Ids of the history that are not known: an error, left out, or an unknown item."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
@@ -316,7 +329,14 @@ def _retrieve(words: list[str]) -> None:
         "timestamps": _whole_numbers("--timestamps", command.timestamps),
         "user": _json("--user", command.user, dict),
         "events": _json("--events", command.events, list),
+        "blocked": _parts(command.blocked),
     }
+    if command.allowed:
+        request["allowed"] = _parts(command.allowed)
+    if command.histories or command.out:
+        count = _answer_file(retriever, command, exclude)
+        print(f"{command.out}: {count:,} requests answered")
+        return
     (rows,) = retriever.recommend([request], command.k, command.unknown, exclude, command.stage1)
     if command.json:
         print(json.dumps(rows))
@@ -325,6 +345,23 @@ def _retrieve(words: list[str]) -> None:
     for row in rows:
         table.add_row(str(row["rank"]), row["id"], row["title"] or "", f"{row['score']:.4f}")
     Console().print(table)
+
+
+def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool | None) -> int:
+    """Answers all requests of a file; gives how many."""
+    from logitmix.serving.requests import answer_file, read_requests
+
+    if not (command.histories and command.out) or command.history:
+        raise ValueError("--histories FILE needs --out FILE, and no --history beside it")
+    requests = read_requests(Path(command.histories))
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("answering", total=len(requests))
+        answer_file(
+            retriever, requests, Path(command.out), command.k, command.unknown, exclude, command.stage1,
+            advance=lambda count: bar.advance(task, count),
+        )  # fmt: skip
+    return len(requests)
 
 
 def _update_items(words: list[str]) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import items as items_module
+from logitmix.serving import requests as request_files
 from logitmix.serving import retriever as retriever_module
-from logitmix.serving.retriever import Request, Retrieved, Retriever
+from logitmix.serving.retriever import Request, Retrieved, Retriever, Row
 from logitmix.serving.topk import merge, rank_keys, split_keys
 from logitmix.trainer import export as export_module
 
@@ -153,6 +154,12 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
         (lambda r: r.retrieve([[1]], 10, stage1=9), r"stage1 is 9; it must be at least k \(10\)"),
         (lambda r: r.indices_of(["id 7", "seven", 8]), "no item of demo has the id 'seven', '8'; .*such as 'id 0'"),
         (lambda r: r.rows([], 3), "history 0 is empty"),
+        (lambda r: r.rows("id 7", 3), "the ids are 'id 7'; they must be a list of ids"),
+        (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list of ids"),
+        (
+            lambda r: r.recommend([{"history": ["id 7"], "blocked": 7}], 3, first=4),
+            "request 4: blocked is 7; it must be a list of ids",
+        ),
     ],
 )
 def test_what_a_user_gets_wrong(tmp_path: Path, call: Callable[[Retriever], object], message: str) -> None:
@@ -178,6 +185,58 @@ def test_rows_are_for_reading(tmp_path: Path) -> None:
         for rank, item in enumerate(found.items[0, :27].tolist())
     ]
     assert json.loads(json.dumps(rows)) == rows
+
+
+@pytest.mark.parametrize("stage1", [None, 12])
+def test_only_allowed_items_are_ranked_and_blocked_ones_left_out(tmp_path: Path, stage1: int | None) -> None:
+    retriever, ids = load(small_model("mol", 30), tmp_path), raw_ids(30)
+    history, allowed, blocked = [ids[3], ids[1]], [ids[at] for at in (20, 9, 3, 4, 9)], [ids[4], ids[7], "unknown"]
+    requests: list[Request] = [
+        {"history": history},
+        {"history": history, "allowed": allowed},
+        {"history": history, "blocked": blocked},
+        {"history": history, "allowed": [*allowed, "unknown"], "blocked": blocked},
+        {"history": history, "allowed": []},
+    ]
+    whole, only, without, both, none = retriever.recommend(requests, 10 if stage1 else 30, stage1=stage1)
+    best = retriever.recommend([requests[0]], 30)[0]
+    scores = {row["id"]: row["score"] for row in best}
+
+    def ranking(rows: list[Row]) -> list[str]:
+        for row in rows:
+            assert row["score"] == pytest.approx(scores[row["id"]], abs=1e-5)
+        return [row["id"] for row in rows]
+
+    order = ranking(best)
+    # In the history, id 3 is left out as it is without a list.
+    assert ranking(only) == [id for id in order if id in allowed] and ids[3] not in ranking(only)
+    assert ranking(both) == [id for id in order if id in allowed and id not in blocked]
+    assert none == [] and not set(blocked) & set(ranking(without))
+    if stage1 is None:
+        assert ranking(whole) == order and ranking(without) == [id for id in order if id not in blocked]
+
+
+def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever, ids = load(small_model("mol", 30), tmp_path), raw_ids(30)
+    monkeypatch.setattr(request_files, "TOGETHER", 2)
+    asked = [{"history": [ids[3]]}, [ids[1], ids[2]], {"history": [ids[5]], "blocked": [ids[6]]}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    done: list[int] = []
+    requests = request_files.read_requests(tmp_path / "asked.jsonl")
+    request_files.answer_file(retriever, requests, tmp_path / "out.jsonl", 4, advance=done.append)
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    expected = retriever.recommend([{"history": line} if isinstance(line, list) else line for line in asked], 4)
+    for rows, of_request in zip(answers, expected, strict=True):
+        assert [row["id"] for row in rows] == [row["id"] for row in of_request]
+        assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in of_request], abs=1e-4)
+    assert done == [2, 1]
+    with pytest.raises(ValueError, match="request 2 names no item"):
+        request_files.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "out.jsonl", "served"}
+    for line, said in (("[1", "line 2: no JSON"), ("3", "line 2: it must be a list of ids, or an object")):
+        (tmp_path / "wrong.jsonl").write_text("[]\n" + line)
+        with pytest.raises(ValueError, match=said):
+            request_files.read_requests(tmp_path / "wrong.jsonl")
 
 
 def anonymous_memory() -> int:

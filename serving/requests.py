@@ -1,0 +1,55 @@
+"""A file of requests -> a file of answers, JSON a line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from logitmix.common.files import writing_whole
+from logitmix.serving.retriever import Request, Retriever
+
+TOGETHER = 256
+"""Requests answered at once."""
+
+
+def read_requests(path: Path) -> list[Request]:
+    """A request a line: an object as `Retriever.recommend` takes it, or a list, the history. ValueError that names the
+    line for what is neither."""
+    if not path.is_file():
+        raise ValueError(f"no file at {path}; --histories must name one, with JSON in each line")
+    requests: list[Request] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), start=1):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
+        if isinstance(found, list):
+            requests.append({"history": found})
+        elif isinstance(found, dict):
+            requests.append(found)  # type: ignore[arg-type]
+        else:
+            raise ValueError(f"{path}, line {number}: it must be a list of ids, or an object with history")
+    return requests
+
+
+def answer_file(
+    retriever: Retriever,
+    requests: list[Request],
+    out: Path,
+    k: int,
+    unknown: Literal["skip", "unknown", "refuse"] = "skip",
+    exclude_history: bool | None = None,
+    stage1: int | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Writes what `Retriever.recommend` gives for each request, a list a line, whole or not at all. `advance` hears how
+    many more are answered.
+
+    Raises ValueError with the number of the request, from 0, that cannot be answered.
+    """
+    with writing_whole(out) as file:
+        for start in range(0, len(requests), TOGETHER):
+            part = requests[start : start + TOGETHER]
+            for rows in retriever.recommend(part, k, unknown, exclude_history, stage1, first=start):
+                file.write(json.dumps(rows) + "\n")
+            advance(len(part))
