@@ -30,7 +30,10 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[TextIO]:
-    """Yields a file for UTF-8 text. At the end it takes the place of what is at `path`; on an error it is removed."""
+    """Yields a file for UTF-8 text. At the end it takes the place of what is at `path`; on an error it is removed.
+    ValueError where something other than a file is there."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; write to another")
     staging = path.with_name(f".{path.name}.part")
     try:
         with staging.open("w", encoding="utf-8") as file:

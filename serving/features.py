@@ -3,7 +3,6 @@
 Axes: R rows (requests, events or items), S ids of all bags.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +16,8 @@ from logitmix.serving.texts import Texts
 
 _REMEMBERED = 2**16
 """Values whose rows are known without looking."""
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 class FeatureReader:
@@ -32,11 +33,11 @@ class FeatureReader:
         # Values come again and again, and are found by bisection.
         self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
-    def read(self, owner: Owner, records: Sequence[Mapping[str, Any]], what: str) -> dict[str, Values]:
+    def read(self, owner: Owner, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Values]:
         """The features of R items, users or events, each a mapping of feature names to raw values, by name: indices are
         rows of the whole tables.
 
-        Raises ValueError that names the record (`what` and its number), the feature and what is wrong.
+        Raises ValueError that names the record (by `names`), the feature and what is wrong.
         """
         features = {feature.name: feature for feature in self.schema.of(owner) if feature.name != ITEM}
         for place, record in enumerate(records):
@@ -44,18 +45,18 @@ class FeatureReader:
                 if name not in features:
                     there = ", ".join(features) or "none"
                     raise ValueError(
-                        f"{what} {place}: the model has no {owner} feature {name!r}{nearest(name, list(features))}; "
+                        f"{names[place]}: the model has no {owner} feature {name!r}{nearest(name, list(features))}; "
                         f"there are: {there}"
                     )
-        return {name: self._column(feature, records, what) for name, feature in features.items()}
+        return {name: self._column(feature, records, names) for name, feature in features.items()}
 
-    def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], what: str) -> Values:
+    def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Values:
         cells = []
         for place, record in enumerate(records):
             try:
                 cells.append(self._cell(feature, record.get(feature.name)))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{what} {place}: feature {feature.name} {error}") from None
+                raise ValueError(f"{names[place]}: feature {feature.name} {error}") from None
         if feature.kind == "ids":
             lengths = torch.tensor([0, *(len(cell) for cell in cells)])
             return Values(torch.tensor([row for cell in cells for row in cell], dtype=torch.int64), lengths.cumsum(0))
@@ -96,6 +97,6 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"is {value!r}; it must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"is {value!r:.40}; it must be a finite number in FP32")
     return float(value)

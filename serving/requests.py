@@ -18,7 +18,10 @@ def read_requests(path: Path) -> list[Request]:
     if not path.is_file():
         raise ValueError(f"no file at {path}; --histories must name one, with JSON in each line")
     requests: list[Request] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), start=1):
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             found = json.loads(line)
         except ValueError as error:

@@ -127,7 +127,7 @@ class Retriever:
         """
         kept = max(STAGE_1, k) if stage1 is None else stage1
         exclude_history = self.exclude_history if exclude_history is None else exclude_history
-        checked = [_Asked(self._checked(history, place)) for place, history in enumerate(histories)]
+        checked = [_Asked(place, self._checked(history, place)) for place, history in enumerate(histories)]
         return self._retrieve(checked, k, kept, exclude_history)
 
     @torch.inference_mode()
@@ -207,30 +207,39 @@ class Retriever:
 
     def _item_inputs(self, records: Sequence[Mapping[str, Any]]) -> ItemInputs:
         unknown_R = torch.zeros(len(records), dtype=torch.int64)
-        return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, "item"))
+        names = [f"item {place}" for place in range(len(records))]
+        return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, names))
 
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
         if strange := sorted(set(request) - set(Request.__annotations__)):
             there = ", ".join(Request.__annotations__)
             raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: {there}")
-        history, events = _ids(request, "history", place), list(request.get("events", ()))
+        history, events = _list(request, "history", place), _list(request, "events", place)
+        user: Any = request.get("user", {})
+        for found in (user, *events):
+            if not isinstance(found, Mapping):
+                raise ValueError(f"request {place}: user or an event is {found!r}; it must be a mapping of features")
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
-        recency = _recency(request.get("timestamps", ()), len(history), place)
+        recency = _recency(_list(request, "timestamps", place), len(history), place)
         if recency and self._derives_recency:
             events = [{RECENCY: of, **event} for of, event in zip(recency, events or [{}] * len(history), strict=True)]
         if unknown == "refuse":
-            self.indices_of(history)
+            try:
+                self.indices_of(history)
+            except ValueError as error:
+                raise ValueError(f"request {place}: {error}") from None
         items = [self.raw_ids.find(str(raw_id)) for raw_id in history]
         kept = [at for at, item in enumerate(items) if item is not None or unknown == "unknown"]
         if not kept and not self.tower.schema.of("user"):
             raise ValueError(f"request {place} names no item that is known here; give at least one")
         return _Asked(
+            place,
             [UNKNOWN if (item := items[at]) is None else item for at in kept],
-            request.get("user", {}),
+            user,
             [events[at] for at in kept] if events else None,
-            self._known(_ids(request, "blocked", place)),
-            self._known(_ids(request, "allowed", place)) if "allowed" in request else None,
+            self._known(_list(request, "blocked", place)),
+            self._known(_list(request, "allowed", place)) if "allowed" in request else None,
         )
 
     def _known(self, raw_ids: list[str | int]) -> list[int]:
@@ -290,8 +299,9 @@ class Retriever:
         # Where there is no history, an unknown item stands for it.
         encoded = [of.items[-L:] or [UNKNOWN] for of in asked]
         events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
-        values = self._reader.read("user", [of.user for of in asked], "request")
-        values |= self._reader.read("event", [event for of_history in events for event in of_history], "event")
+        values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
+        names = [f"request {of.place}, an event" for of, items in zip(asked, encoded, strict=True) for _ in items]
+        values |= self._reader.read("event", [event for of_history in events for event in of_history], names)
         item_T = torch.tensor([item for items in encoded for item in items])
         vector_TD = self._items.rows(item_T.clamp(min=0))
         vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
@@ -309,6 +319,8 @@ class Retriever:
 class _Asked:
     """A request in terms of item indices; UNKNOWN stands for an item that is not known."""
 
+    place: int
+    """Number of the request."""
     items: list[int]
     user: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] | None = None
@@ -321,12 +333,12 @@ def _of_rows(query: Sides, rows: list[int]) -> Sides:
     return Sides(tuple(part[rows] for part in query.similarity), hindexer)
 
 
-def _ids(request: Request, entry: Literal["history", "allowed", "blocked"], place: int) -> list[str | int]:
-    """ValueError, with the request's number, where one text stands for a list."""
-    ids = request.get(entry, ())
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise ValueError(f"request {place}: {entry} is {ids!r}; it must be a list of ids")
-    return list(ids)
+def _list(request: Request, entry: str, place: int) -> list[Any]:
+    """ValueError, with the request's number, for what is no list, such as one text."""
+    found: Any = request.get(entry, ())
+    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
+        raise ValueError(f"request {place}: {entry} is {found!r}; it must be a list")
+    return list(found)
 
 
 def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:

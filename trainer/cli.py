@@ -351,8 +351,13 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
     """Answers all requests of a file; gives how many."""
     from logitmix.serving.requests import answer_file, read_requests
 
-    if not (command.histories and command.out) or command.history:
-        raise ValueError("--histories FILE needs --out FILE, and no --history beside it")
+    if not (command.histories and command.out):
+        raise ValueError("--histories FILE needs --out FILE, and the other way round")
+    for name in ("history", "timestamps", "allowed", "blocked"):
+        if getattr(command, name):
+            raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
+    if (command.user, command.events) != ("{}", "[]"):
+        raise ValueError("--user and --events are for one request; beside --histories say it in the file")
     requests = read_requests(Path(command.histories))
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:

@@ -278,7 +278,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
-        if key == "kind" and node.get(key) != value:
+        if name in ("model.similarity.kind", "model.encoder.kind") and node.get(key) != value:
             node.clear()
         node[key] = list(value) if isinstance(value, tuple) else value
     return from_mapping(Config, tree, "settings")

@@ -18,7 +18,7 @@ from typing import IO
 GRACE = 10.0
 """Seconds that ranks have to end by themselves, once one of them has failed or the command is stopped."""
 USER_ERROR = 2
-"""Exit status for what the user can mend: every rank finds it, and rank 0 says it."""
+"""Exit status for what the user can mend: mostly every rank finds it, and rank 0 says it."""
 LOST_PEER = 3
 """Exit status of a rank that lost the connection to another."""
 
@@ -41,6 +41,9 @@ def run_ranks(words: Sequence[str], count: int) -> int:
             if status != USER_ERROR:
                 _tell(failed, status, said)
             _wait(ranks, GRACE)
+            # Where rank 0 has found it as well, it has said so.
+            if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
+                _tell(failed, status, said)
         except KeyboardInterrupt:
             # The terminal has sent it to the ranks as well.
             _wait(ranks, GRACE)
@@ -64,7 +67,7 @@ def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterato
             own = said[rank - 1] if rank else None
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "logitmix.trainer.cli", *words],
+                    [sys.executable, "-P", "-m", "logitmix.trainer.cli", *words],
                     env=os.environ | place,
                     stdout=own,
                     stderr=own,

@@ -166,7 +166,7 @@ def _locked(run: Path) -> Iterator[None]:
             yield
         except BaseException:
             if made and not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
-                shutil.rmtree(run)
+                shutil.rmtree(run, ignore_errors=True)
             raise
 
 

@@ -33,6 +33,8 @@ class StepTrace:
             self.say(f"no profile: it begins after {WARM_UP} steps, and there were {self.seen}")
 
     def _write(self, profiler: profile) -> None:
+        if self.seen <= WARM_UP:
+            return
         first, last = self.done + WARM_UP + 1, self.done + min(self.seen, WARM_UP + self.steps)
         self.folder.mkdir(exist_ok=True)
         file = self.folder / f"steps-{first}-{last}.json"

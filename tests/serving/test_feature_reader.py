@@ -29,19 +29,20 @@ def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
         {"brand": 17, "tags": [], "price": -0.5, "image": (0.0, 0.0)},
         {"brand": "other"},
     ]
-    values = READER.read("item", items, "item")
+    values = READER.read("item", items, ["item 0", "item 1", "item 2"])
     assert set(values) == {"brand", "tags", "price", "image"}
     assert values["brand"].values.tolist() == [1, 2, 0] and values["brand"].offsets is None
     assert values["tags"].values.tolist() == [1, 0, 2]
     assert values["tags"].offsets is not None and values["tags"].offsets.tolist() == [0, 3, 3, 3]
     assert values["price"].values.tolist() == [7.0, -0.5, 3.0]
     assert values["image"].values.tolist() == [[1.0, 2.5], [0.0, 0.0], [0.5, 0.5]]
-    assert READER.read("user", [{"favorite": None}, {}], "request")["favorite"].values.tolist() == [0, 0]
-    assert READER.read("event", [{}] * 3, "event") == {}
+    users = READER.read("user", [{"favorite": None}, {}], ["request 0", "request 1"])
+    assert users["favorite"].values.tolist() == [0, 0]
+    assert READER.read("event", [{}] * 3, ["event"] * 3) == {}
 
 
 def test_no_rows_have_the_right_shapes() -> None:
-    values = READER.read("item", [], "item")
+    values = READER.read("item", [], [])
     assert {name: tuple(of.values.shape) for name, of in values.items()} == {
         "brand": (0,), "tags": (0,), "price": (0,), "image": (0, 2),
     }  # fmt: skip
@@ -67,5 +68,5 @@ def test_no_rows_have_the_right_shapes() -> None:
 )
 def test_a_wrong_value_is_named(owner: Owner, record: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        READER.read(owner, [{}, record], "item")
+        READER.read(owner, [{}, record], ["item 0", "item 1"])
     assert str(error.value).startswith(said)

@@ -155,10 +155,26 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
         (lambda r: r.indices_of(["id 7", "seven", 8]), "no item of demo has the id 'seven', '8'; .*such as 'id 0'"),
         (lambda r: r.rows([], 3), "history 0 is empty"),
         (lambda r: r.rows("id 7", 3), "the ids are 'id 7'; they must be a list of ids"),
-        (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list of ids"),
+        (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list"),
         (
             lambda r: r.recommend([{"history": ["id 7"], "blocked": 7}], 3, first=4),
-            "request 4: blocked is 7; it must be a list of ids",
+            "request 4: blocked is 7; it must be a list",
+        ),
+        (
+            lambda r: r.recommend([{"history": ["id 7"], "events": [None]}], 3),
+            "request 0: user or an event is None",
+        ),
+        (
+            lambda r: r.recommend([{"history": ["id 7"], "user": None}], 3),
+            "request 0: user or an event is None",
+        ),
+        (
+            lambda r: r.recommend([{"history": ["id 7"], "timestamps": 5}], 3),
+            "request 0: timestamps is 5; it must be",
+        ),
+        (
+            lambda r: r.recommend([{"history": ["x"]}], 3, "refuse", first=9),
+            "request 9: no item of demo has the id 'x'",
         ),
     ],
 )

@@ -30,6 +30,7 @@ def test_settings_go_on_top_by_their_names() -> None:
     config = with_settings(recipe, {"model.similarity.temperature": 0.1, "model.similarity.kind": "dot"})
     assert config.model.similarity == DotConfig(temperature=0.1)
     assert with_settings(recipe, {}) == recipe
+    assert with_settings(recipe, {"model.loss.kind": "bce"}).model.loss.negatives == recipe.model.loss.negatives != 128
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     popen = subprocess.Popen
 
     def start(words: list[str], **options: object) -> object:
-        assert words[:3] == [sys.executable, "-m", "logitmix.trainer.cli"]
-        return popen([sys.executable, str(script), *words[3:]], **options)  # type: ignore[call-overload]
+        assert words[:4] == [sys.executable, "-P", "-m", "logitmix.trainer.cli"]
+        return popen([sys.executable, str(script), *words[4:]], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(processes.subprocess, "Popen", start)
 
@@ -41,6 +41,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("pass", 0, ""),
         # A user's mistake, which every rank finds: rank 0 says it.
         ("print('wrong', file=sys.stderr); sys.exit(2)", 2, "wrong"),
+        ("time.sleep(60) if rank == 0 else sys.exit([print('no device'), 2][1])", 2, "rank 1 of 2\nno device"),
         # The cause is told, though rank 0 ends first and for another reason.
         ("sys.exit(3) if rank == 0 else (time.sleep(0.5), sys.exit('no memory'))", 1, "rank 1 of 2\nno memory"),
         ("time.sleep(60) if rank == 0 else sys.exit('no memory')", 1, "rank 1 of 2\nno memory"),
@@ -76,7 +77,8 @@ def test_a_start_that_fails_says_one_line_and_leaves_no_run(
 def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys; from logitmix.trainer import processes; start = subprocess.Popen\n"
-        "words = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        "words = [sys.executable, '-c', 'import os, time; line = str(os.getpid()) + chr(10); '\n"
+        "    'os.write(1, line.encode()); time.sleep(60)']\n"
         "processes.subprocess.Popen = lambda _, **options: start(words, **(options | dict(stdout=None)))\n"
         "processes.run_ranks([], 2)"
     )

@@ -275,7 +275,7 @@ def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.n
     chosen = np.ones(len(actions.users), bool)
     for condition in options.where:
         chosen &= holds(condition, columns)
-    if not chosen.any():
+    if options.where and not chosen.any():
         raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(chosen):,} actions")
     counts = np.bincount(actions.items[chosen], minlength=len(actions.item_ids))
     common = chosen & (counts[actions.items] >= options.min_item_actions)
