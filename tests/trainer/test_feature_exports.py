@@ -196,7 +196,7 @@ def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path
     assert skipped == expected
     (kept,) = retriever.recommend([mixed], 5, unknown="unknown")
     assert kept != expected
-    with pytest.raises(ValueError, match=r"^no item of \w+ has the id 'new'"):
+    with pytest.raises(ValueError, match=r"^request 0: no item of \w+ has the id 'new'"):
         retriever.recommend([mixed], 5, unknown="refuse")
 
 
@@ -210,7 +210,7 @@ def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path
         ({"history": ["a"], "timestamps": [0.5]}, "request 0: its timestamps are not all whole numbers of 64 bits"),
         ({"history": ["a"], "timestamps": [2**63]}, "request 0: its timestamps are not all whole numbers of 64 bits"),
         ({"user": {"aeg": 3}}, "request 0: the model has no user feature 'aeg' (did you mean age?)"),
-        ({"history": ["item-1"], "events": [{"rating": "x"}]}, "event 0: feature rating is 'x'; it must be a finite"),
+        ({"history": ["item-1"], "events": [{"rating": "x"}]}, "request 0, an event: feature rating is 'x'; it must"),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line(served: Path, request_: Request, said: str) -> None:
