@@ -20,7 +20,6 @@ it.
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -53,6 +52,7 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.pipeline import PHASES, Pipeline
+from logitmix.trainer.processes import free_port
 from logitmix.trainer.run import RunProgress, read_rows
 from logitmix.trainer.telemetry import Telemetry
 
@@ -128,7 +128,7 @@ class Wire:
     @contextmanager
     def ranks(self, words: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
         """`words` on both ranks; on the way out none of them still runs."""
-        address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", _free_port())
+        address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", free_port())
         processes: list[subprocess.Popen[str]] = []
         try:
             for rank in range(RANKS):
@@ -203,12 +203,6 @@ def _megabits(rate: str) -> float:
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
     raise SystemExit(f"--links has {rate}; write it like 200mbit or 1gbit")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _write_dataset(path: Path) -> None:

@@ -29,6 +29,19 @@ class PooledTable:
         return cls(module, config.name, config.embedding_dim)
 
 
+def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) -> Any:
+    """The ids that all ranks ask this one for. On CUDA they come on a `stream` of their own, on which the rest of what
+    was `made` for them lies as well: the current stream waits for it, and keeps the memory of all."""
+    with torch.cuda.stream(stream):
+        ids = in_flight.wait()
+    if stream:
+        current = torch.cuda.current_stream()
+        current.wait_stream(stream)
+        for each in (ids, *made):
+            each.record_stream(current)
+    return ids
+
+
 class PooledRows:
     """The mean row of each bag of one table, zero where a bag is empty; used as a part of a RowExchange."""
 
@@ -43,13 +56,7 @@ class PooledRows:
         self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
 
     def send_rows(self, stream: torch.cuda.Stream | None) -> None:
-        with torch.cuda.stream(stream):
-            ids = self.ids_in_flight.wait()
-        if stream:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
-            for held in (ids, self.context, self.count_R1):
-                held.record_stream(current)
+        ids = receive_ids(self.ids_in_flight, stream, self.context, self.count_R1)
         self.rows_in_flight = self.table.module.compute_and_output_dist(self.context, ids)
 
     def wait(self, rows: dict[str, Tensor]) -> None:

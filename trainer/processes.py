@@ -54,7 +54,7 @@ def run_ranks(words: Sequence[str], count: int) -> int:
 @contextmanager
 def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; on the way out none of them runs any more."""
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in [name for _, name in socket.if_nameindex()]:
         # No port that another host could reach.
@@ -121,7 +121,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

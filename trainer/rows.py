@@ -15,7 +15,7 @@ from torchrec.distributed.types import Awaitable
 from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import lookup
-from logitmix.trainer.bags import PooledRows, PooledTable
+from logitmix.trainer.bags import PooledRows, PooledTable, receive_ids
 from logitmix.trainer.clipping import CutLookup, LookupCuts
 
 
@@ -225,13 +225,7 @@ class _Part:
         self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
 
     def send_rows(self, stream: torch.cuda.Stream | None) -> None:
-        with torch.cuda.stream(stream):
-            ids = self.ids_in_flight.wait()
-        if stream:
-            current = torch.cuda.current_stream()
-            current.wait_stream(stream)
-            for held in (ids, self.context):
-                held.record_stream(current)
+        ids = receive_ids(self.ids_in_flight, stream, self.context)
         for sharding in self.context.sharding_contexts:
             # `pieces` say where the rows belong, for ids are sorted and owners hold ranges of them.
             sharding.unbucketize_permute_tensor = None
