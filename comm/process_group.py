@@ -4,6 +4,9 @@ The same words serve one process and many: started by torchrun (or torchx) the g
 workers, started alone it holds this process only and opens no port that another host could reach.
 """
 
+import atexit
+import functools
+import gc
 import itertools
 import os
 import socket
@@ -48,6 +51,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     timeout = timedelta(seconds=timeout_seconds)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    _end_groups_before_the_interpreter()
     with _loopback_only(place.launched):
         dist.init_process_group(
             "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -65,6 +69,19 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
             raise
         else:
             dist.destroy_process_group()
+
+
+@functools.cache
+def _end_groups_before_the_interpreter() -> None:
+    """Has groups that are garbage collected before Python shuts down.
+
+    `destroy_process_group` does not join gloo's threads: the group's destructor does, when nothing
+    refers to it any more. Reference cycles (a caught error's traceback is enough) can keep it until
+    Python shuts down. A gloo thread that then takes the interpreter lock to release a tensor of its
+    last collective is ended by Python inside a destructor, which aborts the process (SIGABRT,
+    «terminate called without an active exception»).
+    """
+    atexit.register(gc.collect)
 
 
 @dataclass(frozen=True)

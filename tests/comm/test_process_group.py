@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from multiprocessing.queues import Queue
@@ -50,6 +51,23 @@ def test_alone_listens_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> 
         dist.destroy_process_group(second)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_group_in_a_reference_cycle_ends_before_the_interpreter() -> None:
+    """Its destructor joins gloo's threads; one that is still at work when Python shuts down aborts the process."""
+    script = """
+import atexit, weakref
+groups = []
+atexit.register(lambda: print([group() for group in groups]))
+from logitmix.comm.process_group import process_group
+with process_group("cpu", 60) as ranks:
+    cycle = [ranks.group]
+    cycle.append(cycle)
+    groups.append(weakref.ref(ranks.group))
+del cycle, ranks
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[None]\n"
 
 
 def listening() -> set[str]:
