@@ -55,8 +55,9 @@ train: install data/demo/dataset.json
 data/demo/dataset.json: | install
 	logitmix prepare demo --out data/demo
 
+# A file's tests stay in one process: what they share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow')
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist loadfile)
 
 soak: install
 	pytest -m $(if $(filter cuda,$(ACCELERATOR)),slow,'slow and not gpu') --timeout 3600
