@@ -175,6 +175,9 @@ class EvaluateConfig:
 class Config:
     """A named run: defaults < recipe < command line."""
 
+    warm_start: str = ""
+    """Run whose best checkpoint gives the first weights, also where the dataset has grown since. Rows of tables are
+    matched by raw ids and values of features, so the dataset of that run must still be there."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)

@@ -20,6 +20,7 @@ from logitmix.trainer.parallelize import ParallelModel, model_schema, paralleliz
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.run import RunProgress, evaluations_since_best, run_lock, start_run, write_plan, write_results
 from logitmix.trainer.telemetry import Telemetry, start_block
+from logitmix.trainer.warm_start import warm_start
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
@@ -38,6 +39,10 @@ def train(config: Config, run: Path) -> dict[str, float]:
             print(start_block(dataset, model), file=sys.stderr)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
+        if config.warm_start and done.step == 0:
+            taken = warm_start(Path(config.warm_start), dataset, model)
+            if ranks.rank == 0:
+                print(taken, file=sys.stderr)
         evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
         done = _steps(run, dataset, model, optimizer, done, evaluation)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}

@@ -80,18 +80,19 @@ def read_config(run: Path) -> Config:
 
 def read_schema(run: Path) -> Schema:
     """The schema of the dataset that the run was started with; ValueError where there is no run."""
-    return from_mapping(Schema, json.loads(_noted_dataset(run))["schema"], str(run / "dataset.json"), "schema.")
+    return from_mapping(Schema, json.loads(noted_dataset(run))["schema"], str(run / "dataset.json"), "schema.")
 
 
 def require_same_dataset(run: Path, dataset: Dataset) -> None:
     """ValueError where the dataset is not the one that the run was started with, or is prepared otherwise by now."""
-    if _noted_dataset(run) != dataset.description():
+    if noted_dataset(run) != dataset.description():
         raise ValueError(
             f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
         )
 
 
-def _noted_dataset(run: Path) -> str:
+def noted_dataset(run: Path) -> str:
+    """The dataset.json of the dataset that the run was started with; ValueError where there is no run."""
     noted = run / "dataset.json"
     if not noted.exists():
         raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")

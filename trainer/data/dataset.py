@@ -77,6 +77,7 @@ COMMON_REPEATS = 0.1
 told to."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
+VALUES_AT_ONCE = 2**20
 _USERS = 2**14
 """Users whose recency is computed at once."""
 ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
@@ -174,6 +175,20 @@ class Dataset:
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
             return pq.read_table(file, columns=["value"])["value"]
+
+
+def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
+    """What the rows of a table stand for in the dataset at `path`: raw ids of items, values of features, "" for what is
+    unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
+    if table == RECENCY and table not in [of.name for of in schema.tables]:
+        yield pa.array(RECENCY_VALUES, pa.large_string())
+        return
+    file, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
+    with _reading(path, file):
+        for batch in _batches(path / file, [column], VALUES_AT_ONCE):
+            yield batch.column(column).fill_null("").cast(pa.large_string())
+    if table == ITEM:
+        yield pa.array([""], pa.large_string())
 
 
 def is_dataset(path: Path) -> bool:
@@ -373,10 +388,10 @@ def _require_columns(present: Sequence[str], wanted: Sequence[str]) -> None:
         raise ValueError(f"no column {missing[0]}; there are: {', '.join(present)}")
 
 
-def _batches(file: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _batches(file: Path, columns: Sequence[str], rows: int = 2**16) -> Iterator[pa.RecordBatch]:
     with pq.ParquetFile(file) as table:
         _require_columns(table.schema_arrow.names, columns)
-        yield from table.iter_batches(columns=list(columns))
+        yield from table.iter_batches(rows, columns=list(columns))
 
 
 def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]:

@@ -1,0 +1,128 @@
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import two_ranks
+from small_data import gather_table, small_config, write_dataset
+from torch import Tensor
+
+import logitmix.trainer.data.dataset as datasets
+import logitmix.trainer.warm_start as starting
+from logitmix.comm.process_group import process_group
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import train
+from logitmix.trainer.parallelize import model_schema, parallelize
+from logitmix.trainer.run import read_rows
+from logitmix.trainer.warm_start import warm_start
+
+TINY_STEPS = {"dense.lr": 1e-20, "tables.lr": 1e-20, "train.precision": "fp32"}
+"""Rates at which no FP32 weight moves."""
+
+
+def grown(folder: Path) -> Path:
+    """Ten items more than `write_dataset` makes; items and values at other places, and one brand of another name."""
+    path = write_dataset(folder, users=80, items=60, seed=1, features=True)
+    shuffled = np.random.default_rng(2).permutation(60)
+    rename(path / "items.parquet", "raw_id", [f"item-{index}" for index in shuffled])
+    rename(
+        path / "vocabularies" / "brand.parquet", "value", [None, "brand-6", "new", *(f"brand-{n}" for n in range(2, 6))]
+    )
+    return path
+
+
+def rename(file: Path, column: str, values: list[str | None]) -> None:
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index(column), column, pa.array(values)), file)
+
+
+def tables_before_and_after(before: Config, configs: list[Config], run: Path) -> list[dict[str, Any]]:
+    """Trains the one, starts the others from it."""
+    train(before, run)
+    # Several pieces of everything.
+    starting.BLOCK_BYTES, datasets.VALUES_AT_ONCE = 4 * 8 * 3, 7
+    results = []
+    with process_group("cpu", 60) as ranks:
+        for config in configs:
+            dataset = load_dataset(config.data.path)
+            model = parallelize(dataset.schema, config, ranks)
+            first = {name: gather_table(model, name) for name in model.plan}
+            said = warm_start(run, dataset, model)
+            then = {name: gather_table(model, name) for name in model.plan}
+            results.append({"said": said, "first": first, "then": then, "tower": model.tower.state_dict()})
+    return results
+
+
+def test_rows_go_to_the_ids_they_stand_for(tmp_path: Path) -> None:
+    old, new, run = write_dataset(tmp_path / "old", features=True), grown(tmp_path / "new"), tmp_path / "run"
+    settings = {"model.features": ["all", "recency"], "model.item_id_dropout": 0.3, "train.epochs": 1}
+    before = small_config(old, settings)
+    configs = [small_config(new, settings | {"tables.sharding": each}) for each in ("row_wise", "column_wise")]
+    of_rank_0, of_rank_1 = two_ranks.run(tables_before_and_after, before, configs, run)
+
+    saved, then, now = load_saved(run), load_dataset(old), load_dataset(new)
+    for config, result, other in zip(configs, of_rank_0, of_rank_1, strict=True):
+        for table in model_schema(now.schema, config).tables:
+            rows = dict(zip(then.vocabulary(table.name), read(saved, table.name), strict=True))
+            initial = dict(zip(now.vocabulary(table.name), result["first"][table.name], strict=True))
+            expected = torch.stack([rows.get(value, row) for value, row in initial.items()])
+            assert torch.equal(result["then"][table.name], expected)
+            assert torch.equal(other["then"][table.name], expected)
+        for name, weight in saved.tower.state_dict().items():
+            assert torch.equal(result["tower"][name], weight)
+            assert torch.equal(other["tower"][name], weight)
+        assert result["said"] == other["said"]
+        assert "the tower, and 51 of 61 rows of table item, 6 of 7 rows of table brand, 11 of 11 rows" in result["said"]
+
+
+def read(saved: Any, table: str) -> list[Tensor]:
+    return list(saved.read_rows(table, 0, saved.tower.schema.table(table).rows))
+
+
+def test_the_run_takes_its_weights_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its first step; one that goes on does not ask for the other any more."""
+    data, first, second = write_dataset(tmp_path / "data"), tmp_path / "first", tmp_path / "second"
+    step = train(small_config(data), first)["step"]
+    warm = small_config(data, TINY_STEPS | {"warm_start": str(first), "train.epochs": 1})
+    train(warm, second)
+    assert (
+        f"warm start from {first}, step {step}: the tower, and 51 of 51 rows of table item" in capsys.readouterr().err
+    )
+    for weights in zip(load_saved(first).tower.parameters(), load_saved(second).tower.parameters(), strict=True):
+        assert torch.equal(*weights)
+    first.rename(tmp_path / "moved")
+    train(small_config(data, TINY_STEPS | {"warm_start": str(first), "train.epochs": 2}), second)
+    assert [row["step"] for row in read_rows(second, "validation")] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model.dim": 16}, "do not fit: model.dim was 8, is 16"),
+        ({"tables.dim": 4}, "do not fit: tables.dim was 0, is 4"),
+        ({"model.features": ["all"]}, "do not fit: model.features was [], is ['all']"),
+        ({"data.split": "time"}, "give --data.split leave-one-out"),
+        ({"warm_start": "nowhere"}, "nowhere is not a run directory"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    data, first, second = write_dataset(tmp_path / "data", features=True), tmp_path / "first", tmp_path / "second"
+    train(small_config(data, {"train.epochs": 1}), first)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        train(small_config(data, {"warm_start": str(first)} | settings), second)
+    assert not second.exists()
+
+
+def test_a_dataset_that_was_prepared_anew_is_refused(tmp_path: Path) -> None:
+    data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
+    train(small_config(data, {"train.epochs": 1}), first)
+    data.rename(tmp_path / "moved")
+    write_dataset(data, seed=3)
+    with pytest.raises(ValueError, match="is not there as it was then"):
+        train(small_config(data, {"warm_start": str(first)}), tmp_path / "second")

@@ -1,0 +1,117 @@
+"""A run that starts from the weights of another, on a dataset that has grown since.
+
+Rows of tables go to the ids they stand for: raw ids of items, values of features. What is new begins as in any run, and
+so do the optimizers. A rank reads the other run's tables in blocks and keeps the rows that are its own.
+
+Axes: R rows of a shard of a table, S rows of a block, D width of a row.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from logitmix.comm.collectives import on_all_ranks
+from logitmix.modules.towers import Tower
+from logitmix.trainer.checkpoint import BLOCK_BYTES, SavedModel, load_saved
+from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.data.dataset import Dataset, stored_values
+from logitmix.trainer.parallelize import ParallelModel
+from logitmix.trainer.run import noted_dataset, read_schema
+
+
+def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
+    """Gives the model the weights of the best checkpoint of `run`, and says in a line what it took. Collective.
+
+    Raises ValueError on every rank for a run that is not one or has no intact checkpoint, whose dataset is not there as
+    it was, or whose weights do not fit.
+    """
+    saved = load_saved(run, ranks=model.ranks)
+    on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
+    model.tower.load_state_dict(saved.tower.state_dict())
+    counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
+    totals = {
+        name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
+    }
+    taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
+    return f"warm start from {run}, step {saved.step}: the tower, and {taken}"
+
+
+def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
+    path = Path(saved.config.data.path)
+    there = path / "dataset.json"
+    if not there.is_file() or there.read_text(encoding="utf-8") != noted_dataset(run):
+        raise ValueError(
+            f"{path}, the dataset of {run}, is not there as it was then, and only its ids tell whose row is whose; "
+            "keep it, and prepare the grown dataset into a directory of its own"
+        )
+    if _shapes(saved.tower) != _shapes(model.tower):
+        raise ValueError(f"the weights of {run} do not fit: {_differences(saved.config, model.config)}")
+    if saved.config.data.split != model.config.data.split:
+        raise ValueError(
+            f"{run} has data.split {saved.config.data.split}, so it may have been trained on what is held out now; "
+            f"give --data.split {saved.config.data.split}"
+        )
+
+
+def _shapes(tower: Tower) -> dict[str, object]:
+    weights = {name: weight.shape for name, weight in tower.state_dict().items()}
+    return weights | {table.name: table.dim for table in tower.schema.tables}
+
+
+def _differences(before: Config, now: Config) -> str:
+    old, new = flatten(before), flatten(now)
+    names = [name for name in old | new if name.startswith(("model.", "tables.")) and old.get(name) != new.get(name)]
+    said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
+    return "; ".join(said) or "the datasets have other features"
+
+
+def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:
+    """Fills this rank's shards of all tables; by table, how many of its rows the other run had. Rows that are split by
+    columns count where the first ones are."""
+    before, schema = Path(saved.config.data.path), read_schema(run)
+    counts = {}
+    for name, sharded in model.shards().items():
+        counts[name] = 0
+        for shard in sharded.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)
+            old_R = _places(own, stored_values(before, schema, name))
+            for start, row_SD in _blocks(saved, name):
+                at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
+                values_ND = row_SD[torch.from_numpy(old_R[at_N] - start), column : column + columns]
+                shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
+            counts[name] += int((old_R >= 0).sum()) if column == 0 else 0
+    return counts
+
+
+def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArray:
+    """Those from one place on, before another."""
+    place, kept = 0, []
+    for array in values:
+        kept.append(array[max(0, start - place) : max(0, stop - place)])
+        place += len(array)
+    return pa.chunked_array(kept)
+
+
+def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
+    """Of each wanted value its place among `values`, int64 [R]; -1 where it is not there."""
+    found_R, place = np.full(len(wanted), -1), 0
+    for array in values:
+        at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
+        found_R = np.where(at_R >= 0, at_R + place, found_R)
+        place += len(array)
+    return found_R
+
+
+def _blocks(saved: SavedModel, name: str) -> Iterator[tuple[int, Tensor]]:
+    """The rows [S, D] of a table, some at a time, and the place of the first of them."""
+    table = saved.tower.schema.table(name)
+    size = max(1, BLOCK_BYTES // (4 * table.dim))
+    for start in range(0, table.rows, size):
+        yield start, saved.read_rows(name, start, min(start + size, table.rows))
