@@ -2,10 +2,10 @@
 
     python -m benchmarks.warm_start [--epochs 12] [--warm-epochs 4] [--recipe ml-1m-dot] [--json]
 
-The first 90 % of MovieLens-1M's actions by time are one dataset, all of them another. A run on the first gives its weights
-to one on the second; beside it stands a run on the second that begins with nothing. All are tested on the second
-dataset's targets (leave-one-out), none of which the first run was trained on. `--source` (or LOGITMIX_REAL_DATA) is the
-folder with ml-1m.zip; without it, it is downloaded.
+The first 90 % of MovieLens-1M's actions by time are one dataset, all of them another. A run on the first gives its
+weights to one on the second; beside it stands a run on the second that begins with nothing. Each is tested on its own
+dataset's targets (leave-one-out); the first run was trained on none of the second's. `--source` (or LOGITMIX_REAL_DATA)
+is the folder with ml-1m.zip; without it, it is downloaded.
 """
 
 import csv
