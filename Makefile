@@ -39,8 +39,11 @@ $(LOCKED): $(wildcard requirements/*.txt)
 	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 
+# Type checkers and editors do not read the mapping of an editable install: they get the folders under their namespace.
 $(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard comm/*.c modules/losses/*.c)
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
+	@mkdir -p build/namespace/logitmix
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/namespace/logitmix/$$package; done
 	@touch $@
 
 train: install data/demo/dataset.json
@@ -67,11 +70,8 @@ gpu:
 	$(MAKE) install
 	.venv/bin/python -m benchmarks.gpu
 
-# mypy does not read the mapping of an editable install, so it gets the folders under their namespace.
 lint: install
 	ruff check
 	ruff format --check
-	@mkdir -p build/lint/logitmix
-	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/lint/logitmix/$$package; done
 	mypy
-	PYTHONPATH=build/lint lint-imports --no-cache --no-logo
+	PYTHONPATH=build/namespace lint-imports --no-cache --no-logo

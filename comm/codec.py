@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
+from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, dequantize_rowwise, quantize_rowwise
+from logitmix.comm.fp8_plain import SCALE_BYTES
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

@@ -331,7 +331,7 @@ class _ReceiveRows(torch.autograd.Function):
         return None, gradient.new_empty(0)
 
 
-class _RowsInFlight(Awaitable[Tensor]):
+class _RowsInFlight(Awaitable[Tensor]):  # type: ignore[misc]
     def __init__(self, exchange: Exchange, tie: Tensor) -> None:
         super().__init__()
         self.exchange, self.tie = exchange, tie

@@ -198,7 +198,7 @@ class _Shard(NamedTuple):
     exp_avg_sq: Tensor
 
 
-class _UpdatedRows(BatchedDenseEmbedding):
+class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
     """TorchRec's dense kernel, whose rows are updated in its backward."""
 
     _shards: list[tuple[TouchedRowsAdam, _Shard]]
@@ -212,7 +212,7 @@ class _UpdatedRows(BatchedDenseEmbedding):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-class _UpdatedBags(BatchedDenseEmbeddingBag):
+class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
     """The same for sums of bags."""
 
     _shards: list[tuple[TouchedRowsAdam, _Shard]]

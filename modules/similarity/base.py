@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..features import Embedded
 from ..initialize import reset_layers
-from ..losses.blockwise import Examples, Side, bce, blockwise_loss, softmax
+from ..losses.blockwise import Examples, bce, blockwise_loss, softmax
+from ..losses.blockwise import Side as Side
 from ..noise import Noise
 
 PairDropout = Callable[[Tensor], Tensor]
