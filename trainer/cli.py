@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,8 @@ BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 TRAINING = ("torchrec", "fbgemm_gpu", "tensorboard")
 """Modules that `pip install logitmix` brings, and those that its extra `train` adds."""
 
-BOX = " ╭╮╰╯─│"
-"""What tyro frames its messages with."""
+BOX = " ╭╮╰╯─│+|"
+"""What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
 T = TypeVar("T")
 
@@ -434,8 +435,25 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
         if not stop.code:
             raise
         lines = [line.strip(BOX) for line in said.getvalue().splitlines()]
-        problem = " ".join(line for line in lines[1:] if line and not line.startswith("For full helptext"))
-        raise ValueError(f"{problem}; see logitmix {command} --help") from None
+        problem = " ".join(line for line in lines[1:] if line.strip("-") and not line.startswith("For full helptext"))
+        raise ValueError(_plainly(problem, command)) from None
+
+
+def _plainly(problem: str, command: str) -> str:
+    """tyro's words for what is wrong, without those for Python programmers."""
+    refused = re.match(r"Error parsing (\S+): (.*)", problem)
+    if refused is None:
+        problem = problem.removesuffix(f" logitmix {command} --help")
+    else:
+        flag, reason = refused.groups()
+        value = re.search(
+            r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason
+        )
+        if value is None:
+            return reason
+        needs = "a whole number" if value[1].startswith("invalid") else "a number"
+        problem = f"{flag} is {value[2]}; it must be {needs}"
+    return f"{problem}; see logitmix {command} --help"
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {

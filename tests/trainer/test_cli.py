@@ -112,3 +112,26 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
             monkeypatch.delenv("OMP_WAIT_POLICY")
         cli.main(["evaluate", "runs/some", "--json"])
         assert found.pop() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train demo-mol --train.epochs 3.5", "--train.epochs is 3.5; it must be a whole number; see logitmix train"),
+        ("train demo-mol --dense.lr fast", "--dense.lr is fast; it must be a number; see logitmix train"),
+        ("train demo-mol --train.clip nan", "train.clip is nan; it must be 0 or more and finite"),
+        ("retrieve DIR --stage1 all", "--stage1 is all; it must be a whole number; see logitmix retrieve --help"),
+        ("prepare tabel", "no data format named 'tabel' (did you mean table?); there are:"),
+        (
+            "train demo-mol --train.eopchs 3",
+            "Unrecognized options: --train.eopchs, 3 Perhaps you meant: --train.epochs",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_words_is_said_plainly(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"logitmix: {said}")
