@@ -67,6 +67,9 @@ BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 TRAINING = ("torchrec", "fbgemm_gpu", "tensorboard")
 """Modules that `pip install logitmix` brings, and those that its extra `train` adds."""
 
+BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
+"""What results call them, and what people do."""
+
 BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
@@ -471,10 +474,18 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
     if as_json:
         print(json.dumps(metrics))
         return
-    table = Table("metric", "value", title=title)
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
+    baselines = [name for name in BASELINES if f"{name}/hr@10" in metrics]
+    heads = ("model", *(BASELINES[name] for name in baselines)) if baselines else ("value",)
+    table = Table("metric", *heads, title=title)
+    for name in metrics:
+        if name.partition("/")[0] not in baselines:
+            names = [name, *(f"{of}/{name}" for of in baselines)]
+            table.add_row(name, *(_number(metrics[of]) if of in metrics else "" for of in names))
     Console().print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _lost_peer(error: RuntimeError) -> bool:

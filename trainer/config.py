@@ -164,6 +164,8 @@ class EvaluateConfig:
     """Users ranked, a sample that train.seed chooses; 0 ranks all."""
     batch_size: int = 64
     """Users ranked at once."""
+    baselines: bool = True
+    """At the end, popularity and item-kNN beside the test metrics: what a model must be better than."""
 
     def __post_init__(self) -> None:
         require(self.every_epochs >= 0, "evaluate.every_epochs", self.every_epochs, "0 or more")

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
+from logitmix.trainer.baselines import ItemKNN, Score, popularity, rank_targets
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
@@ -56,6 +58,7 @@ def evaluate_run(
         evaluation = Evaluation(replace(config, evaluate=options), dataset, ranks)
         model = load_saved(run, ranks=ranks)
         metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
+        metrics |= evaluation.baselines(split)
     return metrics | {"step": model.step}
 
 
@@ -88,17 +91,37 @@ class Evaluation:
 
     def __init__(self, config: Config, dataset: Dataset, ranks: Ranks) -> None:
         self.config, self.dataset, self.ranks = config, dataset, ranks
-        said = Console(stderr=True) if ranks.rank == 0 else None
+        self.said = Console(stderr=True) if ranks.rank == 0 else None
         self.held_out = held_out(config, dataset)
-        self.exclude_history = excludes_history(config, dataset, said)
+        self.exclude_history = excludes_history(config, dataset, self.said)
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""
-        options, L = self.config.evaluate, self.config.model.encoder.max_length
-        users = ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
+        users, batch_size = self._users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as advance:
             embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
-            return evaluate(embedder, self.dataset.num_items, users, options.batch_size, self.exclude_history, advance)
+            return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance)
+
+    def baselines(self, split: Split) -> dict[str, float]:
+        """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
+        item_knn/hr@10; none where evaluate.baselines is off. Rank 0 computes them for all; collective."""
+        return on_first_rank(lambda: self._baselines(split), self.ranks) if self.config.evaluate.baselines else {}
+
+    def _baselines(self, split: Split) -> dict[str, float]:
+        users, num_items = self._users(split), self.dataset.num_items
+        item_knn = ItemKNN.fit(self.dataset, self.held_out)
+        if self.said and item_knn.users < item_knn.of_users:
+            self.said.print(
+                f"item-kNN has its similarities from {item_knn.users:,} of {item_knn.of_users:,} users, a sample",
+                highlight=False,
+            )
+        scores: dict[str, Score] = {"popularity": popularity(self.dataset, self.held_out), "item_knn": item_knn}
+        found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
+        return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in _means(rank_U).items()}
+
+    def _users(self, split: Split) -> RankingUsers:
+        options, L = self.config.evaluate, self.config.model.encoder.max_length
+        return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
 
 
 def evaluate(
@@ -119,10 +142,10 @@ def evaluate(
 def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
     """All METRICS. With an h-indexer also its own, and the share of the similarity's best 10 and 100 items that it
     leaves among its own best k', for some k' below the corpus."""
-    metrics = _means(rankings.similarity_U)
+    metrics = _means(rankings.similarity_U.numpy())
     if rankings.hindexer_U is None or rankings.stage1_UK is None:
         return metrics
-    metrics |= {f"hindexer/{name}": mean for name, mean in _means(rankings.hindexer_U).items()}
+    metrics |= {f"hindexer/{name}": mean for name, mean in _means(rankings.hindexer_U.numpy()).items()}
     for top, kept in itertools.product(RECALL_OF, RECALL_AT):
         if kept < num_items:
             best_UK = rankings.stage1_UK[:, :top]
@@ -131,8 +154,8 @@ def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
     return metrics
 
 
-def _means(rank_U: torch.Tensor) -> dict[str, float]:
-    return {name: float(np.mean(metric(rank_U.numpy()))) for name, metric in METRICS.items()}
+def _means(rank_U: np.ndarray) -> dict[str, float]:
+    return {name: float(np.mean(metric(rank_U))) for name, metric in METRICS.items()}
 
 
 def _hit(rank_U: np.ndarray, k: int) -> np.ndarray:

@@ -18,7 +18,15 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.run import RunProgress, evaluations_since_best, run_lock, start_run, write_plan, write_results
+from logitmix.trainer.run import (
+    RunProgress,
+    evaluations_since_best,
+    run_lock,
+    start_run,
+    still_rising,
+    write_plan,
+    write_results,
+)
 from logitmix.trainer.telemetry import Telemetry, start_block
 from logitmix.trainer.warm_start import warm_start
 
@@ -93,6 +101,8 @@ def _steps(
                     finished = finished or _out_of_patience(run, model, telemetry)
                 if saving or done.validation:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
+        if telemetry.main and (line := still_rising(run, config.evaluate.metric)):
+            telemetry.say(line)
     return done
 
 
@@ -119,9 +129,10 @@ def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> b
 
 
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of the best checkpoint on the test items: computed once, at the end. It takes the model's place."""
+    """Metrics of the best checkpoint on the test items, and the baselines': computed once, at the end. It takes the
+    model's place."""
     step = checkpoint.restore_best(run, model)
-    return evaluation("test", model.tower, model.sharded_rows()) | {"step": step}
+    return evaluation("test", model.tower, model.sharded_rows()) | evaluation.baselines("test") | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

@@ -133,7 +133,8 @@ def _results(runs: Sequence[Run]) -> str:
         cells = []
         for run, value in zip(runs, values, strict=True):
             text = _with_interval(name, value, int(run.results.get("users", 0)))
-            mark = len(runs) > 1 and value == best and name not in ("repeated_targets", "examples_per_second")
+            about = name in ("repeated_targets", "examples_per_second") or name.startswith(("popularity/", "item_knn/"))
+            mark = len(runs) > 1 and value == best and not about
             cells.append(f"<strong>{text}</strong>" if mark else text)
         rows.append([escape(name), *cells])
     rows.append(["users", *(f"{int(run.results['users']):,}" if "users" in run.results else NONE for run in runs)])

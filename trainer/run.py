@@ -31,6 +31,7 @@ from logitmix.trainer.data.dataset import Dataset
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
+    "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is continued; epochs only where the schedule does not depend on them."""
 
@@ -140,6 +141,20 @@ def evaluations_since_best(run: Path, metric: str) -> tuple[int, dict[str, Any]]
         return 0, {}
     best = max(range(len(rows)), key=lambda at: rows[at][metric])
     return len(rows) - 1 - best, rows[best]
+
+
+def still_rising(run: Path, metric: str) -> str:
+    """One line where the last evaluations on validation, a tenth of all, have the best one and are better than as many
+    before them in the mean; else nothing."""
+    values = [row[metric] for row in read_rows(run, "validation")]
+    last = max(1, len(values) // 10)
+    if len(values) < 2 or max(values) not in values[-last:] or sum(values[-last:]) <= sum(values[-2 * last : -last]):
+        return ""
+    return (
+        f"validation {metric} was still rising at the end ({values[-last - 1]:.4f} -> {values[-1]:.4f} over the last "
+        f"{last + 1} of {len(values)} evaluations): longer training (--train.epochs, --train.minutes) may give better "
+        "results"
+    )
 
 
 def write_plan(run: Path, plan: Mapping[str, Any]) -> None:

@@ -68,6 +68,15 @@ def test_patience_counts_the_evaluations_of_the_whole_run(tmp_path: Path, capsys
     assert evaluated(run) == [4, 8, 12, 16, 20]
 
 
+def test_a_run_that_ends_while_it_gets_better_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, said = write_dataset(tmp_path / "data", ring=True), "validation mrr was still rising at the end ("
+    settings = {"evaluate.metric": "mrr", "evaluate.every_epochs": 4, "train.epochs": 8, "tables.lr": 0.01}
+    train(small_config(data, settings), tmp_path / "rising")
+    assert said in capsys.readouterr().err
+    train(small_config(data, settings | STILL), tmp_path / "still")
+    assert said not in capsys.readouterr().err
+
+
 def test_an_evaluation_that_is_better_begins_the_count_anew(tmp_path: Path) -> None:
     for step, metric in enumerate((0.1, 0.3, 0.2, 0.3, 0.1), start=1):
         append_row(tmp_path, "validation", step, {"mrr": metric})

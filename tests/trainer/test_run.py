@@ -7,7 +7,16 @@ from small_data import small_config, write_dataset
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.run import append_row, checkpoint_paths, keep_rows, read_config, read_rows, run_lock, start_run
+from logitmix.trainer.run import (
+    append_row,
+    checkpoint_paths,
+    keep_rows,
+    read_config,
+    read_rows,
+    run_lock,
+    start_run,
+    still_rising,
+)
 
 
 def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
@@ -88,3 +97,25 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a run directory"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], ""),
+        ([0.1], ""),
+        ([0.1, 0.1], ""),
+        ([0.1, 0.3, 0.2], ""),
+        ([0.1, 0.3, 0.4], "(0.3000 -> 0.4000 over the last 2 of 3 evaluations)"),
+        # Of 20, the last two have the best one, and are better than the two before them.
+        ([*[0.1] * 16, 0.2, 0.2, 0.5, 0.4], "(0.2000 -> 0.4000 over the last 3 of 20 evaluations)"),
+        ([*[0.1] * 16, 0.4, 0.4, 0.5, 0.1], ""),
+        ([*[0.1] * 16, 0.2, 0.5, 0.4, 0.4], ""),
+    ],
+)
+def test_a_metric_that_still_rises_is_named(tmp_path: Path, values: list[float], said: str) -> None:
+    for step, value in enumerate(values):
+        append_row(tmp_path, "validation", step, {"mrr": value, "hr@10": 1 - value})
+        append_row(tmp_path, "train", step, {"loss": 1.0})
+    line = still_rising(tmp_path, "mrr")
+    assert line.startswith("validation mrr was still rising at the end " + said) if said else line == ""
