@@ -33,6 +33,10 @@ BLOCK_PAIRS = 2**24
 """Pairs worked on at once."""
 SCORES = 2**22
 """Scores held at once, about."""
+MOST_SCORES = 2**33
+"""Scores computed for a method, about; where all users have more, a sample of them is ranked."""
+MOST_ITEMS = 2**17
+"""Items that similarities are kept of, with 2.4 kB for each; of a larger corpus popularity alone is ranked."""
 ROUNDING = 1e-9
 """Relative difference below which two sums of similarities are a tie: their terms may come in another order."""
 
@@ -141,10 +145,11 @@ def _neighbors(user_E: Ints, item_E: Ints, num_users: int, num_items: int) -> It
 def _nearest(item_E: Tensor, other_E: Tensor, value_E: Tensor) -> Tensor:
     """Places of each item's NEIGHBORS largest values, itself left out; the entries are sorted by item and other."""
     place_E = (item_E != other_E).nonzero()[:, 0]
-    place_E = place_E[value_E[place_E].argsort(descending=True, stable=True)]
-    place_E = place_E[item_E[place_E].argsort(stable=True)]
-    item_E = item_E[place_E]
-    return place_E[torch.arange(len(item_E)) - torch.searchsorted(item_E, item_E) < NEIGHBORS]
+    # One key sorts by item, then by value from the largest: the bits of positive FP32 numbers rise with them.
+    bits_E = value_E[place_E].float().view(torch.int32)
+    item_E, order_E = ((item_E[place_E] << 32) - bits_E).sort(stable=True)
+    item_E = -(-item_E >> 32)
+    return place_E[order_E[torch.arange(len(item_E)) - torch.searchsorted(item_E, item_E) < NEIGHBORS]]
 
 
 def _has(row_E: Ints, column_E: Ints, rows: int, columns: int) -> Tensor:

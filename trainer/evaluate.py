@@ -17,7 +17,7 @@ from rich.console import Console
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
-from logitmix.trainer.baselines import ItemKNN, Score, popularity, rank_targets
+from logitmix.trainer.baselines import MOST_ITEMS, MOST_SCORES, ItemKNN, Score, popularity, rank_targets
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
@@ -108,16 +108,24 @@ class Evaluation:
         return on_first_rank(lambda: self._baselines(split), self.ranks) if self.config.evaluate.baselines else {}
 
     def _baselines(self, split: Split) -> dict[str, float]:
-        users, num_items = self._users(split), self.dataset.num_items
-        item_knn = ItemKNN.fit(self.dataset, self.held_out)
-        if self.said and item_knn.users < item_knn.of_users:
-            self.said.print(
-                f"item-kNN has its similarities from {item_knn.users:,} of {item_knn.of_users:,} users, a sample",
-                highlight=False,
-            )
-        scores: dict[str, Score] = {"popularity": popularity(self.dataset, self.held_out), "item_knn": item_knn}
+        everyone, num_items = self._users(split), self.dataset.num_items
+        users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
+        if len(users) < len(everyone):
+            self._say(f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
+        scores: dict[str, Score] = {"popularity": popularity(self.dataset, self.held_out)}
+        if num_items > MOST_ITEMS:
+            self._say(f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
+        else:
+            item_knn = ItemKNN.fit(self.dataset, self.held_out)
+            if item_knn.users < item_knn.of_users:
+                self._say(f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
+            scores["item_knn"] = item_knn
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
         return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in _means(rank_U).items()}
+
+    def _say(self, line: str) -> None:
+        if self.said:
+            self.said.print(line, highlight=False, soft_wrap=True)
 
     def _users(self, split: Split) -> RankingUsers:
         options, L = self.config.evaluate, self.config.model.encoder.max_length

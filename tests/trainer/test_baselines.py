@@ -10,7 +10,7 @@ import pytest
 from small_data import in_memory, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
-from logitmix.trainer import baselines
+from logitmix.trainer import baselines, evaluate
 from logitmix.trainer.baselines import ItemKNN, popularity, rank_targets
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -115,3 +115,18 @@ def test_they_are_named_in_the_results_unless_switched_off(tmp_path: Path) -> No
         found, none = (Evaluation(of, dataset, ranks).baselines("test") for of in (config, off))
     assert {f"{name}/{of}" for name in ("popularity", "item_knn") for of in ("hr@10", "mrr")} <= set(found)
     assert none == {}
+
+
+def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(write_dataset(tmp_path / "data"))
+    dataset = load_dataset(config.data.path)
+    monkeypatch.setattr(evaluate, "MOST_SCORES", 10 * dataset.num_items)
+    monkeypatch.setattr(evaluate, "MOST_ITEMS", dataset.num_items - 1)
+    with process_group("cpu", 60) as ranks:
+        found = Evaluation(config, dataset, ranks).baselines("test")
+    said = capsys.readouterr().err
+    assert "the baselines are ranked for 10 of 60 users, a sample" in said and "item-kNN is left out" in said
+    assert found["popularity/hr@10"] * 10 == pytest.approx(round(found["popularity/hr@10"] * 10))
+    assert "item_knn/hr@10" not in found
