@@ -62,8 +62,13 @@ def rank_targets(score: Score, users: RankingUsers, num_items: int, exclude_hist
     return rank_U
 
 
+def training_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
+    """How many training actions each item has [X]."""
+    return np.bincount(_training(dataset, held_out)[1], minlength=dataset.num_items)
+
+
 def popularity(dataset: Dataset, held_out: HeldOut) -> Score:
-    count_X = np.bincount(_training(dataset, held_out)[1], minlength=dataset.num_items).astype(np.float64)
+    count_X = training_counts(dataset, held_out).astype(np.float64)
     return lambda users: np.broadcast_to(count_X, (len(users), len(count_X)))
 
 

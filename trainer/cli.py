@@ -27,6 +27,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.modules.config import SimilarityConfig
 from logitmix.trainer.config import (
+    BASELINES,
     Config,
     HistoryRule,
     load_recipe,
@@ -66,9 +67,6 @@ recipes: {recipes}, or the path of a TOML file"""
 BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 TRAINING = ("torchrec", "fbgemm_gpu", "tensorboard")
 """Modules that `pip install logitmix` brings, and those that its extra `train` adds."""
-
-BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
-"""What results call them, and what people do."""
 
 BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""

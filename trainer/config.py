@@ -149,6 +149,8 @@ class TrainConfig:
 
 
 HistoryRule = Literal["auto", "yes", "no"]
+BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
+"""What results call the methods that a model is judged by, and what people do."""
 
 
 @dataclass(frozen=True)

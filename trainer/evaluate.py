@@ -1,6 +1,6 @@
 """Ranking of the whole corpus for held-out actions: who is ranked, by which rule, and what is reported.
 
-Axes: U users, K items at the top.
+Axes: U users, K items at the top, X items in the corpus.
 """
 
 import itertools
@@ -17,7 +17,15 @@ from rich.console import Console
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
-from logitmix.trainer.baselines import MOST_ITEMS, MOST_SCORES, ItemKNN, Score, popularity, rank_targets
+from logitmix.trainer.baselines import (
+    MOST_ITEMS,
+    MOST_SCORES,
+    ItemKNN,
+    Score,
+    popularity,
+    rank_targets,
+    training_counts,
+)
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
@@ -30,6 +38,8 @@ from logitmix.trainer.sharded_rows import ShardedRows
 from logitmix.trainer.telemetry import counting
 
 HIT_RATES = (1, 10, 50, 100, 200, 500)
+RECOMMENDED = 10
+"""Items at the top of a user's ranking that count as recommended."""
 RECALL_OF = (10, 100)
 """How many of the similarity's best items are looked for among those that the h-indexer keeps."""
 RECALL_AT = (100, 500, 1000, 5000, 10_000, 50_000, 100_000)
@@ -100,7 +110,8 @@ class Evaluation:
         users, batch_size = self._users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as advance:
             embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
-            return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance)
+            counts = training_counts(self.dataset, self.held_out) if split == "test" else None
+            return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance, counts)
 
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
@@ -139,12 +150,29 @@ def evaluate(
     batch_size: int,
     exclude_history: bool,
     advance: Callable[[int], None] = lambda users: None,
+    count_X: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """The metrics of both stages over all users, and the share of them whose target is in their history; collective,
-    and equal on all ranks."""
-    rankings = rank_corpus(embedder, num_items, users, batch_size, exclude_history, advance)
+    """The metrics of both stages over all users, and the share of them whose target is in their history; with counts of
+    the items' training actions, also how popular the best 10 are. Collective, and equal on all ranks."""
+    rankings = rank_corpus(
+        embedder, num_items, users, batch_size, exclude_history, advance, RECOMMENDED if count_X is not None else 0
+    )
     about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+    if count_X is not None and rankings.best_UK is not None:
+        about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
     return metrics_of(rankings, num_items) | about
+
+
+def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:
+    """The share of the corpus that is among anybody's best items (-1 is none), and the shares of the best items and of
+    the targets that are among the most popular 1 and 10 % of the corpus, by counts of training actions."""
+    items, X = best_UK[best_UK >= 0], len(count_X)
+    place_X = np.empty(X, np.int64)
+    place_X[np.argsort(-count_X, kind="stable")] = np.arange(X)
+    found = {f"recommended/coverage@{RECOMMENDED}": len(np.unique(items)) / X}
+    for percent, (name, of) in itertools.product((1, 10), (("recommended", items), ("targets", target_U))):
+        found[f"{name}/top_{percent}_percent"] = float(np.mean(place_X[of] < max(1, X * percent // 100)))
+    return found
 
 
 def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ Axes: U users of a round, B users of a batch, E excluded items of a batch's user
 chunk, S stages, K items at the top, Q numbers in a query's sides.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from logitmix.comm.collectives import all_gather, all_reduce_sum
 from logitmix.modules.features import Embedded
 from logitmix.modules.similarity.base import Side, Similarity
-from logitmix.serving.topk import NOTHING, rank_keys
+from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.sharded_rows import own_range
@@ -52,6 +52,8 @@ class Rankings:
     """Likewise by the h-indexer."""
     stage1_UK: Tensor | None = None
     """Rank by the h-indexer of the similarity's best K items (int64); NOT_SERVED where there are fewer items."""
+    best_UK: Tensor | None = None
+    """The similarity's best K items, where they were asked for (int64); -1 where there are fewer."""
 
 
 @torch.no_grad()
@@ -62,33 +64,41 @@ def rank_corpus(
     batch_size: int,
     exclude_history: bool,
     advance: Callable[[int], None] = lambda users: None,
+    best: int = 0,
 ) -> Rankings:
-    """Ranks the corpus for all users. Collective; equal on all ranks.
+    """Ranks the corpus for all users, and finds the `best` items of each, at most TOP. Collective; equal on all ranks.
 
     Ties count against the model, and so does NaN: whatever is not below the target stands above it. Excluded items
     stand below everything.
     """
-    ranking = _Ranking(embedder, num_items, batch_size, exclude_history)
+    ranking = _Ranking(embedder, num_items, batch_size, exclude_history, best)
     rounds = [ranking.round(part, advance) for part in users.batches(max(1, ROUND // batch_size) * batch_size)]
-    rank_SU = torch.cat([rank_SU for rank_SU, _ in rounds], dim=1)
-    if embedder.tower.hindexer is None:
-        return Rankings(rank_SU[0])
-    return Rankings(rank_SU[0], rank_SU[1], torch.cat([stage1 for _, stage1 in rounds if stage1 is not None]))
+    similarity, hindexer, stage1, best_items = zip(*rounds, strict=True)
+    return Rankings(torch.cat(similarity), _joined(hindexer), _joined(stage1), _joined(best_items))
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None
 
 
 class _Ranking:
     """How the corpus is ranked: whose stages, where chunks are cut, what is left out."""
 
-    def __init__(self, embedder: Embedder, num_items: int, batch_size: int, exclude_history: bool) -> None:
+    def __init__(self, embedder: Embedder, num_items: int, batch_size: int, exclude_history: bool, best: int) -> None:
         self.embedder, self.ranks, self.num_items = embedder, embedder.ranks, num_items
-        self.batch_size, self.exclude_history = batch_size, exclude_history
+        self.batch_size, self.exclude_history, self.best = batch_size, exclude_history, best
         stages: list[Similarity | None] = [embedder.tower.similarity, embedder.tower.hindexer]
         self.stages = [stage for stage in stages if stage is not None]
+        self.kept = TOP if len(self.stages) > 1 else best
+        """Items at the top that are found for each user."""
         self.chunk = _power_of_two(num_items // CHUNKS, *CHUNK_ITEMS)
         self.block = _power_of_two(PAIRS // batch_size, 1, self.chunk)
 
-    def round(self, users: RankingUsers, advance: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
-        """Ranks of the targets [S, U], and by the h-indexer of the similarity's best items [U, K]."""
+    def round(
+        self, users: RankingUsers, advance: Callable[[int], None]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What Rankings holds."""
         batches, ranked = self._encode(users), 0
         for number, chunk in enumerate(self._chunks(self.stages), start=1):
             for batch in batches if chunk.count else ():
@@ -99,7 +109,14 @@ class _Ranking:
         rank_SU = (above_SU + 1).cpu()
         if self.exclude_history:
             rank_SU[:, torch.from_numpy(users.repeats())] = NOT_SERVED
-        return rank_SU, self._rank_in_stage1(batches) if len(self.stages) > 1 else None
+        if not self.kept:
+            return rank_SU[0], None, None, None
+        found_SUK = torch.cat([batch.top_SBK for batch in batches], dim=1)
+        key_SUK = _best(torch.cat(all_gather(found_SUK, self.ranks), dim=2), self.kept)
+        best_UK = split_keys(key_SUK[0, :, : self.best])[0].cpu() if self.best else None
+        if len(self.stages) == 1:
+            return rank_SU[0], None, None, best_UK
+        return rank_SU[0], rank_SU[1], self._rank_in_stage1(batches, key_SUK[1]), best_UK
 
     @property
     def steps(self) -> int:
@@ -127,7 +144,7 @@ class _Ranking:
                 known_UQ[place * self.batch_size :][: len(part)] = torch.cat([_flat(queries), scores_BS], dim=1)
         known, S = all_reduce_sum(known_UQ, self.ranks).split(self.batch_size), len(self.stages)
         return [
-            _Batch(part, _unflat(known_BQ[:, :-S], sides_0), known_BQ[:, -S:].t(), self.exclude_history)
+            _Batch(part, _unflat(known_BQ[:, :-S], sides_0), known_BQ[:, -S:].t(), self.exclude_history, self.kept)
             for part, known_BQ in zip(parts, known, strict=True)
         ]
 
@@ -172,7 +189,7 @@ class _Ranking:
             yield _Chunk(start, stop - start, self._items(items, stages) if stop > start else [])
 
     def _rank(self, batch: "_Batch", chunk: "_Chunk") -> None:
-        """Counts what stands above the targets, and keeps the best items where there is an h-indexer."""
+        """Counts what stands above the targets, and keeps the best items."""
         sides = zip(self.stages, batch.query, chunk.items, strict=True)
         score_SBN = torch.stack([self._score(*of_stage, chunk.count) for of_stage in sides])
         out = batch.excluded_in(chunk)
@@ -180,16 +197,14 @@ class _Ranking:
         above_SBN[:, *out] = False
         above_SBN[:, *batch.targets_in(chunk)] = False
         batch.above_SB += above_SBN.sum(2)
-        if len(self.stages) > 1:
+        if self.kept:
             key_SBN = rank_keys(score_SBN, chunk.index_N(score_SBN.device))
             key_SBN[:, *out] = NOTHING
-            batch.top_SBK = _best(torch.cat([batch.top_SBK, key_SBN], dim=2))
+            batch.top_SBK = _best(torch.cat([batch.top_SBK, key_SBN], dim=2), self.kept)
 
-    def _rank_in_stage1(self, batches: list["_Batch"]) -> Tensor:
-        """Ranks by the h-indexer of the similarity's best items [U, K], the best one first."""
-        found_SUK = torch.cat([batch.top_SBK for batch in batches], dim=1)
-        key_SUK = _best(torch.cat(all_gather(found_SUK, self.ranks), dim=2))
-        ordered_UK, order_UK = key_SUK[1].sort(dim=1)
+    def _rank_in_stage1(self, batches: list["_Batch"], key_UK: Tensor) -> Tensor:
+        """Ranks by the h-indexer [U, K] of the similarity's best items, which have these keys there."""
+        ordered_UK, order_UK = key_UK.sort(dim=1)
         above_UK = torch.zeros_like(ordered_UK)
         for chunk in self._chunks(self.stages[1:]):
             start = 0
@@ -200,7 +215,7 @@ class _Ranking:
                 key_BN[batch.excluded_in(chunk)] = NOTHING
                 above_UK[users] += _count_above(key_BN, ordered_UK[users])
         rank_UK = torch.empty_like(above_UK).scatter_(1, order_UK, all_reduce_sum(above_UK, self.ranks) + 1)
-        return rank_UK.masked_fill(key_SUK[1] == NOTHING, NOT_SERVED).cpu()
+        return rank_UK.masked_fill(key_UK == NOTHING, NOT_SERVED).cpu()
 
 
 @dataclass(frozen=True)
@@ -218,8 +233,10 @@ class _Chunk:
 class _Batch:
     """Users who are ranked together, and what is found for them."""
 
-    def __init__(self, users: RankingUsers, query: list[Side], score_SB: Tensor, exclude_history: bool) -> None:
-        """`query` are their sides for each stage, and `score_SB` the scores of their targets."""
+    def __init__(
+        self, users: RankingUsers, query: list[Side], score_SB: Tensor, exclude_history: bool, kept: int
+    ) -> None:
+        """`query` are their sides for each stage, `score_SB` the scores of their targets; `kept` items are found."""
         device = score_SB.device
         self.query, self.score_SB = query, score_SB
         self.target_B = torch.from_numpy(users.target).to(device)
@@ -229,7 +246,7 @@ class _Batch:
         self.excluded = torch.from_numpy(row_E[order_E]).to(device), torch.from_numpy(self.item_E).to(device)
         self.above_SB = torch.zeros_like(score_SB, dtype=torch.int64)
         """Items above the target so far."""
-        self.top_SBK = torch.full((*score_SB.shape, TOP), NOTHING, device=device)
+        self.top_SBK = torch.full((*score_SB.shape, kept), NOTHING, device=device)
         """Keys for each stage of the similarity's best items so far."""
 
     def excluded_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
@@ -260,9 +277,9 @@ def _unflat(flat_BQ: Tensor, like: list[Side]) -> list[Side]:
     return [tuple(next(pieces).unflatten(1, part.shape[1:]).contiguous() for part in side) for side in like]
 
 
-def _best(key_SUN: Tensor) -> Tensor:
+def _best(key_SUN: Tensor, kept: int) -> Tensor:
     """Keys of the items that are best by the first stage, the best one first [S, U, K]."""
-    index_UK = key_SUN[0].topk(TOP, dim=1).indices
+    index_UK = key_SUN[0].topk(kept, dim=1).indices
     return key_SUN.gather(2, index_UK.expand(len(key_SUN), -1, -1))
 
 

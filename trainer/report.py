@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 
 from logitmix.common.files import write_whole
-from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.config import BASELINES, Config, flatten
 from logitmix.trainer.run import read_config, read_rows
 
 COLORS = 8
 """Runs with a color of their own; further ones take the same again."""
 NONE = "-"
 """What a table shows where there is nothing."""
+POPULARITY = ("most popular 1 %", "next 9 %", "other 90 %")
+"""Parts of the corpus."""
 POINTS = 300
 """Most points of a curve; where there are more rows, a point is the mean of several."""
 Z95 = 1.959964
@@ -86,6 +88,7 @@ def page(runs: Sequence[Run]) -> str:
         _overview(runs),
         _results(runs),
         _curves(runs),
+        _popularity(runs),
         _step(runs),
         _wire(runs),
         _components(runs),
@@ -123,28 +126,42 @@ def _overview(runs: Sequence[Run]) -> str:
 def _results(runs: Sequence[Run]) -> str:
     """Test metrics with intervals, a row each."""
     names = [name for run in runs for name in run.results]
-    names = [name for name in dict.fromkeys(names) if name not in ("users", "corpus", "seconds", "step")]
+    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *BASELINES)
+    names = [name for name in dict.fromkeys(names) if name.partition("/")[0] not in elsewhere]
     if not names:
         return _section("Test metrics", "<p>No run has finished yet.</p>")
-    rows = []
+    baselines, rows = _baselines(runs), []
     for name in names:
         values = [run.results.get(name) for run in runs]
         best = max((value for value in values if value is not None), default=None)
         cells = []
         for run, value in zip(runs, values, strict=True):
             text = _with_interval(name, value, int(run.results.get("users", 0)))
-            about = name in ("repeated_targets", "examples_per_second") or name.startswith(("popularity/", "item_knn/"))
-            mark = len(runs) > 1 and value == best and not about
+            mark = len(runs) > 1 and value == best and name not in ("repeated_targets", "examples_per_second")
             cells.append(f"<strong>{text}</strong>" if mark else text)
-        rows.append([escape(name), *cells])
-    rows.append(["users", *(f"{int(run.results['users']):,}" if "users" in run.results else NONE for run in runs)])
-    rows.append(["step of the checkpoint", *(f"{int(run.results['step']):,}" if run.results else NONE for run in runs)])
+        rows.append([escape(name), *cells, *(_with_interval(name, of.get(name), 0) for _, of in baselines)])
+    none = [""] * len(baselines)
+    users = [f"{int(run.results['users']):,}" if "users" in run.results else NONE for run in runs]
+    steps = [f"{int(run.results['step']):,}" if run.results else NONE for run in runs]
+    rows += [["users", *users, *none], ["step of the checkpoint", *steps, *none]]
     note = (
         "Of the best checkpoint on validation, over the whole corpus. The intervals of hit rates are 95 % Wilson "
         "intervals over the users ranked; they say nothing about other seeds. The other metrics have none, because a "
         "run does not keep each user's rank."
-    ) + (" The highest value is bold." if len(runs) > 1 else "")
-    return _section("Test metrics", f"<p>{note}</p>" + _table(["metric", *_names(runs)], rows))
+    ) + (" The highest value of a run is bold." if len(runs) > 1 else "")
+    heads = ["metric", *_names(runs), *(label for label, _ in baselines)]
+    return _section("Test metrics", f"<p>{note}</p>" + _table(heads, rows))
+
+
+def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
+    """Name and metrics of the methods that the runs are judged by; the same ones once."""
+    found: list[tuple[str, Mapping[str, float]]] = []
+    for prefix, label in BASELINES.items():
+        for run in runs:
+            of = {key.removeprefix(f"{prefix}/"): value for key, value in run.results.items() if key.startswith(prefix)}
+            if of and (label, of) not in found:
+                found.append((label, of))
+    return found
 
 
 def _with_interval(name: str, value: float | None, users: int) -> str:
@@ -187,6 +204,35 @@ def _over_steps_and_time(runs: Sequence[Run], title: str, rows_of: Rows, name: s
     return _charts([chart(title, "step", over_steps), chart(title, "minutes", over_time)])
 
 
+def _popularity(runs: Sequence[Run]) -> str:
+    """How popular the recommended items are, beside the items that users took."""
+    rows = []
+    for number, run in enumerate(runs):
+        if "recommended/top_1_percent" not in run.results:
+            continue
+        for name, label in (("recommended", "recommended"), ("targets", "test targets")):
+            top_1, top_10 = (run.results[f"{name}/top_{percent}_percent"] for percent in (1, 10))
+            parts = (top_1, top_10 - top_1, 1 - top_10)
+            coverage = run.results["recommended/coverage@10"] if name == "recommended" else None
+            rows.append(
+                [
+                    _swatch(number) + escape(str(run.path)),
+                    label,
+                    *(f"{part:.1%}" for part in parts),
+                    NONE if coverage is None else f"{coverage:.1%}",
+                    _bar([(title, part, f"{part:.1%}") for title, part in zip(POPULARITY, parts, strict=True)], 1.0),
+                ]
+            )
+    if not rows:
+        return ""
+    heads = ["run", "items", *(_key(at, title) for at, title in enumerate(POPULARITY)), "share of the corpus", ""]
+    note = (
+        "Items by their number of training actions: what share of each user's best 10 and of the test targets is among "
+        "the most popular, and how much of the corpus is among the best 10 of any user."
+    )
+    return _section("Popularity of what is recommended", f"<p>{note}</p>" + _table(heads, rows))
+
+
 def _step(runs: Sequence[Run]) -> str:
     """The time of a step by part."""
     parts = [name for run in runs for row in run.training[:1] for name in row if name.startswith("time/")]
@@ -197,26 +243,34 @@ def _step(runs: Sequence[Run]) -> str:
     longest = max(sum(mean.values()) for mean in means) or 1.0
     rows = []
     for number, (run, mean) in enumerate(zip(runs, means, strict=True)):
-        bar = "".join(
-            f'<span class="part p{at % COLORS}" style="width:{100 * mean[name] / longest:.2f}%" '
-            f'title="{escape(name.removeprefix("time/"))}: {mean[name]:.1f} ms"></span>'
-            for at, name in enumerate(parts)
-        )
+        bar = _bar([(name.removeprefix("time/"), mean[name], f"{mean[name]:.1f} ms") for name in parts], longest)
         cells = [f"{mean[name]:,.1f}" for name in parts]
         rows.append(
             [
                 _swatch(number) + escape(str(run.path)),
                 *cells,
                 f"{sum(mean.values()):,.1f}",
-                f'<div class="bar">{bar}</div>',
+                bar,
             ]
         )
-    heads = [
-        f'<span class="part key p{at % COLORS}"></span>{escape(name.removeprefix("time/"))}'
-        for at, name in enumerate(parts)
-    ]
+    heads = [_key(at, name.removeprefix("time/")) for at, name in enumerate(parts)]
     note = "Milliseconds of rank 0, mean over the run without its first row. forward holds most of the loss's backward."
     return _section("Time of a step", f"<p>{note}</p>" + _table(["run", *heads, "all", ""], rows))
+
+
+def _bar(parts: Sequence[tuple[str, float, str]], longest: float) -> str:
+    """A bar of parts with their names, sizes and texts; one of size `longest` takes the whole width."""
+    spans = (
+        f'<span class="part p{at % COLORS}" style="width:{100 * size / longest:.2f}%" '
+        f'title="{escape(name)}: {escape(text)}"></span>'
+        for at, (name, size, text) in enumerate(parts)
+    )
+    return f'<div class="bar">{"".join(spans)}</div>'
+
+
+def _key(at: int, name: str) -> str:
+    """The head of a column that is a part of a bar."""
+    return f'<span class="part key p{at % COLORS}"></span>{escape(name)}'
 
 
 def _wire(runs: Sequence[Run]) -> str:

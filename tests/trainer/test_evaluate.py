@@ -21,7 +21,7 @@ from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryR
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.embed import Embedder
-from logitmix.trainer.evaluate import Evaluation, evaluate, excludes_history, metrics_of
+from logitmix.trainer.evaluate import Evaluation, evaluate, excludes_history, how_popular, metrics_of
 from logitmix.trainer.ranking import NOT_SERVED, Rankings
 from logitmix.trainer.sharded_rows import ShardedRows
 
@@ -131,6 +131,21 @@ def test_a_model_that_knows_the_targets_is_perfect(ranks: Ranks) -> None:
         pytest.fail("the dataset of this test must not repeat an item")
     metrics = evaluate(Embedder(tower, whole(item_XD, ranks)), ITEMS, users, 64, True)
     assert metrics["hr@1"] == metrics["ndcg@10"] == metrics["mrr"] == 1.0
+
+
+def test_popularity_of_the_best_items_and_of_the_targets() -> None:
+    """Of 200 items the most popular 1 % are 7 and 9, and the most popular 10 % are these and 18 others."""
+    count_X = np.zeros(200, np.int64)
+    count_X[[9, 7]], count_X[20:40] = [50, 40], 5
+    best_UK = np.array([[7, 9, 20, 37, 38], [7, 150, -1, -1, -1]])
+    found = how_popular(best_UK, np.array([9, 38, 150, 37]), count_X)
+    assert found == {
+        "recommended/coverage@10": 6 / 200,
+        "recommended/top_1_percent": 3 / 7,
+        "recommended/top_10_percent": 5 / 7,
+        "targets/top_1_percent": 1 / 4,
+        "targets/top_10_percent": 2 / 4,
+    }
 
 
 WALKS = [[item, item, 1, item, item] for item in range(2, 22)]

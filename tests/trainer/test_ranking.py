@@ -193,9 +193,9 @@ def test_a_ranking_is_that_of_scoring_every_item_for_every_user(
 ) -> None:
     tower, item_XD, users = tower_of(kind, hindexer), item_table(), random_users()
     told: list[int] = []
-    found = rank_corpus(Embedder(tower, {ITEM: sharded(item_XD, ranks)}), ITEMS, users, 4, exclude, told.append)
+    found = rank_corpus(Embedder(tower, {ITEM: sharded(item_XD, ranks)}), ITEMS, users, 4, exclude, told.append, 7)
     assert sum(told) == len(users) and tower.training
-    expected: dict[str, list[Any]] = {"similarity": [], "hindexer": [], "stage1": []}
+    expected: dict[str, list[Any]] = {"similarity": [], "hindexer": [], "stage1": [], "best": []}
     for history, target in zip(histories_of(users), users.target.tolist(), strict=True):
         scores, excluded = scores_of(tower, item_XD, history), history if exclude else []
         for name, score_X in scores.items():
@@ -203,7 +203,9 @@ def test_a_ranking_is_that_of_scoring_every_item_for_every_user(
         left = sorted(set(range(ITEMS)) - set(excluded))
         best = [sorted(left, key=lambda item: -score_X[item]) for score_X in scores.values()]
         expected["stage1"].append([best[-1].index(item) + 1 for item in best[0][:TOP]])
+        expected["best"].append(best[0][:7])
     assert found.similarity_U.tolist() == expected["similarity"]
+    assert found.best_UK is not None and found.best_UK.tolist() == expected["best"]
     assert len(set(expected["similarity"])) > 3 and (NOT_SERVED in expected["similarity"]) == exclude
     if hindexer:
         assert found.hindexer_U is not None and found.stage1_UK is not None

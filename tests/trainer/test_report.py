@@ -48,12 +48,13 @@ def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     page = parsed(tmp_path / "page.html")
     sections = texts(page, "h2")
-    assert sections[:4] == ["Test metrics", "Curves", "Time of a step", "The wire"]
-    assert sections[4:] == ["Use of MoL's components", "Configuration"]
+    assert sections[:3] == ["Test metrics", "Curves", "Popularity of what is recommended"]
+    assert sections[3:] == ["Time of a step", "The wire", "Use of MoL's components", "Configuration"]
     low, high = wilson(results["hr@10"], 60)
     rows = texts(page, "tr")
-    assert f"hr@10{results['hr@10']:.4f} [{low:.4f}, {high:.4f}]" in rows
-    assert f"mrr{results['mrr']:.4f}" in rows and "users60" in rows
+    beside = [f"{results[f'{name}/hr@10']:.4f}" for name in ("popularity", "item_knn")]
+    assert f"hr@10{results['hr@10']:.4f} [{low:.4f}, {high:.4f}]{''.join(beside)}" in rows
+    assert any(row.startswith(f"mrr{results['mrr']:.4f}") for row in rows) and "users60" in rows
     assert "model.similarity.kindmol" in rows
     charts = texts(page, "figcaption")
     assert charts[:2] == ["training loss", "training loss"]
@@ -69,6 +70,9 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     rows = [training_row(step, **wire) for step in (1, 2, 4)]
     validated = {"kind": "validation", "step": 2, "hr@10": 0.5, "mrr": 0.25}
     finished = {"hr@10": 0.25, "mrr": 0.1, "users": 60, "corpus": 50, "step": 2, "examples_per_second": 7.0}
+    finished |= {"popularity/hr@10": 0.3, "recommended/coverage@10": 0.6}
+    for name, (top_1, top_10) in {"recommended": (0.25, 0.75), "targets": (0.125, 0.5)}.items():
+        finished |= {f"{name}/top_1_percent": top_1, f"{name}/top_10_percent": top_10}
     runs = [
         made_run(tmp_path / "done", [*rows, validated], {}, results=finished | {"seconds": 24.0}),
         made_run(tmp_path / "<i>&'\"", [*rows[:2], validated], {"train.seed": 3}),
@@ -91,11 +95,13 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
         f"{runs[2]}{size}not finished, 0 steps0.0 min",
         f"{runs[3]}{size}finished, 4 steps0.4 min",
     ]
-    assert texts(metrics, "th") == ["metric", *map(str, runs)]
-    assert "examples_per_second7--5" in texts(metrics, "tr")
+    assert texts(metrics, "th") == ["metric", *map(str, runs), "popularity"]
+    assert {"hr@100.2500 [0.1578, 0.3723]---0.3000", "examples_per_second7--5-"} < set(texts(metrics, "tr"))
     assert texts(metrics, "strong") == ["0.2500 [0.1578, 0.3723]", "0.1000"]
     rows_shown = texts(page, "tr")
     assert f"{runs[0]}itemforward2.00.250-" in rows_shown
+    assert f"{runs[0]}recommended25.0%50.0%25.0%60.0%" in rows_shown
+    assert f"{runs[0]}test targets12.5%37.5%50.0%-" in rows_shown
     marks = texts(page, "mark")
     differing = [row for row in rows_shown if row.startswith(("train.seed", "evaluate.every_epochs"))]
     assert differing == ["train.seed0300", "evaluate.every_epochs1110"]
