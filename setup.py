@@ -24,6 +24,13 @@ setup(
             optional=True,
         ),
         Extension(
+            "logitmix.modules._stage1",
+            ["modules/stage1.c"],
+            depends=["setup.py"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
+        Extension(
             "logitmix.modules.losses._mol",
             ["modules/losses/mol.c"],
             depends=["setup.py"],

@@ -1,40 +1,138 @@
-"""The h-indexer's dot product, section 4.1."""
+"""Stage 1's top K against plain torch, for every set of instructions that this processor has."""
 
+import math
+
+import numpy as np
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from logitmix.modules.config import HIndexerConfig
-from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.noise import Noise
+from logitmix.modules import stage1
+from logitmix.modules.stage1 import LANES, Found, Int8Corpus, hindexer_topk
 
-EPS = 2**-24
-
-
-def test_ranks_by_the_cosine_of_two_projections() -> None:
-    hindexer = HIndexer(6, HIndexerConfig(dim=4, temperature=0.07))
-    generator = torch.Generator().manual_seed(0)
-    query_TD, item_ND = torch.randn(5, 6, generator=generator), torch.randn(5, 6, generator=generator)
-    row = torch.arange(5)
-    query, item = hindexer.query(query_TD, row), hindexer.item(item_ND, row)
-    u_TH = query_TD.double() @ hindexer.query_projection.weight.detach().double().T
-    x_NH = item_ND.double() @ hindexer.item_projection.weight.detach().double().T
-    cosines = [[float(u @ x / (u @ u).sqrt() / (x @ x).sqrt()) for x in x_NH] for u in u_TH]
-    expected = torch.tensor(cosines) / 0.07
-    # Values up to 14, a few dozen roundings.
-    torch.testing.assert_close(hindexer.all_pairs(query, item), expected, rtol=0, atol=20 * 32 * EPS)
-    torch.testing.assert_close(hindexer.pairs(query, item), expected.diagonal(), rtol=0, atol=20 * 32 * EPS)
-    assert query[0].shape == item[0].shape == (5, 4)
+library = stage1._library()
+needs_library = pytest.mark.skipif(library is None, reason="no compiler has built stage1.c")
+LEVELS = range(library.stage1_level() + 1 if library else 0)
 
 
-def test_has_two_matrices_and_none_of_a_pair() -> None:
-    hindexer = HIndexer(6, HIndexerConfig(dim=4))
-    assert {name: tuple(p.shape) for name, p in hindexer.named_parameters()} == {
-        "query_projection.weight": (4, 6),
-        "item_projection.weight": (4, 6),
-    }
-    assert hindexer.pair_parameters() == []
+@pytest.fixture(autouse=True)
+def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small corpora have blocks that are not in it, and several threads."""
+    monkeypatch.setattr(stage1, "SMALLEST_SAMPLE", 8)
+    monkeypatch.setattr(stage1, "BLOCKS_OF_A_THREAD", 8)
 
 
-def test_has_no_dropout() -> None:
-    hindexer, x, row = HIndexer(6, HIndexerConfig(dim=4)), torch.ones(2, 6), torch.arange(2)
-    assert torch.equal(hindexer.query(x, row, Noise(1))[0], hindexer.query(x, row)[0])
-    assert torch.equal(hindexer.item(x, row, Noise(1))[0], hindexer.item(x, row)[0])
+def plain(query_BH: Tensor, corpus: Int8Corpus, k: int, allowed: Tensor | None = None) -> Found:
+    query, scale_B = stage1._quantized(query_BH, corpus)
+    bits = None if allowed is None else stage1._bits(allowed, len(query), corpus.num_items)
+    return stage1._plain(query, scale_B, corpus, min(k, corpus.num_items), bits)
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert torch.equal(found.items_BK, expected.items_BK)
+    torch.testing.assert_close(found.scores_BK, expected.scores_BK, rtol=1e-6, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_form_is_the_definition(level: int, data: st.DataObject) -> None:
+    X, H, B = (data.draw(st.integers(1, most)) for most in (700, 70, 19))
+    k, threads, values = data.draw(st.integers(1, X + 5)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 127))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    # Few values make many equal scores.
+    item_XH, query_BH = (torch.randint(-values, values + 1, (n, H), generator=random).float() for n in (X, B))
+    shape = data.draw(st.sampled_from([None, (X,), (B, X)]))
+    allowed = None if shape is None else torch.rand(shape, generator=random) < data.draw(st.floats(0, 1))
+    corpus = Int8Corpus.of(item_XH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage1, "SMALLEST_SAMPLE", 8)
+        patch.setattr(stage1, "BLOCKS_OF_A_THREAD", 8)
+        patch.setattr(stage1, "_BEST", level)
+        assert_same(hindexer_topk(query_BH, corpus, k, allowed, threads), plain(query_BH, corpus, k, allowed))
+
+
+def test_the_definition_is_the_top_of_the_quantised_products() -> None:
+    """Item by item, in whole numbers."""
+    random = np.random.default_rng(0)
+    items, queries = random.integers(-127, 128, (40, 6)), random.integers(-3, 4, (3, 6))
+    items[0, 0], queries[:, 0] = 127, 127  # so that quantisation changes nothing
+    found = plain(torch.from_numpy(queries).float(), Int8Corpus.of(torch.from_numpy(items).float()), 7)
+    for query, item_K, score_K in zip(queries, found.items_BK.tolist(), found.scores_BK.tolist(), strict=True):
+        best = sorted(range(40), key=lambda x: (-int(items[x] @ query), x))[:7]
+        assert item_K == sorted(best)
+        assert score_K == pytest.approx([int(items[x] @ query) for x in sorted(best)], rel=1e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_sample_of_the_best_items_alone_misleads_nobody(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threshold is then above nearly all items, so the query is scanned again."""
+    monkeypatch.setattr(stage1, "_BEST", level)
+    item_XH = torch.randn(100 * LANES, 8, generator=torch.Generator().manual_seed(0)).abs()
+    sample_S = stage1._sample(100)
+    item_XH.view(100, LANES, 8)[sample_S] += 100
+    corpus, query_BH = Int8Corpus.of(item_XH), torch.ones(2, 8)
+    query_BH[1] = -1  # for which the sample has the worst items
+    assert_same(hindexer_topk(query_BH, corpus, 400), plain(query_BH, corpus, 400))
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+def test_rising_scores_fill_a_buffer_again_and_again(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage1, "_BEST", level)
+    monkeypatch.setattr(stage1, "DEVIATIONS", 0.0)
+    item_XH = torch.arange(5000.0)[:, None] / 5000 + torch.zeros(1, 4)
+    corpus, query_BH = Int8Corpus.of(item_XH), torch.ones(1, 4)
+    assert_same(hindexer_topk(query_BH, corpus, 30), plain(query_BH, corpus, 30))
+    assert_same(hindexer_topk(-query_BH, corpus, 30), plain(-query_BH, corpus, 30))
+
+
+def test_quantisation_keeps_what_is_best() -> None:
+    """Unit vectors of 64 dimensions: the recall of the exact top 1 %."""
+    random = torch.Generator().manual_seed(0)
+    item_XH, query_BH = (
+        torch.nn.functional.normalize(torch.randn(n, 64, generator=random), dim=1) for n in (50_000, 8)
+    )
+    found = hindexer_topk(query_BH, Int8Corpus.of(item_XH), 500).ordered()
+    exact = (query_BH @ item_XH.T).topk(500)
+    same = [len(set(a) & set(b)) for a, b in zip(found.items_BK.tolist(), exact.indices.tolist(), strict=True)]
+    assert sum(same) / (8 * 500) > 0.97
+    assert (found.scores_BK.diff(dim=1) <= 0).all()
+    torch.testing.assert_close(found.scores_BK, exact.values, rtol=0, atol=0.01)
+
+
+def test_fewer_items_than_k_and_none() -> None:
+    corpus = Int8Corpus.of(torch.eye(20)[:, :4])
+    allowed = torch.zeros(20, dtype=torch.bool)
+    allowed[[3, 19]] = True
+    found = hindexer_topk(torch.ones(1, 4), corpus, 4, allowed)
+    assert found.items_BK.tolist() == [[3, 19, -1, -1]]
+    assert found.scores_BK[0, 2:].tolist() == [-math.inf] * 2
+    assert found.ordered().items_BK.tolist() == [[3, 19, -1, -1]]
+    assert hindexer_topk(torch.ones(1, 4), corpus, 100).items_BK.tolist() == [list(range(20))]
+    assert hindexer_topk(torch.ones(0, 4), corpus, 5).items_BK.shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"k": 0}, "k is 0; it must be at least 1"),
+        ({"query_BH": torch.ones(1, 9)}, "the queries are 9 wide, the corpus 8"),
+        ({"query_BH": torch.full((1, 8), math.nan)}, "the queries have values that are not finite"),
+        ({"allowed": torch.ones(19, dtype=torch.bool)}, "allowed is torch.bool"),
+        ({"allowed": torch.ones(2, 3, dtype=torch.uint8)}, "allowed is torch.uint8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> None:
+    arguments = {"query_BH": torch.ones(1, 8), "corpus": Int8Corpus.of(torch.ones(20, 8)), "k": 3} | changes
+    with pytest.raises(ValueError, match=said):
+        hindexer_topk(**arguments)  # type: ignore[arg-type]
+
+
+def test_vectors_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        Int8Corpus.of(torch.tensor([[1.0, math.inf]]))

@@ -1,0 +1,328 @@
+"""Stage 1 over a whole corpus (section 4.1): the K items with the largest dot products, found in INT8 in one pass.
+
+    corpus = Int8Corpus.of(item_XH)
+    found = hindexer_topk(query_BH, corpus, k=100_000)
+    found.items_BK  # the K best items of each query
+
+As in Algorithm 2, a threshold is estimated on a random sample, and one pass keeps what reaches it. Unlike there,
+exactly K items come back: a buffer that is full is trimmed to its K best, and a query that finds fewer is scanned again
+without a threshold. So the result is the exact top K of the INT8 products, whatever the sample was. The scores of the
+corpus are never held.
+
+Axes: X items in the corpus, H width, B queries, K items found, R items of a part, G groups of 4 dimensions, S blocks of
+a sample.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LANES, GROUP = 16, 4
+"""Items of a block, and dimensions that one instruction multiplies: how the corpus lies in memory."""
+LARGEST = 127
+SAMPLE, SMALLEST_SAMPLE = 2**13, 2**6
+"""Blocks of the sample that the threshold is estimated on: one in SAMPLED of all, within these."""
+SAMPLED = 32
+BLOCKS_OF_A_THREAD = 2**12
+"""Fewer are not worth another thread."""
+DEVIATIONS = 4.0
+"""The threshold lets that many standard deviations more pass than K items, as the sample tells."""
+CHUNK = 2**20
+"""Items that are quantised, or scored in plain torch, at once."""
+
+
+@dataclass(frozen=True)
+class Int8Corpus:
+    """Vectors of all items, quantised with one scale, so that the order of INT32 scores is that of the products."""
+
+    blocks: Tensor
+    """uint8 [X / 16, G, 16, 4]: blocks of 16 items, in each 4 dimensions of an item side by side; values are 128 above
+    the signed ones. Zeros fill up the last block and the last group."""
+    scale: float
+    """A value is (byte - 128) * scale."""
+    num_items: int
+
+    @classmethod
+    def of(cls, item_XH: Tensor) -> "Int8Corpus":
+        """From finite vectors [X, H] of any floating type. ValueError for others."""
+        X, H = item_XH.shape
+        largest = max((float(part.abs().max()) for part in item_XH.split(CHUNK)), default=0.0)
+        if not math.isfinite(largest):
+            raise ValueError("the items' vectors have values that are not finite")
+        corpus = cls.empty(X, H, largest / LARGEST or 1.0)
+        for start in range(0, X, CHUNK):
+            corpus.fill(start, item_XH[start : start + CHUNK])
+        return corpus
+
+    @classmethod
+    def empty(cls, num_items: int, width: int, scale: float) -> "Int8Corpus":
+        """Zeros, to be filled."""
+        shape = (-(-num_items // LANES), -(-width // GROUP), LANES, GROUP)
+        return cls(torch.full(shape, 128, dtype=torch.uint8), scale, num_items)
+
+    def fill(self, start: int, item_RH: Tensor) -> None:
+        """Quantises items from index `start` on, a multiple of 16; what the scale cannot hold is clamped."""
+        assert start % LANES == 0
+        R, H = item_RH.shape
+        blocks, groups = -(-R // LANES), self.blocks.shape[1]
+        padded = item_RH.new_zeros(blocks * LANES, groups * GROUP, dtype=torch.float32)
+        padded[:R, :H] = item_RH
+        values = padded.div_(self.scale).round_().clamp_(-LARGEST, LARGEST).add_(128).to(torch.uint8)
+        values = values.view(blocks, LANES, groups, GROUP).transpose(1, 2)
+        self.blocks[start // LANES : start // LANES + blocks] = values
+
+    @property
+    def width(self) -> int:
+        """H, rounded up to whole groups."""
+        return self.blocks.shape[1] * GROUP
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """The signed values of items [start, stop), FP32 [R, width]; `start` is a multiple of 16."""
+        assert start % LANES == 0
+        part = self.blocks[start // LANES : -(-stop // LANES)].transpose(1, 2)
+        return part.reshape(-1, self.width)[: stop - start].float() - 128
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best items of each query, by the INT8 products."""
+
+    items_BK: Tensor
+    """int64, in the order of their index; -1 after the last where fewer items are allowed."""
+    scores_BK: Tensor
+    """FP32, beside them: the products of the quantised vectors; -inf where there is no item."""
+
+    def ordered(self) -> "Found":
+        """The same with the highest scores first, the lower index first of equal ones."""
+        order_BK = self.scores_BK.sort(dim=1, descending=True, stable=True).indices
+        return Found(self.items_BK.gather(1, order_BK), self.scores_BK.gather(1, order_BK))
+
+
+def hindexer_topk(
+    query_BH: Tensor,
+    corpus: Int8Corpus,
+    k: int,
+    allowed: Tensor | None = None,
+    threads: int | None = None,
+) -> Found:
+    """The k items [B, K] with the largest dot products, K being k or the corpus where it is smaller.
+
+    Queries are quantised with a scale each. `allowed` says which items may be found: bool [X] for all queries or
+    [B, X], or the same as bits, uint8 [..., X / 8], the lowest bit first; k items are found after it, or all that it
+    leaves. Of equal scores the item with the lower index is taken. `threads` as torch's where None; the result does
+    not depend on it.
+
+    Raises ValueError for a width or a mask that does not fit, queries that are not finite and k below 1.
+    """
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
+    K = min(k, corpus.num_items)
+    query, scale_B = _quantized(query_BH, corpus)
+    bits = None if allowed is None else _bits(allowed, len(query), corpus.num_items)
+    if K == 0 or len(query) == 0:
+        return Found(torch.empty(len(query), K, dtype=torch.int64), torch.empty(len(query), K))
+    if _library() is None:
+        return _plain(query, scale_B, corpus, K, bits)
+    return _compiled(query, scale_B, corpus, K, bits, threads or torch.get_num_threads())
+
+
+def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
+    """int8 [B, width], and what an integer score is to be multiplied by, FP32 [B]."""
+    B, H = query_BH.shape
+    if not corpus.width - GROUP < H <= corpus.width:
+        raise ValueError(f"the queries are {H} wide, the corpus {corpus.width}")
+    if not query_BH.isfinite().all():
+        raise ValueError("the queries have values that are not finite")
+    largest_B = query_BH.float().abs().amax(1) if H else query_BH.new_zeros(B, dtype=torch.float32)
+    scale_B = torch.where(largest_B > 0, largest_B / LARGEST, 1.0)
+    values = torch.zeros(B, corpus.width, dtype=torch.int8)
+    values[:, :H] = (query_BH.float() / scale_B[:, None]).round().to(torch.int8)
+    return values, scale_B * corpus.scale
+
+
+def _bits(allowed: Tensor, B: int, X: int) -> Tensor:
+    """uint8 [1 or B, bytes]."""
+    width = X if allowed.dtype == torch.bool else -(-X // 8)
+    if allowed.dtype not in (torch.bool, torch.uint8) or allowed.shape not in ((width,), (B, width)):
+        raise ValueError(
+            f"allowed is {allowed.dtype} {list(allowed.shape)}; it must be bool, or bits as uint8, [{X} items] or "
+            f"[{B} queries, {X} items]"
+        )
+    rows = allowed.view(-1, width)
+    if allowed.dtype == torch.bool:
+        rows = torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little"))
+    return rows.contiguous()
+
+
+def _plain(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> Found:
+    """The definition. Sums of products of bytes are whole numbers below 2^24: exact in FP32, up to a width of 1,040."""
+    least = torch.iinfo(torch.int64).min
+    key_BK = torch.full((len(query), 0), least)
+    for start in range(0, corpus.num_items, CHUNK):
+        stop = min(start + CHUNK, corpus.num_items)
+        score_BR = (query.double() @ corpus.values(start, stop).double().T).long()
+        # Of equal scores the lower index is the larger key.
+        key_BR = (score_BR << 32) + (2**32 - 1 - torch.arange(start, stop))
+        if bits is not None:
+            item_R = torch.arange(start, stop)
+            key_BR = key_BR.masked_fill((bits[:, item_R // 8] >> (item_R % 8) & 1) == 0, least)
+        keys = torch.cat([key_BK, key_BR], dim=1)
+        key_BK = keys.topk(min(K, keys.shape[1]), dim=1).values
+    nothing = key_BK == least
+    item_BK = (2**32 - 1 - (key_BK & 0xFFFFFFFF)).masked_fill(nothing, 2**32)
+    score_BK = (key_BK >> 32) * scale_B[:, None]
+    item_BK, order_BK = item_BK.sort(dim=1)
+    nothing = item_BK == 2**32
+    return Found(item_BK.masked_fill(nothing, -1), score_BK.gather(1, order_BK).masked_fill(nothing, -math.inf))
+
+
+class _Scan(ctypes.Structure):
+    """stage1.c's."""
+
+    _fields_ = (
+        ("corpus", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("X", "G", "B", "K", "R")),
+        ("query_BH", ctypes.c_void_p),
+        ("allowed", ctypes.c_void_p),
+        ("allowed_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("least_B", "count_B", "score_BR", "item_BR")),
+    )
+
+
+class _Buffers:
+    """What a thread has found of some queries."""
+
+    def __init__(self, query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None, room: int) -> None:
+        B = len(query)
+        self.inputs = query, corpus.blocks, bits
+        self.least_B = torch.empty(B, dtype=torch.int32)
+        self.count_B = torch.zeros(B, dtype=torch.int64)
+        self.score_BR = torch.empty(B, room, dtype=torch.int32)
+        self.item_BR = torch.empty(B, room, dtype=torch.int32)
+        shape = corpus.num_items, corpus.blocks.shape[1], B, K, room
+        mask = (0, 0) if bits is None else (bits.data_ptr(), bits.stride(0) if len(bits) > 1 else 0)
+        found = (self.least_B, self.count_B, self.score_BR, self.item_BR)
+        self.scan = _Scan(
+            corpus.blocks.data_ptr(), *shape, query.data_ptr(), *mask, *(tensor.data_ptr() for tensor in found)
+        )
+
+    def result(self, scale_B: Tensor) -> Found:
+        """The K best of them."""
+        B, K = len(self.count_B), self.scan.K
+        found = Found(torch.empty(B, K, dtype=torch.int64), torch.empty(B, K))
+        library = _library()
+        assert library is not None
+        library.stage1_result(
+            ctypes.byref(self.scan), scale_B.data_ptr(), found.items_BK.data_ptr(), found.scores_BK.data_ptr()
+        )
+        return found
+
+
+def _compiled(
+    query: Tensor,
+    scale_B: Tensor,
+    corpus: Int8Corpus,
+    K: int,
+    bits: Tensor | None,
+    threads: int,
+    estimate: bool = True,
+) -> Found:
+    """Without `estimate`, everything is taken until the buffers are full."""
+    blocks, level, library = len(corpus.blocks), _level(), _library()
+    assert library is not None
+    sample_S = _sample(blocks)
+    share = len(sample_S) / blocks
+    # So many of the sample are above the threshold, and at most about so many of the corpus.
+    wanted = math.ceil(K * share + DEVIATIONS * math.sqrt(K * share)) + 1
+    most = math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
+    workers = max(1, min(threads, blocks // BLOCKS_OF_A_THREAD))
+    room = max(K, min(corpus.num_items, most)) + LANES
+    parts = [_Buffers(query, corpus, K, bits, room) for _ in range(workers)]
+    parts[0].least_B.fill_(torch.iinfo(torch.int32).min)
+    if estimate and library.stage1_threshold(
+        ctypes.byref(parts[0].scan), sample_S.data_ptr(), len(sample_S), wanted, level
+    ):
+        raise MemoryError("no memory for the scores of stage 1's sample")
+    for part in parts[1:]:
+        part.least_B.copy_(parts[0].least_B)
+
+    def work(worker: int) -> None:
+        first, last = blocks * worker // workers, blocks * (worker + 1) // workers
+        library.stage1_scan(ctypes.byref(parts[worker].scan), first, last, level)
+
+    others = [_pool().submit(work, worker) for worker in range(1, workers)]
+    work(0)
+    for other in others:
+        other.result()
+    found = _joined(parts, query, corpus, K, bits)
+    result = found.result(scale_B)
+    if estimate and len(missed := (found.count_B < K).nonzero().flatten()):
+        of_missed = None if bits is None else bits[missed] if len(bits) > 1 else bits
+        again = _compiled(query[missed], scale_B[missed], corpus, K, of_missed, threads, estimate=False)
+        result.items_BK[missed], result.scores_BK[missed] = again.items_BK, again.scores_BK
+    return result
+
+
+def _sample(blocks: int) -> Tensor:
+    """Indices [S] of blocks: one, at random, of each of S parts of the corpus; the same at each call."""
+    size = min(blocks, SAMPLE, max(blocks // SAMPLED, SMALLEST_SAMPLE))
+    bounds = torch.arange(size + 1) * blocks // size
+    place = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return bounds[:-1] + (place * (bounds[1:] - bounds[:-1])).long()
+
+
+def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> _Buffers:
+    """What all threads have found, in the order of the corpus."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = torch.stack([part.count_B for part in parts])
+    joined = _Buffers(query, corpus, K, bits, int(counts.sum(0).max()))
+    joined.least_B.zero_()
+    for b, of_parts in enumerate(counts.T.tolist()):
+        joined.count_B[b] = total = sum(of_parts)
+        for name in ("score_BR", "item_BR"):
+            pieces = [getattr(part, name)[b, :count] for part, count in zip(parts, of_parts, strict=True)]
+            torch.cat(pieces, out=getattr(joined, name)[b, :total])
+    return joined
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """stage1.c; None where it was not built (setup.py) or does not load."""
+    spec = importlib.util.find_spec("logitmix.modules._stage1")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.stage1_scan.argtypes = [pointer, number, number, ctypes.c_int]
+    library.stage1_scan.restype = None
+    library.stage1_result.argtypes = [pointer] * 4
+    library.stage1_result.restype = None
+    library.stage1_threshold.argtypes = [pointer, pointer, number, number, ctypes.c_int]
+    return library
+
+
+def _level() -> int:
+    library = _library()
+    assert library is not None
+    return min(library.stage1_level(), _BEST)
+
+
+_BEST = 2
+"""The best of stage1.c's levels to use, where the machine has it."""
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "stage1")
