@@ -155,8 +155,9 @@ def _hit_rate(
         words = ["--items", str(folder / "items.csv"), "--schema", str(folder / "schema.toml")]
         logitmix("prepare", "table", "--source", str(folder / "actions.csv"), "--out", data, *words)
     words = [*MODELS[model], *COMMON, "--data.path", data, "--run", run, "--train.seed", str(seed)]
-    words += ["--train.epochs", str(options.epochs), "--evaluate.every-epochs", str(max(1, options.epochs // 4))]
-    logitmix("train", *words, "--model.item-id-dropout", str(options.dropout), "--train.device", "cpu")
+    words += ["--train.precision", "bf16", "--train.epochs", str(options.epochs)]
+    words += ["--evaluate.every-epochs", str(max(1, options.epochs // 4)), "--train.device", "cpu"]
+    logitmix("train", *words, "--model.item-id-dropout", str(options.dropout))
     logitmix("export", run, "--out", served)
     logitmix("update-items", served, "--items", str(folder / "cold.csv"))
     retriever = Retriever.load(served)

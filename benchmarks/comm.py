@@ -219,7 +219,13 @@ def _config(data: Path, arm: str, steps: int) -> Config:
         "data": {"path": str(data)},
         "model": MODEL,
         "comm": {"forward": arm, "backward": arm, "parts": 4},
-        "train": {"batch_size": BATCH, "epochs": epochs, "device": "cpu", "log_every": LOG_EVERY},
+        "train": {
+            "batch_size": BATCH,
+            "epochs": epochs,
+            "precision": "bf16",
+            "device": "cpu",
+            "log_every": LOG_EVERY,
+        },
         "evaluate": {"every_epochs": epochs},
     }
     return from_mapping(Config, tree, "benchmark")

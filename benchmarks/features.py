@@ -88,7 +88,8 @@ def _train(options: Options, data: Path, model: str, features: str, seed: int) -
         words = [*MODELS[model], "--data.path", str(data), "--train.seed", str(seed), "--run", str(run)]
         words += ["--train.epochs", str(options.epochs), "--train.batch-size", str(options.batch)]
         words += ["--evaluate.every-epochs", str(max(1, options.epochs // 8)), "--train.threads", str(options.threads)]
-        words += ["--model.encoder.max-length", LENGTH[options.dataset], "--train.device", "cpu"]
+        words += ["--model.encoder.max-length", LENGTH[options.dataset]]
+        words += ["--train.precision", "bf16", "--train.device", "cpu"]
         logitmix("train", *words, *(["--model.features", *names] if names else []))
     results: dict[str, float] = json.loads((run / "results.json").read_text())
     return results

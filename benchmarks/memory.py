@@ -38,7 +38,7 @@ from logitmix.trainer.data.writer import DatasetContents, write_dataset
 DIM = 64
 SETTINGS = {
     "model.dim": DIM, "tables.optimizer": "rowwise_adagrad", "tables.sharding": "row_wise", "train.device": "cpu",
-    "train.batch-size": 128, "evaluate.users": 8, "evaluate.batch-size": 8,
+    "train.batch-size": 128, "train.precision": "bf16", "evaluate.users": 8, "evaluate.batch-size": 8,
 }  # fmt: skip
 
 

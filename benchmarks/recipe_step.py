@@ -1,7 +1,7 @@
 """Where the time of a recipe's training step goes: `python -m benchmarks.train_step --recipe NAME`.
 
-The training step itself, in one process, with the graph cut behind each part, so that each part's backward runs by
-itself. The fused loss makes its gradients in forward; only their scaling is left to its backward.
+The training step itself, in BF16 and one process, with the graph cut behind each part, so that each part's backward
+runs by itself. The fused loss makes its gradients in forward; only their scaling is left to its backward.
 """
 
 import json
@@ -23,7 +23,7 @@ from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, DataConfig, load_recipe
+from logitmix.trainer.config import Config, DataConfig, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
@@ -35,7 +35,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def main(recipe: str, data: str, steps: int, plot: str, as_json: bool) -> None:
-    config = load_recipe(recipe)
+    config = with_settings(load_recipe(recipe), {"train.precision": "bf16"})
     if data:
         config = replace(config, data=DataConfig(path=data))
     torch.set_num_threads(config.train.threads)

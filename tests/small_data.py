@@ -125,6 +125,7 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
         "train.device": "cpu",
         "train.batch_size": 16,
         "train.epochs": 2,
+        "train.precision": "bf16",
         "train.log_every": 1,
     }
     flat |= settings

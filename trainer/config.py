@@ -123,8 +123,9 @@ class TrainConfig:
     clip: float = 0.0
     """Largest norm of all gradients together, those of the tables' rows included: larger ones are scaled down to it. 0
     clips nothing. With it, no row is updated before all gradients are there."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Autocast of encoder and similarity, but on a CPU without BF16 arithmetic; weights and tables stay FP32."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of encoder and similarity; weights and tables stay FP32. bf16 is autocast, but on a CPU without BF16 arithmetic.
+    auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     """CPU threads of a rank; bit-equal reruns need the same number."""

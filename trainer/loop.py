@@ -18,6 +18,7 @@ from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.run import (
     RunProgress,
     evaluations_since_best,
@@ -40,11 +41,13 @@ def train(config: Config, run: Path) -> dict[str, float]:
     set_up_memory()
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks, run_lock(run, ranks):
+        batches = training_batches(config, dataset, ranks)
+        config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks)
         if ranks.rank == 0:
             write_plan(run, model.plan)
-            print(start_block(dataset, model), file=sys.stderr)
+            print(start_block(dataset, model, why), file=sys.stderr)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         if config.warm_start and done.step == 0:
@@ -52,7 +55,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
             if ranks.rank == 0:
                 print(taken, file=sys.stderr)
         evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
-        done = _steps(run, dataset, model, optimizer, done, evaluation)
+        done = _steps(run, batches, model, optimizer, done, evaluation)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
         if config.train.projector:
@@ -65,14 +68,14 @@ def train(config: Config, run: Path) -> dict[str, float]:
 
 def _steps(
     run: Path,
-    dataset: Dataset,
+    batches: TrainingBatches,
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
     done: RunProgress,
     evaluation: Evaluation | None,
 ) -> RunProgress:
     """Every step from `done` to the end of the run."""
-    config, batches = model.config, training_batches(model.config, dataset, model.ranks)
+    config = model.config
     total = config.train.epochs * batches.steps_per_epoch
     evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every

@@ -187,6 +187,7 @@ def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
+    assert config.train.precision != "auto", "precision.py comes before"
     bf16 = config.train.precision == "bf16" and computes_bf16(device)
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 

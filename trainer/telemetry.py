@@ -171,16 +171,18 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def start_block(dataset: Dataset, model: ParallelModel) -> str:
-    """What is going to be trained, and where: a line for each thing, and for each table."""
+def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "") -> str:
+    """What is going to be trained, and where: a line for each thing, and for each table. `why_precision`: why it was
+    chosen, where it was."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
     device, threads = ranks.device.type, train.threads
     device += f" with {threads} thread{'s' if threads > 1 else ''} each" if device == "cpu" else ""
-    precision = "FP32"
-    if train.precision == "bf16":
-        precision = "BF16 autocast" if computes_bf16(ranks.device) else "FP32: this CPU has no BF16 arithmetic"
+    precision = "BF16 autocast" if train.precision == "bf16" else "FP32"
+    if train.precision == "bf16" and not computes_bf16(ranks.device):
+        precision, why_precision = "FP32", "this CPU has no BF16 arithmetic"
+    precision += f" ({why_precision})" if why_precision else ""
     sent = f"embeddings {wire.forward}, their gradients {wire.backward}, the tower's gradients {wire.dense}"
     if ranks.world_size == 1:
         sent = f"one rank sends nothing; rounding emulated: {sent}" if wire.emulate else "one rank sends nothing"

@@ -19,6 +19,7 @@ from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import HIT_RATES
+from logitmix.trainer.run import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,6 +111,7 @@ def test_a_run_is_watched(folder: Path) -> None:
 
 def test_torchx_starts_the_same_job(folder: Path, tmp_path: Path) -> None:
     words = ["ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1", "--evaluate.every-epochs", "1"]
+    words += ["--train.precision", "auto"]
     component = f"{ROOT / 'launch/components.py'}:train"
     bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = subprocess.run(
@@ -122,6 +124,7 @@ def test_torchx_starts_the_same_job(folder: Path, tmp_path: Path) -> None:
     )
     assert job.returncode == 0, job.stdout + job.stderr
     assert jobs.results(tmp_path / "run")["step"] == 10
+    assert read_config(tmp_path / "run").train.precision in ("bf16", "fp32")
 
 
 REFUSED = {

@@ -35,17 +35,19 @@ def some_model(world_size: int = 1, comm: WireConfig | None = None, **settings: 
 def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
     dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
-    said = start_block(dataset, some_model()).splitlines()
+    said = start_block(dataset, some_model(precision="bf16")).splitlines()
     assert said[:-1] == [
         "dataset     made: 2 users, 7 items, 5 actions",
         "parameters  28 in tables, 20 in the tower",
         "ranks       1 on cpu with 1 thread each",
-        "precision   " + ("BF16 autocast" if has_bf16 else "FP32: this CPU has no BF16 arithmetic"),
+        "precision   " + ("BF16 autocast" if has_bf16 else "FP32 (this CPU has no BF16 arithmetic)"),
         "wire        one rank sends nothing",
     ]
     assert said[-1].startswith("table item  7 x 4  row_wise")
     two = start_block(dataset, some_model(2, WireConfig(backward="bf16"), precision="fp32"))
     assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
+    chosen = start_block(dataset, some_model(precision="fp32"), "as the run began")
+    assert "precision   FP32 (as the run began)\n" in chosen
 
 
 def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
