@@ -7,11 +7,20 @@ a job need not be able to run it. Put the environment's bin folder first in PATH
 the `torchrun` that it finds there.
 """
 
+from argparse import ArgumentParser
+from pathlib import PurePath
+
 # torchx 0.7 reads these spellings alone: not `str | None`, not `dict[…]`.
 from typing import Dict, List, Optional  # noqa: UP035
 
 from torchx import specs
 from torchx.components import dist
+
+# Not in a function of its own, which torchx would check as a component.
+_COMMAND_LINE = ArgumentParser(add_help=False, allow_abbrev=False)
+"""As much of `logitmix train` as says where the run directory is."""
+_COMMAND_LINE.add_argument("recipe", nargs="?")
+_COMMAND_LINE.add_argument("--run", nargs="?")
 
 
 def train(
@@ -28,7 +37,8 @@ def train(
     max_retries: int = 0,
     max_restarts: int = 0,
 ) -> specs.AppDef:
-    """Starts `logitmix train ARGS` on every process of a job, with torchrun.
+    """Starts `logitmix train ARGS` on every process of a job, with torchrun. What they say is shown, and kept in the
+    run directory, in logs/.
 
     Args:
         args: what follows `logitmix train`: a recipe, its overrides, --run
@@ -45,6 +55,9 @@ def train(
         max_restarts: how often torchrun restarts a node's processes within a job, after one has died
     """
     _, _, processes, _ = dist.parse_nnodes(j)
+    known, _ = _COMMAND_LINE.parse_known_args(args)
+    run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
+    logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe else {}
     app = dist.ddp(
         "logitmix.trainer.cli",
         "train",
@@ -60,7 +73,7 @@ def train(
         name=name,
         # torchrun reads its own options from PET_… too, and dist.ddp passes on few of them. One OpenMP thread is what
         # it would set itself, with a warning; `train.threads` is what decides.
-        env={"PET_MAX_RESTARTS": str(max_restarts), "OMP_NUM_THREADS": "1", **(env or {})},
+        env={"PET_MAX_RESTARTS": str(max_restarts), "OMP_NUM_THREADS": "1", **logs, **(env or {})},
         mounts=mounts,
         max_retries=max_retries,
     )

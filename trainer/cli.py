@@ -37,7 +37,7 @@ from logitmix.trainer.config import (
 )
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
-from logitmix.trainer.processes import LOST_PEER, launched, run_ranks
+from logitmix.trainer.processes import LOST_PEER, launched, remove_logs_of_no_run, run_ranks
 
 if TYPE_CHECKING:
     from logitmix.serving.retriever import Retriever
@@ -219,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(_what_to_install(words[0], error), 1)
     except KeyboardInterrupt:
         _fail("stopped", 130)
+    finally:
+        remove_logs_of_no_run()
 
 
 def _prepare(words: list[str]) -> None:

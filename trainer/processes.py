@@ -5,6 +5,7 @@ Rank 0 has the terminal. What another rank says is shown where that rank is the 
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 GRACE = 10.0
@@ -26,6 +28,20 @@ LOST_PEER = 3
 def launched() -> bool:
     """Whether torchrun, torchx or `run_ranks` has started this process as a rank."""
     return "RANK" in os.environ
+
+
+def remove_logs_of_no_run() -> None:
+    """torchx's component has torchrun make RUN/logs before the run begins: where none has begun, this job's go."""
+    given, own = os.environ.get("PET_LOG_DIR"), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not (given and own):
+        return
+    logs = Path(given)
+    with suppress(OSError):
+        if os.listdir(logs.parent) == [logs.name]:
+            # torchrun's place for it is RUN/logs/JOB/attempt_N/RANK/error.json.
+            shutil.rmtree(Path(own).parents[2], ignore_errors=True)
+            logs.rmdir()
+            logs.parent.rmdir()
 
 
 def run_ranks(words: Sequence[str], count: int) -> int:

@@ -8,14 +8,16 @@ tensorboard/      the same as curves, the configuration as text; with train.proj
 profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
+logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
 .lock             held by the job that trains
 """
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,8 @@ class RunProgress:
 
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Rank 0 makes the run directory and keeps other jobs out of it; one that it made is removed again where the job
-    fails before it has anything to keep. ValueError on every rank where another job trains there or it cannot be made.
+    """Rank 0 makes the run directory and keeps other jobs out of it; what it made is removed again where the job fails
+    before it has anything to keep. ValueError on every rank where another job trains there or it cannot be made.
     Collective."""
     with ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
@@ -167,7 +169,8 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    made = not run.exists()
+    # torchx's logs are there before the run.
+    before = set(os.listdir(run)) if run.is_dir() else set()
     try:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
@@ -181,9 +184,17 @@ def _locked(run: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if made and not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
-                shutil.rmtree(run, ignore_errors=True)
+            if not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
+                with suppress(OSError):
+                    _remove_all_but(before, run)
             raise
+
+
+def _remove_all_but(names: set[str], folder: Path) -> None:
+    for path in [path for path in folder.iterdir() if path.name not in names]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not names:
+        folder.rmdir()
 
 
 def _require_same_settings(run: Path, config: Config) -> None:

@@ -124,6 +124,9 @@ def test_torchx_starts_the_same_job(folder: Path, tmp_path: Path) -> None:
     )
     assert job.returncode == 0, job.stdout + job.stderr
     assert jobs.results(tmp_path / "run")["step"] == 10
+    first, second = (log.read_text() for log in sorted((tmp_path / "run/logs").glob("*/attempt_0/*/stderr.log")))
+    assert "training ring.toml" in first and "step 10/10" in first and "training ring.toml" not in second
+    assert "training ring.toml" in job.stderr and "step 10/10" in job.stderr
     assert read_config(tmp_path / "run").train.precision in ("bf16", "fp32")
 
 
@@ -153,6 +156,8 @@ REFUSED = {
     "model.similarity.kind was mol, is dot": ["train", "ring.toml", "--model.similarity.kind", "dot"],
     "Missing value for argument '--model.similarity.kind'": ["train", "ring.toml", "--model.similarity.kind"],
     "no dataset at nowhere; make it with: logitmix prepare": ["train", "demo-mol", "--data.path", "nowhere"],
+    "tables.zip: no table zip": ["train", "ring.toml", "--tables.zip.lr", "1", "--run", "new"],
+    "comm.parts is 0; it must be": ["train", "ring.toml", "--comm.parts", "0", "--run", "new"],
     "train.seed was 0, is 1; give another --run": ["train", "ring.toml", "--train.seed", "1"],
     "nowhere is not a run directory": ["evaluate", "nowhere"],
     "data is there and is not a serving directory": ["export", "runs/ring", "--out", "data"],
@@ -171,6 +176,11 @@ def test_a_mistake_is_told_in_one_line(
     (folder / "bad.toml").write_text("[train\n")
     (expected,) = (text for text, given in REFUSED.items() if given == words)
     monkeypatch.chdir(folder)
+    # As torchrun would have made it, had torchx started this rank.
+    if words[0] == "train":
+        Path("new/logs/train_1/attempt_0/0").mkdir(parents=True)
+    monkeypatch.setenv("PET_LOG_DIR", "new/logs")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "new/logs/train_1/attempt_0/0/error.json")
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     said = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("training ")]

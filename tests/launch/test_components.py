@@ -10,6 +10,8 @@ import pytest
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import ModuleComponentsFinder, get_component
 
+from logitmix.launch.components import train
+
 COMPONENTS = Path(__file__).parents[2] / "launch/components.py"
 # A stand-in for the trainer: says what it was given, and fails when told to.
 ENTRY = """
@@ -19,11 +21,12 @@ sys.exit("planted failure" if "--fail" in sys.argv else 0)
 """
 
 
-def torchx(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def torchx(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     scripts = Path(sys.executable).parent
     return subprocess.run(
         [scripts / "torchx", "run", *words],
         env={**os.environ, **env, "PATH": f"{scripts}:{os.environ['PATH']}"},
+        cwd=cwd,
         capture_output=True,
         text=True,
     )
@@ -69,6 +72,22 @@ def test_train_on_slurm() -> None:
     assert "-m -- logitmix.trainer.cli train demo-mol --run 'runs/a b'" in command
 
 
+@pytest.mark.parametrize(
+    ("words", "run"),
+    [
+        (["demo-mol", "--train.epochs", "3"], "runs/demo-mol"),
+        (["my/own.toml"], "runs/own"),
+        (["demo-mol", "--run=there"], "there"),
+        (["demo-mol", "--run", "there", "--json"], "there"),
+        (["demo-mol", "--run"], "runs/demo-mol"),
+    ],
+)
+def test_logs_lie_in_the_run_directory(words: list[str], run: str) -> None:
+    assert train(*words).roles[0].env["PET_LOG_DIR"] == f"{run}/logs"
+    assert train(*words, env={"PET_LOG_DIR": "elsewhere"}).roles[0].env["PET_LOG_DIR"] == "elsewhere"
+    assert "PET_LOG_DIR" not in train().roles[0].env
+
+
 def test_memory_and_cores_can_be_told() -> None:
     result = torchx("-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "--cpu", "3", "--memMB", "5000", "--", "demo-mol")
     assert "--cpus-per-task=3 --mem=5000" in result.stdout
@@ -89,19 +108,22 @@ def test_train_on_kubernetes() -> None:
 
 
 def test_train_runs_on_two_processes(tmp_path: Path) -> None:
-    """`--run` reaches the trainer, though torchrun has a `--run-path`; a failed job fails torchx, with its words."""
+    """`--run` reaches the trainer, though torchrun has a `--run-path`; a failed job fails torchx, with its words. What
+    each rank says is shown, and is in the run directory."""
     entry = tmp_path / "logitmix/trainer/cli.py"
     entry.parent.mkdir(parents=True)
     (entry.parent / "__init__.py").touch()
     entry.write_text(ENTRY)
     words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b")
 
-    result = torchx(*words, PYTHONPATH=str(tmp_path))
+    result = torchx(*words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
-        assert f"rank {rank} of 2 ['train', 'demo-mol', '--run', 'a b']" in result.stderr
+        said = f"rank {rank} of 2 ['train', 'demo-mol', '--run', 'a b']"
+        (log,) = tmp_path.glob(f"a b/logs/*/attempt_0/{rank}/stdout.log")
+        assert said in result.stderr and log.read_text() == f"{said}\n"
 
-    result = torchx(*words, "--fail", PYTHONPATH=str(tmp_path))
+    result = torchx(*words, "--fail", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert result.returncode != 0
     assert "planted failure" in result.stderr
 

@@ -112,3 +112,21 @@ def test_processes_that_a_launcher_did_not_start_are_refused(
         cli.main(["evaluate", "runs/none", "--processes", "2"])
     said = "logitmix: --processes is 2, but a launcher has started 4 ranks; leave it out\n"
     assert capsys.readouterr().err == said
+
+
+def test_logs_stay_where_there_is_a_run_and_those_of_other_jobs_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, logs = tmp_path / "run", tmp_path / "run/logs"
+    monkeypatch.setenv("PET_LOG_DIR", str(logs))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(logs / "mine/attempt_0/1/error.json"))
+    for job in ("mine", "other"):
+        (logs / job / "attempt_0/1").mkdir(parents=True)
+    (run / "config.toml").touch()
+    processes.remove_logs_of_no_run()
+    assert sorted(os.listdir(logs)) == ["mine", "other"]
+    (run / "config.toml").unlink()
+    processes.remove_logs_of_no_run()
+    assert os.listdir(logs) == ["other"]
+    processes.remove_logs_of_no_run()
+    assert os.listdir(logs) == ["other"]
