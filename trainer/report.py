@@ -23,7 +23,7 @@ COLORS = 8
 """Runs with a color of their own; further ones take the same again."""
 NONE = "-"
 """What a table shows where there is nothing."""
-POPULARITY = ("most popular 1 %", "next 9 %", "other 90 %")
+POPULARITY = ("top 1 %", "next 9 %", "other 90 %")
 """Parts of the corpus."""
 POINTS = 300
 """Most points of a curve; where there are more rows, a point is the mean of several."""
@@ -225,10 +225,10 @@ def _popularity(runs: Sequence[Run]) -> str:
             )
     if not rows:
         return ""
-    heads = ["run", "items", *(_key(at, title) for at, title in enumerate(POPULARITY)), "share of the corpus", ""]
+    heads = ["run", "items", *(_key(at, title) for at, title in enumerate(POPULARITY)), "coverage", ""]
     note = (
         "Items by their number of training actions: what share of each user's best 10 and of the test targets is among "
-        "the most popular, and how much of the corpus is among the best 10 of any user."
+        "the most popular. Coverage is the share of the corpus that is among the best 10 of any user."
     )
     return _section("Popularity of what is recommended", f"<p>{note}</p>" + _table(heads, rows))
 
@@ -345,7 +345,7 @@ def _value(value: Any) -> str:
 
 
 Curve = Sequence[tuple[float, float]]
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 250, 56, 34, 10, 14
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 250, 56, 34, 10, 26
 """Of a chart, in CSS pixels; the last four are the margins around what is drawn."""
 
 
