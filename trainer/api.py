@@ -3,7 +3,7 @@
     from logitmix.trainer import api
 
     api.prepare("table", source="clicks.csv", out="data/clicks")
-    api.train("demo-mol", "runs/clicks", {"data.path": "data/clicks", "train.epochs": 8})
+    api.train("auto", "runs/clicks", {"data.path": "data/clicks", "train.minutes": 10})
     api.export("runs/clicks", "exports/clicks")
     api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
 
@@ -11,6 +11,7 @@ All raise ValueError for what the caller can mend, with one line that says what 
 together where `logitmix train --processes N`, torchrun or torchx starts them.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,10 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer import evaluate as evaluation
 from logitmix.trainer import export as exporting
 from logitmix.trainer import loop
-from logitmix.trainer.config import load_recipe, with_settings
+from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.sizing import load_sized
 
 __all__ = ["Retriever", "evaluate", "export", "prepare", "train"]
 
@@ -35,7 +37,11 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
 def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or goes on with the run; gives the
     test metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
-    return loop.train(with_settings(load_recipe(recipe), settings or {}), Path(run))
+    settings = settings or {}
+    config, sizes = load_sized(recipe, str(settings.get("data.path", "")))
+    if sizes:
+        print(sizes, file=sys.stderr)
+    return loop.train(with_settings(config, settings), Path(run))
 
 
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:

@@ -30,7 +30,6 @@ from logitmix.trainer.config import (
     BASELINES,
     Config,
     HistoryRule,
-    load_recipe,
     recipe_names,
     take_table_words,
     with_tables_by_name,
@@ -38,6 +37,7 @@ from logitmix.trainer.config import (
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 from logitmix.trainer.processes import LOST_PEER, launched, remove_logs_of_no_run, run_ranks
+from logitmix.trainer.sizing import load_sized
 
 if TYPE_CHECKING:
     from logitmix.serving.retriever import Retriever
@@ -242,7 +242,8 @@ def _train(words: list[str]) -> None:
             raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
-    recipe = _with_similarity(load_recipe(words[0]), words[1:])
+    recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
+    recipe = _with_similarity(recipe, words[1:])
     others, by_name = take_table_words(words[1:])
     # tyro would make flags of its own for the recipe's settings of single tables.
     tables = dataclasses.replace(recipe.tables, by_name={})
@@ -260,6 +261,8 @@ def _train(words: list[str]) -> None:
         print(
             f"training {words[0]} on {config.data.path} with {ranks}, run directory {run}", file=sys.stderr, flush=True
         )
+        if sizes:
+            print(sizes, file=sys.stderr, flush=True)
     _quiet()
     from logitmix.trainer.loop import train
 
@@ -273,12 +276,20 @@ def _with_similarity(config: Config, words: list[str]) -> Config:
     prefix = "--model.similarity."
     flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
     names = [name.removeprefix("no-").replace("-", "_") for name, _, _ in flags]
-    kinds = [value for name, equals, value in flags if name == "kind" and equals]
-    kinds += [value for flag, value in pairwise(words) if flag == f"{prefix}kind"]
     similarity = config.model.similarity
-    kind = kinds[-1] if kinds else similarity.kind
+    kind = _last_value(words, f"{prefix}kind") or similarity.kind
     cls = class_of_kind(SimilarityConfig, kind, names, prefix.strip("-."))
     return replace(config, model=replace(config.model, similarity=of_class(similarity, cls)))
+
+
+def _last_value(words: Sequence[str], flag: str) -> str:
+    """What the words give a flag, before they are parsed: the last counts, as for the parser. Empty where nothing."""
+    found = ""
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found
 
 
 def _evaluate(words: list[str]) -> None:

@@ -14,10 +14,12 @@ def test_from_clicks_to_answers(tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
     description = api.prepare("table", source=str(tmp_path / "clicks.csv"), out=str(tmp_path / "data"))
     assert (description["users"], description["items"]) == (40, 20)
-    settings = {"data.path": str(tmp_path / "data"), "model.dim": 8, "model.similarity.kind": "dot"}
-    results = api.train("demo-mol", tmp_path / "run", settings | {"train.epochs": 1, "train.device": "cpu"})
+    settings = {"data.path": str(tmp_path / "data"), "model.dim": 8, "train.epochs": 1, "train.device": "cpu"}
+    results = api.train("auto", tmp_path / "run", settings)
+    assert results == api.train("auto", tmp_path / "run", settings)  # the same sizes, or it would be another run
     metrics = api.evaluate(tmp_path / "run")
     assert metrics["hr@10"] == results["hr@10"] and metrics["users"] == 40
+    assert metrics["item_knn/hr@10"] == results["item_knn/hr@10"]
     assert api.export(tmp_path / "run", tmp_path / "served")["num_items"] == 20
     assert len(api.Retriever.load(tmp_path / "served").rows(["i3", "i4"], k=5)) == 5
 

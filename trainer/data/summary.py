@@ -24,8 +24,8 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
     lines += _features(features, schema)
     lines.append(f"next      {_next(directory)}")
-    if features:
-        lines.append("          (with --model.features all it learns from the features as well)")
+    if any(feature.owner != "item" for feature in features):
+        lines.append("          (with --model.features all it learns from the features of users and actions, too)")
     return "\n".join(lines)
 
 
@@ -65,9 +65,9 @@ def _values(feature: Feature, schema: Schema) -> str:
 
 
 def _next(directory: Path) -> str:
-    """The command that trains on the dataset: with the recipe that is made for it, or else the demo's."""
+    """The command that trains on the dataset: with the recipe that is made for it, or else one that sizes itself."""
     for recipe in recipe_names():
         if load_recipe(recipe).data.path == str(directory):
             return f"logitmix train {recipe}"
-    words = ["logitmix", "train", "demo-mol", "--data.path", str(directory), "--run", f"runs/{directory.name}"]
+    words = ["logitmix", "train", "auto", "--data.path", str(directory), "--run", f"runs/{directory.name}"]
     return shlex.join(words)

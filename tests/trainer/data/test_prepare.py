@@ -109,7 +109,7 @@ def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, caps
         f"written   3 users, 3 items, 6 actions to {tmp_path}/out",
         "titles    none: answers will show ids (a column `title` would give them)",
         "features  none but the item ids",
-        f"next      logitmix train demo-mol --data.path {tmp_path}/out --run runs/out",
+        f"next      logitmix train auto --data.path {tmp_path}/out --run runs/out",
     ]
     main([*words, "--overwrite", "--json"])
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "dataset.json").read_text())
@@ -136,7 +136,7 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
         f"written   2 users, 20 items, 20 actions to {tmp_path}/my out",
         "titles    of 13 of 20 items",
         "features  none but the item ids",
-        f"next      logitmix train demo-mol --data.path '{tmp_path}/my out' --run 'runs/my out'",
+        f"next      logitmix train auto --data.path '{tmp_path}/my out' --run 'runs/my out'",
     ]
 
 
