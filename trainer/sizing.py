@@ -8,7 +8,7 @@ from typing import Any
 from logitmix.trainer.config import Config, load_recipe, with_settings
 
 AUTO = "auto"
-POSITIONS = 2500
+POSITIONS = 4000
 """Of a batch, about; shorter histories give fewer, for a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
 NEGATIVES = 2048

@@ -86,6 +86,13 @@ def plain_rank(score: Counter[int], target: int, out: set[int], num_items: int) 
     return 1 + sum(of >= score[target] or math.isclose(of, score[target]) for of in others)
 
 
+def test_sums_that_differ_by_rounding_are_ties() -> None:
+    users = ranking_users(in_memory(np.array([0, 3]), np.array([0, 1, 2]), 4), "test", 5)
+    score_BX = np.array([[0.0, 0.0, 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]])
+    assert score_BX[0, 2] > score_BX[0, 3]
+    assert rank_targets(lambda _: score_BX, users, 4, True).tolist() == [2]
+
+
 def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
     """The same scores whatever the last two actions are."""
     held = leave_one_out(dataset)
