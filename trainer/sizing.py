@@ -1,6 +1,7 @@
 """The recipe `auto`: settings that follow from a dataset's size. Imports no torch."""
 
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     steps = -(-users // batch)
     features = [f["name"] for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
     settings: dict[str, tuple[Any, str]] = {
-        "model.encoder.max_length": (longest, f"a user has {mean:.1f} actions in the mean"),
+        "model.encoder.max_length": (longest, f"users have {mean:.1f} actions on average"),
         "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
         "model.loss.negatives": (min(NEGATIVES, _power_of_two(2 * items)), f"shared by the batch, of {items:,} items"),
         "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
@@ -40,7 +41,7 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if features:
-        settings["model.features"] = (features, "those of items, which requests need not name")
+        settings["model.features"] = (features, "those of items: requests need not name them")
     return settings
 
 
@@ -56,8 +57,9 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
         found = sized(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError):
         return recipe, ""
-    said = [f"{name.rpartition('.')[2]} {value} ({reason})" for name, (value, reason) in found.items()]
-    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), "auto: " + ", ".join(said)
+    said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in found.items())
+    lines = textwrap.fill(f"auto: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), lines
 
 
 def _power_of_two(number: float) -> int:
