@@ -109,6 +109,7 @@ def test_the_board_draws_what_changes_and_nothing_else(tmp_path: Path) -> None:
     assert {"loss/total", "loss/similarity", "metrics/hr@10", "optimizer/learning_rate/dense"} < curves
     assert {"speed/examples_per_second", "speed/seconds_per_step/forward", "similarity/gates/entropy"} < curves
     assert not [tag for tag in curves if tag.endswith(("users", "corpus", "repeated_targets", "epoch"))]
+    assert "item_knn/mrr" in results and not [tag for tag in curves if "item_knn" in tag or "popularity" in tag]
     assert [point.value for point in events.Scalars("metrics_test/mrr")] == [pytest.approx(results["mrr"])]
     assert [point.step for point in events.Scalars("loss/total")] == list(range(1, 9))
     texts = events.Tensors("configuration/text_summary")
