@@ -6,6 +6,7 @@ Axes: X texts.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import torch
@@ -43,16 +44,22 @@ class Texts(Sequence[str]):
         return self.encoded(range(len(self))[index]).decode("utf-8", "surrogatepass")
 
     def encoded(self, index: int) -> bytes:
-        start, stop = self.bounds[index : index + 2].tolist()
-        return bytes(self.data[start:stop].tolist())
+        data, bounds, _ = self._views
+        return bytes(data[bounds[index] : bounds[index + 1]])
 
     def find(self, text: str) -> int | None:
         """The index of a text; None where it is not there."""
-        order, wanted = self.order, text.encode("utf-8", "surrogatepass")
+        order, wanted = self._views[2], text.encode("utf-8", "surrogatepass")
         assert order is not None
-        place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(int(order[place])))
-        index = int(order[place]) if place < len(self) else -1
+        place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(order[place]))
+        index = order[place] if place < len(self) else -1
         return index if index >= 0 and self.encoded(index) == wanted else None
+
+    @cached_property
+    def _views(self) -> tuple[memoryview, memoryview, memoryview | None]:
+        """data, bounds and order, of which an element is read in a tenth of the time that a tensor's takes."""
+        order = None if self.order is None else self.order.numpy().data
+        return self.data.numpy().data, self.bounds.numpy().data, order
 
     def problem(self) -> str | None:
         """What is wrong with the tensors, whose types and shapes are right."""

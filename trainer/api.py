@@ -23,6 +23,7 @@ from logitmix.trainer import loop
 from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
 
 __all__ = ["Retriever", "evaluate", "export", "prepare", "train"]
@@ -34,6 +35,7 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
     return preparing.prepare(PrepareOptions(name, **options))
 
 
+@quietly()
 def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or goes on with the run; gives the
     test metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
@@ -44,11 +46,13 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
     return loop.train(with_settings(config, settings), Path(run))
 
 
+@quietly()
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings."""
     return evaluation.evaluate_run(Path(run), split, None, None, "auto", threads)
 
 
+@quietly()
 def export(run: str | Path, out: str | Path, overwrite: bool = False) -> dict[str, Any]:
     """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; gives its manifest."""
     return exporting.export(Path(run), Path(out), overwrite)

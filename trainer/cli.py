@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import io
 import json
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -37,6 +35,7 @@ from logitmix.trainer.config import (
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
 from logitmix.trainer.processes import LOST_PEER, launched, remove_logs_of_no_run, run_ranks
+from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
 
 if TYPE_CHECKING:
@@ -206,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
         raise SystemExit(0 if asked else 2)
     try:
-        command(words[1:])
+        with quietly():
+            command(words[1:])
     except ValueError as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -263,7 +263,6 @@ def _train(words: list[str]) -> None:
         )
         if sizes:
             print(sizes, file=sys.stderr, flush=True)
-    _quiet()
     from logitmix.trainer.loop import train
 
     results = train(config, run)
@@ -295,7 +294,6 @@ def _last_value(words: Sequence[str], flag: str) -> str:
 def _evaluate(words: list[str]) -> None:
     command = _parse(EvaluateCommand, "evaluate", words)
     _start_ranks("evaluate", words, command.processes)
-    _quiet()
     _let_threads_sleep()
     from logitmix.trainer.evaluate import evaluate_run
 
@@ -319,7 +317,6 @@ def _report(words: list[str]) -> None:
 def _export(words: list[str]) -> None:
     command = _parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
-    _quiet()
     _let_threads_sleep()
     from logitmix.trainer.export import export
 
@@ -524,15 +521,6 @@ def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
 
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _quiet() -> None:
-    """Keep what torchrec says to its developers off the screen of those who use it."""
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for name in ("torchrec", "torch.fx", "torch.distributed", "fbgemm_gpu", "root"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -9,7 +9,9 @@ from logitmix.trainer import api
 from logitmix.trainer.config import load_recipe, with_settings
 
 
-def test_from_clicks_to_answers(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error")
+def test_from_clicks_to_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a warning, also of libraries."""
     lines = [f"u{user},i{(user + step) % 20},{step}" for user in range(40) for step in range(8)]
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
     description = api.prepare("table", source=str(tmp_path / "clicks.csv"), out=str(tmp_path / "data"))
@@ -22,6 +24,7 @@ def test_from_clicks_to_answers(tmp_path: Path) -> None:
     assert metrics["item_knn/hr@10"] == results["item_knn/hr@10"]
     assert api.export(tmp_path / "run", tmp_path / "served")["num_items"] == 20
     assert len(api.Retriever.load(tmp_path / "served").rows(["i3", "i4"], k=5)) == 5
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_settings_go_on_top_by_their_names() -> None:

@@ -1,0 +1,25 @@
+"""What torch and torchrec say to their own developers, kept from those who run logitmix."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "fbgemm_gpu", "root")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """No warnings within, and of these libraries' logs only errors."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
