@@ -1,4 +1,4 @@
-"""What a training step works on. No torchrec, so that serving and the towers can use it.
+"""The input of a training step. No torchrec, so that serving and the towers can use it.
 
 Axes: B sequences, T positions of all of them, packed, L longest sequence, V unique items, N negatives of a group.
 """
@@ -50,7 +50,7 @@ _INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "offset_B", "last_B
 
 
 class Bags(NamedTuple):
-    """Bags of a table's ids: int64 values [S], and where each of R bags begins, offsets [R + 1]."""
+    """Bags of a table's ids: int64 values [S], and the offsets [R + 1] at which the R bags begin."""
 
     values: Tensor
     offsets: Tensor
@@ -63,12 +63,12 @@ class Bags(NamedTuple):
 class Batch:
     """One rank's part of a global batch.
 
-    ids: of each table, the sorted unique ids that the batch needs rows of (int64, on the CPU); of a pooled table, bags
-    of ids. id_V: the unique items that the batch names (int64, sorted). features: of these items, of the sequences'
-    users and of the events at the positions. input_T, target_T: the history's items and the items that follow them, as
-    indices into id_V. negatives_GN: the negatives of each group, likewise; a group is a sequence, or a position, or the
-    whole batch where it has one row. total_positions: T summed over all ranks. log_q_V: the logarithm of the
-    probability that a negative is each of the unique items, FP32; None where negatives are uniform.
+    ids: for each table, the sorted unique ids whose rows the batch needs (int64, on the CPU); for a pooled table, bags
+    of ids. id_V: the batch's unique items (int64, sorted). features: those of these items, of the sequences' users and
+    of the events at the positions. input_T, target_T: the history's items and the items that follow them, as indices
+    into id_V. negatives_GN: the negatives of each group, as indices into id_V; a group is a sequence or a position, or
+    the whole batch if there is one row. total_positions: T summed over all ranks. log_q_V: for each unique item, the
+    log of the probability that a negative is that item, FP32; None if negatives are uniform.
     """
 
     ids: Mapping[str, Tensor | Bags]
@@ -87,7 +87,8 @@ class Batch:
         return replace(self, **moved)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Says that `stream` uses the memory too: once freed, it is kept until what the stream was given is done."""
+        """Records that `stream` uses the memory too: once freed, it is not reused before the stream's queued work is
+        done."""
         for name in self._tensors:
             getattr(self, name).record_stream(stream)
 

@@ -1,4 +1,4 @@
-"""What the model can be told. Imports no torch, so that the command line starts fast."""
+"""Settings of the model. Imports no torch, so that the command line starts fast."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -9,7 +9,7 @@ from logitmix.common.mappings import require
 
 @dataclass(frozen=True)
 class SASRecConfig:
-    """The user side, of kind «sasrec»: causal self-attention over the history; the paper's
+    """The user side, of kind "sasrec": causal self-attention over the history; the paper's
     settings are in appendix A."""
 
     kind: Literal["sasrec"] = "sasrec"
@@ -42,7 +42,7 @@ class SASRecConfig:
 
 @dataclass(frozen=True)
 class PooledConfig:
-    """The user side, of kind «pooled»: the mean of the history through an MLP, blind to its order (the paper's
+    """The user side, of kind "pooled": the mean of the history through an MLP, blind to its order (the paper's
     non-sequential setting)."""
 
     kind: Literal["pooled"] = "pooled"
@@ -73,14 +73,14 @@ EncoderConfig = SASRecConfig | PooledConfig
 
 @dataclass(frozen=True)
 class DotConfig:
-    """phi(x, u), the similarity, of kind «dot»: a dot product."""
+    """phi(x, u), the similarity, of kind "dot": a dot product."""
 
     kind: Literal["dot"] = "dot"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
-    """L2-normalise both embeddings, which makes the product a cosine."""
+    """L2-normalize both embeddings, which makes the product a cosine."""
     temperature: float = 0.05
-    """The product is divided by it, normalised or not. The paper's «temperature» of 20 is its reciprocal."""
+    """Divides the product, normalized or not. The paper's "temperature" of 20 is its reciprocal."""
 
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
@@ -88,7 +88,7 @@ class DotConfig:
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """phi(x, u), the similarity, of kind «mlp»: a multilayer perceptron of query and item (appendix A)."""
+    """phi(x, u), the similarity, of kind "mlp": a multilayer perceptron of query and item (appendix A)."""
 
     kind: Literal["mlp"] = "mlp"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
@@ -104,14 +104,14 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class MoLConfig:
-    """phi(x, u), the similarity, of kind «mol»: the mixture of logits (final MoL algorithm, section 3.4)."""
+    """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
     kind: Literal["mol"] = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
-    """L2-normalise components («component-level hypersphere embeddings», section 3.3)."""
+    """L2-normalize components ("component-level hypersphere embeddings", section 3.3)."""
     temperature: float = 0.05
-    """Products of components are divided by it. The paper's «tau = 20» is its reciprocal."""
+    """Divides the products of components. The paper's "tau = 20" is its reciprocal."""
     query_components: int = 8
     """U: the paper's k_u (section 3.1)."""
     item_components: int = 8
@@ -124,7 +124,7 @@ class MoLConfig:
     """Hidden width of the two projections to components."""
     projection_dropout: float = 0.1
     gate_dropout: float = 0.2
-    """Rate on the gating distribution, which is renormalised afterwards."""
+    """Rate on the gating distribution, which is renormalized afterwards."""
     gate_input_dropout: float = 0.0
     """Rate on the inputs of the query's and the item's gating MLPs."""
 
@@ -147,11 +147,11 @@ class HIndexerConfig:
     dim: int = 64
     """H: its width."""
     temperature: float = 0.05
-    """Its cosines are divided by it."""
+    """Divides its cosines."""
     weight: float = 0.0
     """Weight of its own sampled softmax in the loss; 0 leaves it out of training, export and retrieval."""
     detach: bool = False
-    """Its loss trains its two projections alone: no gradient of it reaches the tables, the towers and the encoder."""
+    """Its loss trains only its two projections: its gradient does not reach the tables, the towers and the encoder."""
 
     def __post_init__(self) -> None:
         require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")
@@ -166,11 +166,11 @@ class LossConfig:
     negatives: int = 128
     """N: uniform negatives of a group."""
     in_batch: int = 0
-    """M: negatives of a group beside those, drawn from the targets of the whole batch, so that items come as often as
-    they are popular. Each candidate's score is then corrected by the logarithm of how often it is drawn (logQ)."""
+    """M: further negatives of a group, drawn from the targets of the whole batch, so that popular items are drawn more
+    often. Each candidate's score is then corrected by the log of its sampling probability (logQ)."""
     share: Literal["position", "sequence", "batch"] = "sequence"
-    """The group that shares one set of negatives: a sequence, or the batch; or none, each position having a set of its
-    own as in SASRec, which takes several times as long and names more items."""
+    """What shares one set of negatives: a sequence, or the batch. With none, each position has its own set, as in
+    SASRec, which takes several times as long and needs the rows of more items."""
 
     def __post_init__(self) -> None:
         require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
@@ -187,11 +187,11 @@ class ModelConfig:
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
     features: tuple[str, ...] = ()
-    """Features of the dataset that the model uses beside the item ids, by name; «all» for all that it has columns of.
-    «recency», the time since the user's previous action, can be named with every dataset; «all» does not include it."""
+    """Names of the dataset's features that the model uses besides the item ids; "all" for all that have a column.
+    "recency", the time since the user's previous action, works with every dataset; "all" does not include it."""
     item_id_dropout: float = 0.0
-    """Share of items whose own row is replaced, for a step of training, by that of an unknown item, so that the model
-    learns to do with their features alone."""
+    """Share of items whose row is replaced by the unknown item's row for a training step, so that the model learns to
+    work from features alone."""
     encoder: EncoderConfig = field(default_factory=SASRecConfig)
     similarity: SimilarityConfig = field(default_factory=DotConfig)
     hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)

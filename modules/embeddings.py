@@ -13,14 +13,14 @@ from .batch import Bags
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """A table [rows, dim]; the feature that looks it up has its name."""
+    """A table [rows, dim]; the torchrec feature that looks it up has the same name."""
 
     name: str
     rows: int
     dim: int
     precision: Literal["fp32", "fp16"] = "fp32"
     pooled: bool = False
-    """Whether its owners sum the rows of each bag, rather than send them one by one."""
+    """Whether the owner ranks sum the rows of each bag, rather than send them one by one."""
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -35,8 +35,8 @@ class EmbeddingTable:
 def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
     """The tables, on the meta device: their rows exist only where a shard of them is placed.
 
-    torchrec wants one width in a collection, so there is one for each, «dim_64», in the order of the tables. A pooled
-    table is an EmbeddingBagCollection by itself, «bags_NAME».
+    A torchrec collection has one width, so there is one collection for each width, "dim_64", in the order of the
+    tables. Each pooled table is an EmbeddingBagCollection by itself, "bags_NAME".
     """
     by_dim: dict[int, list[EmbeddingConfig]] = {}
     for table in tables:
@@ -53,12 +53,12 @@ def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
 
 
 def lookup(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """The ids of each table, as the one ragged row that looks them up."""
+    """A lookup's input with one row: the list of ids of each table."""
     pieces = list(ids.values())
     lengths = pieces[0].new_tensor([len(piece) for piece in pieces])
     return KeyedJaggedTensor(keys=list(ids), values=pieces[0] if len(pieces) == 1 else cat(pieces), lengths=lengths)
 
 
 def bag_lookup(name: str, bags: Bags) -> KeyedJaggedTensor:
-    """Bags of a table's ids, as they are."""
+    """Bags of a table's ids, unchanged."""
     return KeyedJaggedTensor(keys=[name], values=bags.values, lengths=bags.offsets.diff())

@@ -19,8 +19,8 @@ from .schema import Feature
 class Values:
     """One feature of R rows.
 
-    Of kind id, `values` is int64 [R], of kind ids int64 [S] with `offsets` [R + 1]: both index the unique ids of the
-    feature's table. Of kind number it is FP32 [R], of kind vector FP32 [R, W], as the dataset has them.
+    For kind id, `values` is int64 [R]; for kind ids, int64 [S] with `offsets` [R + 1]. Both index the unique ids of the
+    feature's table. For kind number it is FP32 [R], for kind vector FP32 [R, W], as in the dataset.
     """
 
     values: Tensor
@@ -31,7 +31,7 @@ class Values:
         return Values(self.values.to(device, non_blocking=True), offsets)
 
     def first(self, rows: int) -> "Values":
-        """Those of the first rows."""
+        """The values of the first rows."""
         if self.offsets is None:
             return Values(self.values[:rows])
         return Values(self.values[: int(self.offsets[rows])], self.offsets[: rows + 1])
@@ -44,9 +44,9 @@ class Values:
 
 @dataclass(frozen=True)
 class Features:
-    """What features some items, users and actions have; `values` by the features' names.
+    """Features of some items, users and actions; `values` by the features' names.
 
-    item_row_V: where each item's row is among the unique ids of the item table; None where these are the items' own, in
+    item_row_V: the place of each item's row among the unique ids of the item table; None if these ids are the items, in
     order.
     """
 
@@ -65,8 +65,8 @@ class Features:
 
 
 class Embedded(NamedTuple):
-    """Items or queries: one vector each [R, D], the sum of all that is known of them, and their features' embeddings
-    one by one, each [R, D]."""
+    """Items or queries: one vector each [R, D], the sum of their embeddings, and their features' embeddings separately,
+    each [R, D]."""
 
     vector_RD: Tensor
     groups: Sequence[Tensor] = ()
@@ -76,14 +76,14 @@ class Embedded(NamedTuple):
 
 
 class FeatureEmbeddings(nn.Module):
-    """Each feature as an embedding [R, D]: the row of an id, the mean of a bag's rows (zero where it is empty), or a
-    linear map of a number or vector, normalized by the dataset's mean and deviation. Rows of another width than D pass
-    a linear map too."""
+    """Each feature as an embedding [R, D]: the row of an id, the mean of a bag's rows (zero for an empty bag), or a
+    linear map of a number or vector, normalized by the dataset's mean and deviation. Rows whose width is not D go
+    through a linear map too."""
 
     def __init__(self, features: Sequence[Feature], table_dims: Mapping[str, int], dim: int) -> None:
         super().__init__()
         self.features = tuple(features)
-        # By place, not by name: a module's own attributes must not clash with what a dataset calls its columns.
+        # By place, not by name: a dataset's column names must not clash with a module's attributes.
         self.maps = nn.ModuleList(_map(feature, table_dims, dim) for feature in self.features)
 
     def forward(self, rows: Mapping[str, Tensor], of: Mapping[str, Values]) -> list[Tensor]:
@@ -114,11 +114,11 @@ def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tens
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:
-    """The rows [T] of table recency, int64, of actions at these times (whole numbers), where those of a user begin with
-    action first_B: 0 for a user's first action, 1 + the bits of the time since the one before for the others (so 1 for
-    0, 2 for 1, 3 for 2 and 3, …).
+    """The rows [T] of table recency, int64, for actions at these times (whole numbers); first_B is where each user's
+    actions begin. 0 for a user's first action; for the others 1 + the number of bits of the time since the previous
+    action (1 for 0, 2 for 1, 3 for 2 and 3, …).
 
-    ValueError where a user's times fall.
+    ValueError if a user's times decrease.
     """
     time_T = time_T.long()
     gap_T = torch.cat([time_T[:1], time_T.diff()])
@@ -128,15 +128,15 @@ def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:
         place = int(falls_T.nonzero()[0])
         raise ValueError(f"timestamps fall, from {time_T[place - 1]} to {time_T[place]}; they must be oldest first")
     row_T = 1 + torch.bucketize(gap_T, 2 ** torch.arange(63), right=True)
-    # Times do not fall, so what is negative has overflowed: it takes all of 64 bits.
+    # Times do not decrease, so a negative difference has overflowed: it takes all 64 bits.
     row_T[gap_T < 0] = 65
     row_T[first_B] = 0
     return row_T
 
 
 class AdaptiveCompression(nn.Module):
-    """k' embeddings of a row become k of the same width (section 3.1.1, «Adaptive Embedding Compression»):
-    v_i = sum over j of w_ji v'_j, with weights from a two-layer MLP of all k'.
+    """k' embeddings of a row become k of the same width (section 3.1.1, "Adaptive Embedding Compression"): v_i = sum
+    over j of w_ji v'_j, with weights from a two-layer MLP of all k'.
 
     Axes: J embeddings in (the paper's k'), K embeddings out (k), C their width.
     """
@@ -148,7 +148,8 @@ class AdaptiveCompression(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """To follow the random initialization of the layers: begins by keeping the first K embeddings as they are."""
+        """Call after the random initialization of the layers: the compression begins by keeping the first K
+        embeddings."""
         last = self.weights[2]
         assert isinstance(last, nn.Linear)
         last.weight.zero_()

@@ -12,7 +12,7 @@ from .similarity.dot import Dot
 
 
 class HIndexer(Dot):
-    """Linear projections of query and item to H, L2-normalised; their cosine over a temperature ranks stage 1."""
+    """Linear projections of query and item to H, L2-normalized; stage 1 ranks by their cosine over a temperature."""
 
     def __init__(self, dim: int, config: HIndexerConfig) -> None:
         super().__init__(config.dim, DotConfig(temperature=config.temperature))

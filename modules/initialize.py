@@ -5,7 +5,8 @@ from torch import nn
 
 
 def reset_layers(module: nn.Module, generator: torch.Generator) -> None:
-    """Xavier for the matrices of all linear layers within, zero biases, unit norms; drawn in the modules' order."""
+    """Xavier for the matrices of all linear layers within, zero biases, unit norm weights; drawn in the modules'
+    order."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight, generator=generator)

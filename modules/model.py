@@ -1,4 +1,4 @@
-"""RetrievalModel: the tables and the towers put together; and the losses of the towers.
+"""RetrievalModel: the tables and the towers; SampledLosses: the losses of the towers.
 
 Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder width.
 """
@@ -18,7 +18,7 @@ from .towers import Tower
 
 
 class RetrievalModel(nn.Module):
-    """The model-parallel tables and the data-parallel tower; the rows of a batch pass from one to the other."""
+    """The model-parallel tables and the data-parallel tower, which takes the tables' rows of a batch."""
 
     def __init__(self, tables: Sequence[EmbeddingTable], schema: Schema, config: ModelConfig) -> None:
         super().__init__()
@@ -27,16 +27,16 @@ class RetrievalModel(nn.Module):
 
 
 class SampledLosses(nn.Module):
-    """A tower's losses: what is replicated and differentiated in training."""
+    """A tower's losses: the module that is replicated and differentiated in training."""
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
         self.tower = tower
 
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Losses of a batch whose tables' unique ids have these rows, each the mean over the positions of all ranks.
+        """Losses of a batch, given the rows of each table's unique ids; each is a mean over the positions of all ranks.
 
-        "loss" is what to minimise: "similarity" plus the weighted "hindexer", where there is one.
+        "loss" is the one to minimize: "similarity" plus the weighted "hindexer", if there is one.
         """
         tower = self.tower
         query, item = tower.at_positions(rows, batch)

@@ -1,8 +1,7 @@
-"""Random numbers that are a function of where they are used, not of what was drawn before.
+"""Random numbers that are a function of where they are used, not of earlier draws.
 
-Initial weights and dropout masks must not depend on how tables are sharded, on how many ranks there are, or
-on how the work is cut into chunks. So each number is a hash of (key, row, column): any rank computes any part of
-the global array alone.
+Initial weights and dropout masks must not depend on the sharding of tables, the number of ranks, or the chunking of the
+work. So each number is a hash of (key, row, column): any rank can compute any part of the global array.
 """
 
 import hashlib
@@ -27,20 +26,21 @@ def random_bits(key: int, rows_R: Tensor, columns_C: Tensor) -> Tensor:
 
 
 def truncated_normal(key: int, rows_R: Tensor, columns_C: Tensor, std: float) -> Tensor:
-    """FP32 [R, C] from a normal of standard deviation `std` cut at 2 std (by the inverse distribution function)."""
+    """FP32 [R, C] from a normal of standard deviation `std` truncated at 2 std (by the inverse distribution
+    function)."""
     uniform = (random_bits(key, rows_R, columns_C).to(torch.float64) + (2**31 + 0.5)) / 2**32
     cut = torch.erf(torch.tensor(2.0, dtype=torch.float64) / 2**0.5).item()
     return (torch.erfinv((uniform * 2 - 1) * cut) * (2**0.5 * std)).to(torch.float32)
 
 
 def threshold(rate: float) -> int:
-    """A rate as a number of 2^-16: what is dropped has 16 random bits below it."""
+    """A rate in units of 2^-16: an element whose 16 random bits are below it is dropped."""
     return min(round(rate * 65536), 65535)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The dropout of one training step; None in its place means evaluation."""
+    """The dropout of one training step; None instead means evaluation."""
 
     key: int
 
@@ -72,7 +72,7 @@ _FIRST, _SECOND = _signed(0x21F0AAAD), _signed(0x735A2D97)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser (xor-shift-multiply, the «lowbias32» family) in place; the masks make the shifts logical."""
+    """A 32-bit finalizer (xor-shift-multiply, the "lowbias32" family) in place; the masks make the shifts logical."""
     x ^= (x >> 16) & 0xFFFF
     x *= _FIRST
     x ^= (x >> 15) & 0x1FFFF

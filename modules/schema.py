@@ -1,4 +1,4 @@
-"""What a dataset has and a model uses: features, and the embedding tables of the sparse ones. Imports no torch."""
+"""Schema of a dataset and of a model: features, and the embedding tables of the sparse ones. Imports no torch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from typing import Any, Literal
 from logitmix.common.mappings import nearest
 
 Owner = Literal["item", "user", "event"]
-"""What has one value of a feature: an item, a user, or one action of a user."""
+"""What a feature has one value for: an item, a user, or one action of a user (an event)."""
 Kind = Literal["id", "ids", "number", "vector"]
 """One row of a table, any number of rows of a table, a number, or `width` numbers. The first two are sparse."""
 
 ITEM = "item"
-"""Name of the item id, the one feature that must be there, and of its table."""
+"""Name of the item id, the one required feature, and of its table."""
 SPARSE = ("id", "ids")
 ALL = "all"
-"""In place of features' names: all that the dataset has a column of."""
+"""Instead of features' names: all that have a column in the dataset."""
 RECENCY = "recency"
 """Name of a feature that every dataset has without a column, and of its table: the time since the user's previous
 action. `modules.features.recency_rows` gives the rows from timestamps."""
 RECENCY_VALUES = ("", *(str(bits) for bits in range(65)))
-"""Vocabulary of that table: bits of the time as a whole number, 0 to 64; unknown for a user's first action."""
+"""Vocabulary of that table: number of bits of the time, 0 to 64; unknown for a user's first action."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Table:
     rows: int
     """Known values and the unknown one."""
     dim: int = 0
-    """Width of its rows; that of the model where it is 0."""
+    """Width of its rows; 0 takes the model's."""
 
     def __post_init__(self) -> None:
         _require_name("table", self.name)
         if self.rows < 1:
-            raise ValueError(f"table {self.name} has {self.rows} rows; one for what is unknown must be there")
+            raise ValueError(f"table {self.name} has {self.rows} rows; it needs at least one, for unknown values")
 
     @property
     def unknown(self) -> int:
-        """The row of values that are missing or not in the vocabulary: 0, but the last of the item ids, because items
-        are numbered from 0."""
+        """The row of values that are missing or not in the vocabulary: 0, except for item ids the last row, because
+        items are numbered from 0."""
         return self.rows - 1 if self.name == ITEM else 0
 
 
@@ -57,9 +57,9 @@ class Feature:
     width: int = 1
     """Numbers in a vector."""
     mean: float = 0.0
-    """Of a number or of all numbers in a vector, over the dataset; what is missing is stored as the mean."""
+    """Mean of a number or of all numbers in a vector, over the dataset; missing values are stored as the mean."""
     deviation: float = 1.0
-    """Standard deviation, likewise: (value - mean) / deviation normalizes."""
+    """Standard deviation over the same numbers: (value - mean) / deviation normalizes."""
 
     def __post_init__(self) -> None:
         _require_name("feature", self.name)
@@ -85,7 +85,7 @@ class Feature:
 @dataclass(frozen=True)
 class Schema:
     features: tuple[Feature, ...]
-    """The item id among them."""
+    """Includes the item id."""
     tables: tuple[Table, ...]
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Schema:
 
     @classmethod
     def of_ids(cls, items: int) -> "Schema":
-        """The item ids alone."""
+        """A schema with the item ids alone."""
         return cls((Feature(ITEM, "item", "id", ITEM),), (Table(ITEM, items + 1),))
 
     def to_mapping(self) -> dict[str, list[dict[str, Any]]]:
@@ -112,8 +112,8 @@ class Schema:
         return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
 
     def only(self, names: Sequence[str]) -> "Schema":
-        """The item id, the features of these names («all» for all of this schema), and their tables. «recency» need not
-        be in the schema: it is added when it is named.
+        """The item id, the features with these names ("all" for all of this schema), and their tables. "recency" need
+        not be in the schema: it is added when it is named.
 
         ValueError for a name that is not there.
         """
@@ -149,12 +149,12 @@ class Schema:
         return tuple(feature for feature in self.features if feature.owner == owner)
 
     def table(self, name: str) -> Table:
-        """The table of this name, which must be there."""
+        """The table of this name, which must exist."""
         return next(table for table in self.tables if table.name == name)
 
 
 def _require_name(what: str, name: str) -> None:
-    # Names become those of files, columns, modules and settings.
+    # These become names of files, columns, modules and settings.
     if not name.isidentifier():
         raise ValueError(f"{what} {name!r}: a name has letters, digits and underscores, and starts with no digit")
 

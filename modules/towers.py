@@ -1,4 +1,4 @@
-"""The towers: rows of the tables in, what the similarity and the h-indexer make of queries and items out.
+"""The towers: from rows of the tables to the sides of queries and items for the similarity and the h-indexer.
 
 No torchrec: serving runs the trained towers as they are.
 
@@ -27,12 +27,12 @@ from .similarity.build import build_similarity
 
 NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
 NO_FEATURES = Features()
-"""Of items, users and events that have none but the items' ids."""
+"""For items, users and events without features other than the item id."""
 
 
 class ItemTower(nn.Module):
-    """Rows of the tables -> one vector per item, of which histories are encoded and sides are made: the item's own row
-    and the embeddings of its features, summed."""
+    """Rows of the tables -> one vector per item: the item's own row plus the embeddings of its features. Histories and
+    the items' sides are computed from these vectors."""
 
     def __init__(self, dim: int, schema: Schema) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class QueryTower(nn.Module):
     ) -> Embedded:
         """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence.
 
-        An event's features are added to its item before the encoder, the user's to what comes out of it.
+        An event's features are added to its item before the encoder, the user's to the encoder's output.
         """
         events = self.events(rows, features.values)
         users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
@@ -91,14 +91,14 @@ def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 class Sides(NamedTuple):
-    """What both stages of retrieval make of queries or items; the h-indexer's is None where there is none."""
+    """Both stages' sides of queries or items; the h-indexer's is None if there is no h-indexer."""
 
     similarity: Side
     hindexer: Side | None
 
 
 class Tower(nn.Module):
-    """Everything that follows the lookup but the loss."""
+    """Everything between the lookup and the loss."""
 
     def __init__(self, config: ModelConfig, schema: Schema) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Tower(nn.Module):
             self.hindexer = HIndexer(config.dim, config.hindexer)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initial weights, from the generator alone."""
+        """Draws initial weights, from the generator only."""
         self.query_tower.reset_parameters(generator)
         self.similarity.reset_parameters(generator)
         if self.hindexer is not None:
@@ -122,7 +122,7 @@ class Tower(nn.Module):
     def queries(
         self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES
     ) -> Embedded:
-        """The query after the last position of each history, whose items have the vectors item_TD: [T, D] -> [B, D]."""
+        """The query after the last position of each history, from its items' vectors item_TD: [T, D] -> [B, D]."""
         vector_TD, groups = self.query_tower(item_TD, packing, rows, features)
         return Embedded(vector_TD[packing.last_B], [group_TD[packing.last_B] for group_TD in groups])
 
@@ -141,7 +141,7 @@ class Tower(nn.Module):
     def at_positions(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Embedded, Embedded]:
         """The query at each position of a batch, and its unique items."""
         items = self.item_tower(rows, batch.features)
-        # Sparse, for the inputs are few beside the negatives: their gradient need not be as large as the items'.
+        # Sparse: inputs are few compared with negatives, so their gradient need not be as large as the items'.
         input_TD = F.embedding(batch.input_T, items.vector_RD, sparse=not items.groups)
         return self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise), items
 
@@ -162,7 +162,7 @@ class Tower(nn.Module):
         )
 
     def _first(self, features: Features, sequences: int, positions: int) -> Features:
-        """Those of the first sequences and of their positions."""
+        """The features of the first sequences and of their positions."""
         count = {"user": sequences, "event": positions}
         own = [feature for feature in self.schema.features if feature.owner in count]
         return Features(values={f.name: features.values[f.name].first(count[f.owner]) for f in own})

@@ -16,17 +16,17 @@ from .sasrec import SASRec
 
 
 class Encoder(Protocol):
-    """The user side: what happened at the positions of histories in, one query per position out."""
+    """The user side: takes the events at the positions of histories, returns one query per position."""
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initial weights, from the generator alone."""
+        """Draws initial weights, from the generator only."""
 
     def __call__(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
-        """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. Without noise nothing is dropped."""
+        """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise."""
 
 
 MODULES: dict[str, Callable[[int, Any], Encoder]] = {"sasrec": SASRec, "pooled": Pooled}
-"""By kind: what is made of a width and a configuration of that kind."""
+"""By kind: the class, built from a width and a configuration of that kind."""
 assert MODULES.keys() == classes_by_kind(EncoderConfig).keys()
 
 

@@ -43,6 +43,6 @@ def running_mean(x_TD: Tensor, packing: Packing) -> Tensor:
     B, L = packing.shape
     x_TD = x_TD.float()
     padded = x_TD.new_zeros(B * L, x_TD.shape[1]).index_copy(0, packing.padded_T, x_TD)
-    # Along each sequence by itself: sums over the whole batch would round by what stands before a sequence.
+    # Per sequence: the rounding of sums over the whole batch would depend on the sequences before.
     summed = padded.unflatten(0, (B, L)).cumsum(1).flatten(0, 1).index_select(0, packing.padded_T)
     return summed / (packing.position_T + 1)[:, None]

@@ -18,8 +18,8 @@ from ..noise import Noise
 class SASRec(nn.Module):
     """Packed item embeddings in, one query per position out.
 
-    Every layer but attention works on the packed positions. Attention dropout falls on the output of attention, not
-    on its weights, so that its mask does not depend on how sequences are padded.
+    Every layer but attention works on the packed positions. Attention dropout applies to attention's output, not to its
+    weights, so that its mask does not depend on how sequences are padded.
     """
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:
@@ -79,7 +79,7 @@ def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     B, L = packing.shape
     padded = packed_T3Gd.new_zeros(B * L, *packed_T3Gd.shape[1:]).index_copy(0, packing.padded_T, packed_T3Gd)
     q, k, v = padded.unflatten(0, (B, L)).permute(2, 0, 3, 1, 4)
-    # Padding stands behind the valid positions, so the causal mask alone keeps it out of sight.
+    # Padding comes after the valid positions, so the causal mask alone hides it.
     out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out_BGLd.transpose(1, 2).flatten(0, 1).index_select(0, packing.padded_T)
 

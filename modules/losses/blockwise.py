@@ -1,9 +1,9 @@
-"""A sampled loss in plain torch, block by block: the reference of the fused forms, and what runs where there is none.
+"""A sampled loss in plain torch, block by block: the reference for the fused forms, and the fallback without them.
 
 Axes: T positions, G groups of consecutive positions, N shared negatives of a group, V unique items of the batch.
 
-A block is positions with the same negatives, or single positions with negatives of their own. Its backward runs at
-once, so that nothing of size positions x negatives x components outlives it.
+A block is positions that share negatives, or single positions that each have their own. Its backward runs right after
+its forward, so that nothing of size positions x negatives x components outlives the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from ..noise import Noise
 
 Side = tuple[Tensor, ...]
 Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Loss of positive_T, negative_TN and hit_TN (where a negative is the target), summed over T."""
+"""Loss from positive_T, negative_TN and hit_TN (true where a negative is the target), summed over T."""
 
 
 class Pairs(Protocol):
-    """What a similarity says of a query and an item, once each has been through its own tower."""
+    """Scores of queries and items, once each has been through its own tower."""
 
     def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
     def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
@@ -32,13 +32,13 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """What each position is to be told from.
+    """The target and negatives of each position.
 
     row_T: global number of each position (int64). target_T: index of its next item among the V unique items. Positions
-    bounds[g] to bounds[g + 1] are told from negatives_GN[g] (likewise indices). log_q_V: of each unique item, the
-    logarithm of the probability that a negative is that item; it is subtracted from the scores of targets and negatives
-    alike, so that the softmax has the same optimum for every way of drawing negatives. None corrects nothing, as
-    negatives that are uniform need.
+    bounds[g] to bounds[g + 1] have the negatives negatives_GN[g], also indices of unique items. log_q_V: for each
+    unique item, the log of the probability that a negative is that item; it is subtracted from the scores of targets
+    and negatives, so that the softmax has the same optimum however negatives are drawn. Uniform negatives need no
+    correction: None.
     """
 
     row_T: Tensor
@@ -50,7 +50,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class GateDropout:
-    """Dropout of the gates, which are renormalised afterwards. row_T: global number of each position (int64)."""
+    """Dropout of the gates, which are renormalized afterwards. row_T: global number of each position (int64)."""
 
     noise: Noise
     rate: float
@@ -66,8 +66,8 @@ def blockwise_loss(
     noise: Noise | None,
     pair_dropout: float,
 ) -> Tensor:
-    """Sum over the T positions of what `reduce` gives, FP32 scalar. `noise` drops what the similarity computes of each
-    pair at the rate `pair_dropout`."""
+    """Sum of `reduce` over the T positions, FP32 scalar. `noise` applies dropout at the rate `pair_dropout` to what the
+    similarity computes for each pair."""
     N = examples.negatives_GN.shape[1]
 
     def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
@@ -109,7 +109,7 @@ def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
 
 
 def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
-    """Binary cross entropy of the target and the mean one of the negatives (the paper's baseline, section 5.1.2)."""
+    """Binary cross entropy of the target plus the mean over the negatives (the paper's baseline, section 5.1.2)."""
     valid_TN = (~hit_TN).float()
     negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)
     return (F.softplus(-positive_T) + negative_T).sum()
@@ -121,7 +121,7 @@ GATES = "gates"
 
 @dataclass(frozen=True)
 class _Block:
-    """Positions start..end, which share negatives [1, N] or have a row of their own each."""
+    """Positions start..end, which share negatives [1, N] or have one row of negatives each."""
 
     start: int
     end: int
@@ -130,7 +130,7 @@ class _Block:
 
 
 def _blocks(examples: Examples) -> list[_Block]:
-    """Groups that are all single positions go together; others are a block each, or several."""
+    """If all groups are single positions, blocks span groups; otherwise each group is one block or several."""
     bounds, negatives_GN = examples.bounds, examples.negatives_GN
     if len(bounds) - 1 == bounds[-1] > 1 and all(end - start == 1 for start, end in pairwise(bounds)):
         spans = [(start, min(start + _SINGLE, bounds[-1])) for start in range(0, bounds[-1], _SINGLE)]
@@ -144,13 +144,13 @@ def _blocks(examples: Examples) -> list[_Block]:
 
 
 _POSITIONS = 256
-"""Most positions of a block. A sequence is mostly shorter; a batch that shares its negatives is longer."""
+"""Most positions of a block. Most sequences are shorter; a batch that shares its negatives is longer."""
 _SINGLE = 64
-"""Likewise of a block of single positions: each pair has a copied row of an item."""
+"""Most positions of a block of single positions: each of their pairs has a copied row of an item."""
 
 
 class _Blockwise(torch.autograd.Function):
-    """Sum of block_loss over the blocks; the gradients are made in forward, block by block, and kept."""
+    """Sum of block_loss over the blocks; the gradients are computed in forward, block by block, and kept."""
 
     @staticmethod
     def forward(
@@ -192,11 +192,11 @@ class _Blockwise(torch.autograd.Function):
 
 
 def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """For a loss whose forward has made the gradients with respect to its tensors, in FP32; none without backward."""
+    """For a loss whose forward computes the gradients of its tensors, in FP32; none without backward."""
     ctx.save_for_backward(*gradients)
     ctx.dtypes = [tensor.dtype for tensor in tensors]
 
 
 def kept_gradients(ctx: Any, scale: Tensor) -> list[Tensor]:
-    """Those gradients, for the loss's own gradient: once, for they are scaled where they stand."""
+    """The gradients times the loss's own gradient. Only once, because they are scaled in place."""
     return [gradient.mul_(scale).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

@@ -1,4 +1,4 @@
-"""Sampled softmax over dot products, its gradients made by hand: a few large matrix products and no graph.
+"""Sampled softmax over dot products with gradients written by hand: a few large matrix products and no graph.
 
 Axes: T positions, G groups of consecutive positions, N negatives of a group, V unique items, H width; P pieces of
 groups at once, padded to L positions.
@@ -16,13 +16,13 @@ from .blockwise import Examples, keep_gradients, kept_gradients
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
-    """Sum over T positions of -log softmax of the dot product with the target among those with it and with N negatives
+    """Sum over T positions of -log softmax of the target's dot product among those of the target and its N negatives
     (section 3.2), FP32 scalar. A negative equal to a position's target (an accidental hit) does not count.
 
     Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06.
     """
     if examples.log_q_V is not None:
-        # The correction is one more term of each product.
+        # The correction becomes one more column of each product.
         query_TH = torch.cat([query_TH.float(), query_TH.new_ones(len(query_TH), 1, dtype=torch.float32)], 1)
         item_VH = torch.cat([item_VH.float(), -examples.log_q_V[:, None]], 1)
     loss: Tensor = _DotSoftmax.apply(query_TH, item_VH, examples)
@@ -30,20 +30,20 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
 
 
 _PAIRS = 2**18
-"""Most scores of pieces at once, but that one position may have more: what a core's cache holds."""
+"""Most scores of pieces at once, to fit a core's cache; a single position may have more."""
 _SINGLE = 2**13
-"""Likewise of single positions: each score has a copied row of an item."""
+"""The same for single positions, whose scores each have a copied row of an item."""
 _POSITIONS = 256
 """Most positions of a piece."""
 _ALL_PAIRS = 2**22
-"""Most scores with all items at once, likewise: products with more positions read the items less often."""
+"""Most scores at once when all items are scored: products with more positions read the items less often."""
 
 
 class _DotSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
         groups, N = examples.negatives_GN.shape
-        # Where all positions share negatives that are most of the items, no row of an item needs to be copied.
+        # If all positions share negatives that are most of the items, no item's row needs to be copied.
         whole = groups == 1 and len(item_VH) <= 2 * N and len(query_TH) > 0
         query, item = query_TH.detach().float(), item_VH.detach().float()
         loss = torch.zeros((), device=query.device)
@@ -105,7 +105,7 @@ def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Ten
 
 
 def _rows(of: Tensor, index: Tensor) -> Tensor:
-    """of[index], in a fifth of its time."""
+    """of[index], in a fifth of the time."""
     return of.index_select(0, index.flatten()).view(*index.shape, -1)
 
 

@@ -32,7 +32,7 @@ def mol_sampled_softmax(
     log_q_V: Tensor | None = None,
 ) -> Tensor | None:
     """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32; None
-    where there is no compiled form for these inputs.
+    if there is no compiled form for these inputs.
 
     query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and
     gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
@@ -40,13 +40,13 @@ def mol_sampled_softmax(
     without bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
     log_q_V [V], FP32, is subtracted from phi of targets and negatives.
 
-    Computes in the dtype of autocast where that is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where
-    the processor cannot multiply BF16). On CPU it takes as many threads as torch would; for one number of threads,
-    results are equal to the last bit. IndexError or ValueError for indices or bounds that do not fit; indices in the
-    memory of a GPU are not looked at.
+    Computes in autocast's dtype if autocast is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where the
+    processor cannot multiply BF16). On CPU it uses as many threads as torch would; for a given number of threads,
+    results are bit for bit equal. IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are
+    not checked.
 
-    Compiled C serves CPUs. Triton serves CUDA up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
-    mol_triton.covers says it exactly. It does not take log_q_V.
+    CPUs run compiled C. CUDA runs Triton, up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
+    mol_triton.covers has the exact limits. The Triton form does not take log_q_V.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -58,7 +58,7 @@ def mol_sampled_softmax(
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
     if target_T.device.type == "cuda" and _has_triton() and log_q_V is None:
-        # Only where it is used: without a GPU there need be no Triton, and it takes its time to load.
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import mol_triton
 
         U, I, C, H = query[0].shape[1], *item[0].shape[1:], len(cross_gate[0])
@@ -69,7 +69,7 @@ def mol_sampled_softmax(
 
 
 def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Sequence[int]) -> None:
-    """The compiled form reads where the indices point."""
+    """Checks the indices: the compiled form reads memory at them."""
     if bounds[0] != 0 or bounds[-1] != T or any(start > end for start, end in pairwise(bounds)):
         raise ValueError(f"bounds must rise from 0 to {T}, the number of positions")
     if negatives_GN.ndim != 2 or len(negatives_GN) != len(bounds) - 1:
@@ -124,7 +124,7 @@ def _library() -> ctypes.CDLL | None:
 _BF16 = 3
 """mol.c's level at which it computes in BF16."""
 _LEVEL = _BF16
-"""The best level to use, where the machine has it."""
+"""The best level to use, if the machine has it."""
 
 
 @cache
@@ -132,12 +132,12 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "mol-loss")
 
 
-# A forked process has none of its parent's threads.
+# A forked process does not have its parent's threads.
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 class _Fused(torch.autograd.Function):
-    """The compiled form; the gradients are made in forward and kept."""
+    """The compiled form; the gradients are computed in forward and kept."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ _Groups = tuple[Tensor, Tensor, Sequence[int], Tensor | None]
 
 
 def _level(dtype: torch.dtype) -> int:
-    """A machine that has no products of BF16 numbers is faster in FP32."""
+    """A machine without BF16 products is faster in FP32."""
     library = _library()
     assert library is not None
     level = min(library.mol_level(), _LEVEL)
@@ -172,10 +172,10 @@ def _level(dtype: torch.dtype) -> int:
 def _run(
     level: int, inputs: list[Tensor], groups: _Groups, dropout: GateDropout | None, needed: bool
 ) -> tuple[float, list[Tensor]]:
-    """Loss, and where needed the gradients of all inputs in FP32.
+    """Loss and, if needed, the gradients of all inputs in FP32.
 
-    Each worker takes its own part of the positions, and sums what it gives to items and cross gate by itself, so that
-    the sums do not depend on which is faster.
+    Each worker takes its own part of the positions and has its own sums of the gradients of items and cross gate, so
+    that the result does not depend on which worker is faster.
     """
     target_T, negatives_GN, bounds, log_q_V = groups
     log_q_V = None if log_q_V is None else log_q_V.float().contiguous()
@@ -211,4 +211,5 @@ def _run(
 _PAIRS = 4096
 """Fewer pairs than this are not worth another thread."""
 _TILE = 1024
-"""Most negatives at once, where they are more than two tiles: scores are then made twice, and memory stays."""
+"""Most negatives at once, if there are more than two tiles: scores are then computed twice, and memory stays
+bounded."""

@@ -3,27 +3,27 @@
 Axes: T positions, G groups, N negatives of a group, V unique items, U query components, I item components, C their
 width, M = U * I mixture components, H hidden width of the cross gate; P pairs of a tile, its targets or TT * NT.
 
-A tile is TT positions of one group x NT of its negatives: 16 x 8 on Hopper in BF16. What is [P, M] or [P, H] stays on
-chip, and nothing is written of a pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
-permuted to pair-major [P, M], which is what the cross gate's products read. With 8 x 8 components a warp has whole
-pairs before and after, so the permutation is one pass through shared memory, a pair's row at a time.
+A tile is TT positions of one group x NT of its negatives: 16 x 8 on Hopper in BF16. Arrays [P, M] and [P, H] stay on
+chip, and nothing is written per pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
+permuted to pair-major [P, M], which the cross gate's products read. With 8 x 8 components a warp has whole pairs before
+and after, so the permutation is one pass through shared memory, one pair's row at a time.
 
-Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes are left
+Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes remain
 for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
-tile of pairs a program computes the forward again and, from the log-sum-exp, the gradients, which it adds up where they
-are made: the cross gate's in registers for all of its tiles, the query's for a tile of positions. The items' go to sums
-of the program's own for each of its groups (a slot), in memory to which no other program adds. So the order is fixed,
-and these additions are atomic only because nothing waits for those. Last, torch adds up programs and slots, slots by
+tile of pairs a program computes the forward again and, from the log-sum-exp, the gradients. It sums the cross gate's
+gradient in registers over all of its tiles, and the query's over a tile of positions. The items' gradients go to sums
+that belong to the program and a group (a slot), in memory to which no other program adds. So the order of additions is
+fixed; they are atomic only so that nothing waits for them. At the end torch sums over programs and slots, slots by
 `index_add_`, which has one order under `torch.use_deterministic_algorithms(True)`. Another kind of device may group the
-sums in another way, by its number of programs. Targets, a pair for each position, have kernels of their own. Backward
-allocates 4 N (I C + M) bytes for each slot: there are fewer than groups and multiprocessors together.
+sums differently, by its number of programs. Targets, one pair for each position, have their own kernels. Backward
+allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and multiprocessors together.
 
-Registers are what is short: the gate's gradients take 64 of a thread's 255, and [P, H] in FP32 as many. So backward
-takes hidden units in halves, and computes them again rather than keep their slopes through the softmax; sums over pairs
-(biases, gating weights) are products with constants, since sums across lanes take several times the instructions.
+Registers are scarce: the gate's gradients take 64 of a thread's 255, and [P, H] in FP32 as many. So backward takes
+hidden units in halves, and computes them again rather than keep their slopes through the softmax. Sums over pairs
+(biases, gating weights) are products with constants, because sums across lanes take several times the instructions.
 
 Precision: FP32 inputs have FP32 products, never TF32. In BF16 all sums are FP32; logits, hidden units and gradients are
-rounded where they enter a product, sigmoids are good to 2^-11. Sizes are padded to powers of two: `covers`.
+rounded where they enter a product, and sigmoids are accurate to 2^-11. Sizes are padded to powers of two: `covers`.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ FIRST = tl.constexpr(0x21F0AAAD)
 SECOND = tl.constexpr(0x735A2D97)
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
-"""Rows of the smallest product: a sum over pairs is one, with 16 equal rows."""
+"""Rows of the smallest product. A sum over pairs is such a product, with 16 equal rows."""
 TILE_FIELDS = tl.constexpr(4)
 
 
@@ -72,12 +72,12 @@ def mol_sampled_softmax(
     dropout: GateDropout | None,
     *tensors: Tensor,
 ) -> Tensor:
-    """mol_loss.mol_sampled_softmax of sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
+    """mol_loss.mol_sampled_softmax for sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
     return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds), dropout, *tensors)
 
 
 A100, HOPPER = 160 * 1024, 220 * 1024
-"""Shared memory of a block that these have, and somewhat more, bytes."""
+"""Shared memory of a block on these GPUs, bytes, rounded down."""
 INTERPRETED_PROGRAMS = 3
 
 
@@ -101,7 +101,7 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.devi
     UP = triton.next_power_of_2(U)
     IP = max(triton.next_power_of_2(I), 16 // UP)
     CP, HP = max(triton.next_power_of_2(C), 16), max(triton.next_power_of_2(H), 32)
-    # Chosen by what the compiler says of registers and shared memory.
+    # Chosen by the compiler's report of registers and shared memory.
     if dtype == torch.bfloat16:
         P = 128 if _shared_memory(device) >= HOPPER else 64
         targets, forward_warps, backward_warps = 32, P // 16, 8
@@ -113,7 +113,7 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.devi
 
 
 def _shared_memory(device: torch.device) -> int:
-    """What a block can have at most, bytes; the interpreter is as large as Hopper."""
+    """Most bytes that a block can have; the interpreter counts as Hopper."""
     return max_shared_mem(device.index or 0) if device.type == "cuda" else HOPPER
 
 
@@ -216,7 +216,7 @@ class _MolLoss(torch.autograd.Function):
 
 
 def _signed(bits: int) -> int:
-    """The low 32 bits as a signed number: to Triton all of them are of one type."""
+    """The low 32 bits as a signed number, so that Triton gives every value the same type."""
     bits &= 0xFFFFFFFF
     return bits - (bits >> 31 << 32)
 
@@ -256,7 +256,7 @@ def _backward(
     d_gate = torch.empty(target_programs + tiles.programs, 2 * H * M + H + M, device=device)
     scale = scale.to(torch.float32)
     if T:
-        # Minus one, as what the others have: no cancellation.
+        # The target's probability minus one, computed as minus the negatives' probability: no cancellation.
         d_positive_T = -torch.sigmoid(others_T - positive_T) * scale
         whole_T = torch.logaddexp(positive_T, others_T)
         _target_backward[(target_programs,)](
@@ -409,7 +409,7 @@ def _hidden_back(  # type: ignore[no-untyped-def]
     logit, d_z, up_HM, up_H, down_MH, d_up, d_up_bias, d_down, d_logit, ones,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """The sums so far, with what the pairs of d_z [P, M] add through these hidden units."""
+    """The sums so far plus the contribution of the pairs of d_z [P, M] through these hidden units."""
     hidden, slope = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
     d_down = _dot_add(tl.trans(_rounded(hidden, logit.dtype, EMULATED)), d_z, d_down, EMULATED)
     d_hidden = _rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
@@ -423,7 +423,7 @@ def _hidden_back(  # type: ignore[no-untyped-def]
 def _mixture(  # type: ignore[no-untyped-def]
     z, logit, exists, row_hash, m, dropped, DROP: tl.constexpr, PADDED: tl.constexpr, COARSE: tl.constexpr
 ):
-    """phi [P] of z and logit [P, M], and of what its slopes are made:
+    """phi [P] of z and logit [P, M], and the factors of its derivatives:
 
     d phi / d logit = pi = kept * scale, d phi / d z = (pi * logit - other * other_scale) * slope."""
     s = _sigmoid(z, COARSE)
@@ -436,7 +436,7 @@ def _mixture(  # type: ignore[no-untyped-def]
     if DROP:
         kept = tl.where(_kept(row_hash, m, dropped), e, 0.0)
         part = tl.sum(kept, 1)
-        # What dropout leaves is scaled, then divided by its sum, which counts as LEAST at least.
+        # The gates that dropout keeps are scaled, then divided by their sum, clamped to at least LEAST.
         rescale = 65536.0 / (65536 - dropped).to(tl.float32)
         starved = rescale * part < total * LEAST
         scale = tl.where(starved, rescale / (total * LEAST), 1 / tl.where(starved, 1.0, part))
@@ -551,7 +551,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             logit = _pair_major(
                 _rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP
             )
-            # What is small is loaded where it is used: registers are short.
+            # Small tensors are loaded where they are used: registers are scarce.
             up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0)
             hidden0 = _hidden(logit, up0_HM, up0_H, COARSE, EMULATED)[0]
             z = _dot(_rounded(hidden0, dtype, EMULATED), tl.trans(down0_MH), EMULATED)
@@ -587,7 +587,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
 
             d_z = _rounded(d_z, dtype, EMULATED)
             d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
-            # Another way to load, or the compiler would keep the first hidden layer rather than compute it again.
+            # Loaded differently, or the compiler would keep the first hidden layer rather than recompute it.
             up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0, cache_modifier=".ca")
             d_up0, d_up_bias0, d_down0, d_logit = _hidden_back(
                 logit, d_z, up0_HM, up0_H, down0_MH, d_up0, d_up_bias0, d_down0, d_logit, ones_P, COARSE, EMULATED
@@ -674,7 +674,7 @@ def _target_backward(  # type: ignore[no-untyped-def]
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Writes all of d_*: the target's share, for the negatives' to be added."""
+    """Writes all of d_*: the target's share, to which the negatives' is added."""
     M: tl.constexpr = U * I
     MP: tl.constexpr = UP * IP
     PART: tl.constexpr = HP // 2

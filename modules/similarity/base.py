@@ -1,4 +1,4 @@
-"""What every similarity phi(x, u) has: two sides, scores of pairs, losses, and what is worth watching.
+"""The interface of every similarity phi(x, u): two sides, scores of pairs, losses and diagnostics.
 
 Axes: T queries, N items, D width.
 """
@@ -16,14 +16,14 @@ from ..losses.blockwise import Side as Side
 from ..noise import Noise
 
 PairDropout = Callable[[Tensor], Tensor]
-"""Drops of what a similarity computes of each pair [..., C]; training's, None otherwise."""
+"""Dropout of what a similarity computes for each pair [..., C]; None outside training."""
 
 
 class Similarity(nn.Module, ABC):
     """phi(x, u) of queries and items that are vectors of width D.
 
-    Each side goes through its own `query` or `item` once; serving caches the items' side. `all_pairs` and `pairs` score
-    sides, in FP32. A similarity that has a faster sampled softmax overrides it.
+    Each side goes through `query` or `item` once; serving caches the items' side. `all_pairs` and `pairs` score sides,
+    in FP32. A similarity that has a faster sampled softmax overrides `sampled_softmax`.
     """
 
     pair_dropout = 0.0
@@ -38,8 +38,8 @@ class Similarity(nn.Module, ABC):
         """The item's side, which depends on the item alone: a tuple of tensors [N, ...]."""
 
     def use_features(self, of_query: int, of_item: int) -> None:
-        """Told once, before the weights are made: how many features queries and items have. Their embeddings are part
-        of the vectors that `query` and `item` take; a similarity that wants them by themselves as well overrides this,
+        """Called once, before the weights exist, with the number of features of queries and items. Their embeddings are
+        part of the vectors that `query` and `item` take; a similarity that also needs them separately overrides this,
         `query_side` and `item_side`."""
 
     def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
@@ -69,18 +69,19 @@ class Similarity(nn.Module, ABC):
         """Sum over T positions of -log softmax of the target among itself and its group's negatives, FP32 scalar.
 
         `query` and `item` are the sides of the T queries and of the V unique items. A negative equal to the position's
-        target (an accidental hit) does not count. Without noise nothing is dropped.
+        target (an accidental hit) does not count. No dropout without noise.
         """
         return blockwise_loss(softmax, self, query, item, examples, noise, self.pair_dropout)
 
     def sampled_bce(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        """Likewise the binary cross entropy of the target and the mean one of the negatives (the paper's baseline)."""
+        """Sum over T positions of the binary cross entropy of the target plus its mean over the negatives (the paper's
+        baseline)."""
         return blockwise_loss(bce, self, query, item, examples, noise, self.pair_dropout)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initial weights, from the generator alone."""
+        """Draws initial weights, from the generator only."""
         reset_layers(self, generator)
 
     def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
-        """What is worth watching of query t with item t, by name: single numbers, and vectors to make histograms of."""
+        """Diagnostics of query t with item t, by name: single numbers, and vectors to make histograms of."""
         return {}

@@ -12,7 +12,7 @@ from .mlp import MLP
 from .mol import MoL
 
 MODULES: dict[str, Callable[[int, Any], Similarity]] = {"dot": Dot, "mlp": MLP, "mol": MoL}
-"""By kind: what is made of a width and a configuration of that kind."""
+"""By kind: the class, built from a width and a configuration of that kind."""
 assert MODULES.keys() == classes_by_kind(SimilarityConfig).keys()
 
 

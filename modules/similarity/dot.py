@@ -43,8 +43,8 @@ class Dot(Similarity):
 
 
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x, `scale` long along the last axis, computed in FP32; zero where x is zero (F.normalize with an eps of 1e-6, in
-    fewer passes over memory and keeping x alone for the backward)."""
+    """x scaled to length `scale` along the last axis, computed in FP32; zero where x is zero (F.normalize with an eps
+    of 1e-6, in fewer passes over memory and keeping only x for the backward)."""
     normalized: Tensor = _Normalize.apply(x, scale, dtype)
     return normalized
 

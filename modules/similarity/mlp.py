@@ -1,4 +1,4 @@
-"""A multilayer perceptron of query and item, the paper's «MLP» (table of hyperparameters, appendix A).
+"""A multilayer perceptron of query and item, the paper's "MLP" (table of hyperparameters, appendix A).
 
 Axes: T queries, N items, D width, H hidden units.
 """
@@ -16,15 +16,15 @@ from .base import PairDropout, Similarity
 class MLP(Similarity):
     """phi(x, u) = MLP([f(u), g(x)]), with one hidden layer: 2 D H + H multiply-adds per pair, as the table counts them.
 
-    The hidden layer before ReLU is a sum of a part of the query and a part of the item, which are the two sides. The
-    paper does not name the nonlinearity; it is ReLU in NCF, which it takes its baselines from. Pairs are in FP32.
+    The two sides are the query's and the item's parts of the hidden layer, which are added before ReLU. The paper does
+    not name the nonlinearity; it is ReLU in NCF, the source of its baselines. Pairs are in FP32.
     """
 
     def __init__(self, dim: int, config: MLPConfig) -> None:
         super().__init__()
         self.dim, self.pair_dropout = dim, config.dropout
         self.hidden = nn.Linear(2 * dim, config.hidden)
-        # Without bias, which would move all scores alike: neither a ranking nor softmax sees it.
+        # No bias: it would shift all scores equally, which changes neither a ranking nor softmax.
         self.output = nn.Linear(config.hidden, 1, bias=False)
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:

@@ -21,8 +21,8 @@ from .base import PairDropout, Similarity
 from .dot import l2_normalize
 
 PREFERENCE = 2.0
-"""Initial bias of the cross gate for a component paired with its like: with 8 x 8, SiLU and softmax give these 8 pairs
-about 0.45 of the weight."""
+"""Initial bias of the cross gate for pairs of like components: with 8 x 8, SiLU and softmax give these 8 pairs about
+0.45 of the weight."""
 
 
 class MoL(Similarity):
@@ -47,7 +47,7 @@ class MoL(Similarity):
         self.item_features: _Compressed | None = None
 
     def use_features(self, of_query: int, of_item: int) -> None:
-        """Gives each a component of its own, which the others are compressed with."""
+        """Gives each feature its own component, which is compressed together with the others."""
         if of_query:
             self.query_features = _Compressed(self.dim, of_query, self.config.query_components, self.config)
         if of_item:
@@ -57,10 +57,10 @@ class MoL(Similarity):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Random layers, changed so that the mixture begins as a similarity.
 
-        Component c of the query and component c of the item begin as the same map of the width D, in which queries and
-        items are compared; nearly a linear one, the gated units being open. And the cross gate begins with a preference
-        for the logits of such pairs and blind to the logits themselves, whose size of up to 1/tau would make its
-        choice a random one.
+        Component c of the query and component c of the item begin as the same map of the width D, so that queries and
+        items are compared in one space. The map is nearly linear, because the gated units begin open. The cross gate
+        begins with a preference for the logits of such pairs and ignores the values of the logits: with sizes of up to
+        1/tau, they would make its choice random.
         """
         super().reset_parameters(generator)
         U, I, C = self.config.query_components, self.config.item_components, self.config.component_dim
@@ -143,7 +143,7 @@ class MoL(Similarity):
         return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
 
     def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
-        """How the components are used; entropy 1 is even use."""
+        """How evenly the components are used; entropy 1 is even use."""
         gates_TM = self.gates(query, item)
         use_M = gates_TM.mean(0)
         entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
@@ -173,7 +173,7 @@ class MoL(Similarity):
             pi = dropout(pi)
         mixed = (pi * logits).sum(-1, dtype=torch.float32)
         if dropout is not None:
-            # The gates stay a distribution: what dropout leaves is renormalised.
+            # The gates stay a distribution: those that dropout keeps are renormalized.
             mixed = mixed / pi.sum(-1, dtype=torch.float32).clamp(min=1e-6)
         return mixed
 
@@ -184,7 +184,7 @@ def _logits_of_pairs(query: Side, item: Side) -> Tensor:
 
 
 class _Compressed(nn.Module):
-    """Components of the whole and of each feature by itself, k' of them, compressed to k."""
+    """Components of the whole vector and one of each feature, k' in total, compressed to k."""
 
     def __init__(self, dim: int, groups: int, kept: int, config: MoLConfig) -> None:
         super().__init__()
