@@ -8,14 +8,14 @@ import sys
 
 from setuptools import Extension, setup
 
-# No -march: the sources choose among instruction sets when they are loaded, so that a wheel runs on any processor.
+# No -march: the libraries choose an instruction set when they are loaded, so that a wheel runs on any processor.
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math"]
 if sys.platform == "linux" and platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 
 setup(
     ext_modules=[
-        # Every FP32 operation rounded by itself: the bytes are those of plain torch.
+        # Every FP32 operation rounds separately, so the bytes are those of plain torch.
         Extension(
             "logitmix.comm._fp8",
             ["comm/fp8.c"],

@@ -1,6 +1,6 @@
-"""The precisions that rows can be sent in, as codecs: rows of FP32 to bytes and back.
+"""The precisions that rows can be sent in, as codecs: FP32 rows to bytes and back.
 
-A precision is one class here (or one more instance of a class that is there), its line in CODECS, and its name in
+A precision is a class here (or another instance of an existing class), its line in CODECS, and its name in
 comm/config.py, which the command line offers without loading torch.
 
 R rows of a wire block; W columns of all its segments.
@@ -22,7 +22,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Segment(NamedTuple):
-    """One feature's columns in a wire row: FP8 gives them a scale of their own."""
+    """One feature's columns in a wire row; FP8 gives each segment its own scale."""
 
     table: str
     width: int
@@ -40,11 +40,11 @@ class Codec(ABC):
     """Rows [R, W] of one layout as bytes [R, row_bytes] and back."""
 
     stochastic = False
-    """Whether it rounds at random, from the seed that `encode` is given; without, the seed is None."""
+    """Whether it rounds at random, from the seed passed to `encode`; otherwise the seed is None."""
 
     @abstractmethod
     def row_bytes(self, layout: RowLayout) -> int:
-        """Bytes of a wire row."""
+        """Size of a wire row in bytes."""
 
     @abstractmethod
     def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
@@ -61,7 +61,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A cast to FP32, BF16 or FP16, which turns what it cannot hold into infinity."""
+    """A cast to FP32, BF16 or FP16; values that the format cannot hold become infinity."""
 
     dtype: torch.dtype
 
@@ -102,7 +102,7 @@ class RowwiseFp8(Codec):
 
 
 FP32 = Cast(torch.float32)
-"""Its bytes are those of the tensor."""
+"""Its bytes are the tensor's."""
 
 CODECS: Mapping[Direction, Mapping[str, Codec]] = {
     "forward": {

@@ -1,8 +1,8 @@
-"""What ranks tell each other outside the embedding exchange.
+"""Collectives outside the embedding exchange.
 
-Every function is the identity at world size 1, so that no caller asks whether it runs distributed.
-With more ranks each is collective: all ranks call it, in the same order. Tensors lie on
-`ranks.device` or on the CPU, alike on all ranks. No gradient passes through.
+Every function is the identity at world size 1, so that no caller needs to check whether it runs distributed. With more
+ranks, all ranks must call it, in the same order. Tensors are on `ranks.device` or on the CPU, the same on all ranks. No
+gradient passes through.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Sum over the ranks of a tensor of one shape and dtype; the argument stays as it is."""
+    """Sum over the ranks of a tensor of one shape and dtype; the argument is unchanged."""
     if ranks.world_size == 1:
         return tensor
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -35,7 +35,7 @@ def all_gather(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
 
 
 def all_to_all(parts: Sequence[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
-    """Sends parts[r], flat and of any length, to rank r; gives what each rank sent to this one. One dtype for all."""
+    """Sends parts[r], flat and of any length, to rank r; returns what each rank sent to this one. One dtype for all."""
     if ranks.world_size == 1:
         return list(parts)
     lengths = torch.tensor([len(part) for part in parts])
@@ -78,12 +78,13 @@ def barrier(ranks: Ranks) -> None:
 
 
 def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
-    """Rank 0 acts for all: what it gives, on every rank. Every rank raises its ValueError or OSError."""
+    """Rank 0 acts for all: every rank returns its result, or raises its ValueError or OSError."""
     return _results([broadcast_object(_outcome(action) if ranks.rank == 0 else None, ranks)])[0]
 
 
 def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:
-    """Every rank acts: what each gives, on every rank. Where some raise ValueError or OSError, all raise the first."""
+    """Every rank acts, and returns the results of all ranks. If some raise ValueError or OSError, all raise the
+    first."""
     outcomes: list[Any] = [_outcome(action)]
     if ranks.world_size > 1:
         outcomes, own = [None] * ranks.world_size, outcomes[0]

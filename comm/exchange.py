@@ -1,8 +1,8 @@
 """The exchange of embedding rows between ranks, in a precision of its own in each direction (section 4.4).
 
 Everything is one all-to-all of bytes. Forward, the ranks that own rows (the owner end) send them to the ranks that
-asked for them (the requester end), and what arrives is decoded to FP32; backward, the gradients go the other way. Where
-several owners hold parts of one sum (a pooled table sharded by rows) the parts are sent encoded and added in FP32 on
+asked for them (the requester end), which decode them to FP32; backward, the gradients go the other way. If several
+owners hold parts of one sum (a pooled table sharded by rows), they send the encoded parts, which are added in FP32 on
 arrival: encoded bytes cannot be added on the way. Both directions run while the caller computes, until `wait`.
 """
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows that are encoded together: where they lie in a tensor, in elements."""
+    """Rows that are encoded together, and their place in a tensor, in elements."""
 
     rows: int
     layout: RowLayout
@@ -52,7 +52,7 @@ class End(NamedTuple):
 
 
 def stacked(runs_by_rank: Sequence[Sequence[Run]]) -> End:
-    """A flat tensor, the ranks' runs one after the other."""
+    """A flat tensor of the ranks' runs, one after the other."""
     blocks, start = [], 0
     for layout, alike in groupby((run for runs in runs_by_rank for run in runs), key=lambda run: run.layout):
         rows, width = sum(run.rows for run in alike), width_of(layout)
@@ -78,8 +78,8 @@ QUALITY = ("values", "saturated", "flushed", "squared_error", "squares")
 class Wire:
     """What crosses the wire of one model, counted by table and direction.
 
-    Counted at the owner of a row: forward what it sends, backward what it receives; what a rank keeps for itself
-    crosses no wire and is left out. The sums over all ranks are the bytes that all ranks sent.
+    Counted at the owner of a row: what it sends forward, and what it receives backward. Rows that stay on their rank
+    are not counted. The sums over all ranks are the bytes that all ranks sent.
     """
 
     def __init__(self, config: WireConfig, seed: int = 0) -> None:
@@ -95,9 +95,9 @@ class Wire:
         self._clear()
 
     def begin_step(self, step: int, sampling: bool = False) -> None:
-        """Says that a training step begins. `sampling` measures its rounding; alike on all ranks.
+        """Begins a training step. `sampling` measures its rounding; it must be the same on all ranks.
 
-        The step seeds stochastic rounding, so that a run that is continued rounds as it would have.
+        The step seeds stochastic rounding, so that a resumed run rounds as an uninterrupted one.
         """
         self._step, self._exchanges, self.sampling = step, 0, sampling
 
@@ -107,7 +107,7 @@ class Wire:
 
     def pop_counts(self) -> Tensor:
         """Counts since the last call, float64 [tables, 2 directions, 2 + 5]: bytes, FP32 bytes, and the sums named by
-        QUALITY over what was sampled. To be added up over the ranks."""
+        QUALITY over the sampled rows. To be summed over the ranks."""
         for direction, layout, rows_by_segment in self._on_device:
             for segment, rows in zip(layout, rows_by_segment.tolist(), strict=True):
                 self.count(direction, (segment,), rows)
@@ -123,7 +123,7 @@ class Wire:
         self._clear()
 
     def count(self, direction: Direction, layout: RowLayout, rows: int | Tensor) -> None:
-        """Rows that were sent: a number, or one for each segment where only the device knows it yet."""
+        """Counts sent rows: a number, or a tensor with one number per segment while only the device knows it."""
         if isinstance(rows, Tensor):
             self._on_device.append((direction, layout, rows))
             return
@@ -134,7 +134,7 @@ class Wire:
             count[1] += rows * segment.width * 4
 
     def sample(self, direction: Direction, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> None:
-        """Adds what encoding did to these rows, or to some thousands of them spread evenly."""
+        """Adds the rounding errors of these rows, or of some thousands of them spread evenly."""
         stride = max(1, len(values_RW) // _SAMPLED_ROWS)
         values_RW, encoded = values_RW[::stride].contiguous(), encoded[::stride].contiguous()
         codec = self.codecs[direction]
@@ -152,7 +152,8 @@ class Wire:
             self._quality[key] = self._quality.get(key, 0.0) + sums.sum(1)
 
     def next_seed(self, direction: Direction, rank: int) -> int | None:
-        """The seed of one exchange, a function of the step and of what came before in it; None rounds to nearest."""
+        """The seed of one exchange, a function of the step and of the exchange's number in it; None rounds to
+        nearest."""
         if not self.codecs[direction].stochastic:
             return None
         self._exchanges += 1
@@ -167,11 +168,11 @@ class Wire:
 
 @dataclass
 class Exchange:
-    """One collective, there and back.
+    """One collective: rows forward, gradients backward.
 
-    `requester_shape` is the shape of what arrives. With `summed`, what arrives from the ranks are addends, stacked
-    along a new first axis and summed. `order` is the order [R] in which the wire takes the owner's rows. `counted` are
-    the rows that leave this owner, which is what is counted for each direction.
+    `requester_shape` is the shape of the received tensor. With `summed`, the ranks send addends of it, which are
+    stacked along a new first axis and summed. `order` is the order [R] in which the owner's rows are sent. `counted`
+    are the rows that leave this owner; they are counted in both directions.
     """
 
     wire: Wire
@@ -266,7 +267,7 @@ class Exchange:
             for end in (sender, receiver)
         )
         received = torch.empty(sum(receive), dtype=torch.uint8, device=encoded.device)
-        # What is sent must live until it has arrived.
+        # The sent tensor must live until it has arrived.
         self._in_flight = received, encoded, _all_to_all(received, encoded, receive, send, self.group)
         for layout, rows in self.counted:
             self.wire.count(direction, layout, rows)
@@ -275,11 +276,11 @@ class Exchange:
 def _all_to_all(
     received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Bytes, by rank. Begun, not waited for."""
+    """Starts an all-to-all of bytes, with sizes by rank, without waiting for it."""
     if dist.get_backend(group) != "gloo":
         work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
         return [work]
-    # gloo's own all-to-all sends before it receives, and then a link mostly carries one direction at a time.
+    # gloo's own all-to-all sends before it receives, so a link mostly carries one direction at a time.
     theirs, ours = received.split(receive), sent.split(send)
     mine, W = group.rank(), group.size()
     others = [(mine + shift) % W for shift in range(1, W)]
@@ -309,7 +310,7 @@ class _SendRows(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, values: Tensor) -> Tensor:
         ctx.exchange = exchange
         exchange.send_rows(values)
-        # Ties the two halves together in the graph; it carries nothing.
+        # An empty tensor that connects the two halves in the graph.
         return values.new_empty(0)
 
     @staticmethod
@@ -342,9 +343,9 @@ class _RowsInFlight(Awaitable[Tensor]):  # type: ignore[misc]
 
 
 def split_backward(received: Tensor) -> GradientEdge:
-    """Where the backward of received rows divides into sending and waiting: `torch.autograd.grad` with respect to this
-    edge sends their gradient, `torch.autograd.backward` from it waits for the gradients that the other ranks sent.
-    For rows that were not exchanged it is their own edge."""
+    """The edge that divides the backward of received rows into sending and waiting: `torch.autograd.grad` with respect
+    to it sends their gradient, `torch.autograd.backward` from it waits for the gradients that the other ranks sent. For
+    rows that were not exchanged it is their own edge."""
     edge = get_gradient_edge(received)
     node: Node | None = edge.node
     while node and node.name() != f"{_SendRows.__name__}Backward":

@@ -1,8 +1,8 @@
-"""The row-wise FP8 codec (section 4.4, «FP8 Quantized Communication»).
+"""The row-wise FP8 codec (section 4.4, "FP8 Quantized Communication").
 
-A row is cut into groups of columns (the features that travel side by side), and each group crosses the wire as its
-D one-byte floats and two bytes of scale: D + 2 bytes where FP32 has 4 D. Values are E4M3 on their way forward,
-where precision counts, and E5M2 on their way back, where range does.
+A row is cut into groups of columns (the features that are sent side by side). Each group is sent as its D one-byte
+floats and two bytes of scale: D + 2 bytes where FP32 has 4 D. Values are E4M3 forward, where precision counts, and
+their gradients E5M2 backward, where range does.
 
 Three implementations give the same bytes: plain torch (fp8_plain.py), which defines them and runs anywhere, C (fp8.c)
 for the CPU and Triton (fp8_triton.py) for CUDA.
@@ -39,9 +39,9 @@ def quantize_rowwise(
     the element's place r W + c. `out` is contiguous.
 
     The scale is the group's largest finite magnitude, rounded up to BF16 (and to no more than the largest BF16). What
-    arrives is off by at most max(2^-4 |x|, 2^-10 scale / 448) for E4M3 and max(2^-3 |x|, 2^-17 scale / 57344) for
-    E5M2, beside FP32 rounding; beyond the largest BF16, by 2^-8 |x| more. With a seed the bounds are twice as wide.
-    NaN and infinity arrive as NaN in their own place and touch nothing else.
+    arrives has an error of at most max(2^-4 |x|, 2^-10 scale / 448) for E4M3 and max(2^-3 |x|, 2^-17 scale / 57344) for
+    E5M2, plus FP32 rounding; beyond the largest BF16, plus 2^-8 |x|. With a seed the bounds are twice as wide. NaN and
+    infinity arrive as NaN in their own place and touch nothing else.
 
     Raises ValueError for widths that do not add up to W, for other dtypes, and for an `out` that does not fit.
     """
@@ -69,7 +69,7 @@ def quantize_rowwise(
 def dequantize_rowwise(
     wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `quantize_rowwise` made, uint8 [R, W + 2 len(widths)], as FP32 [R, W].
+    """The output of `quantize_rowwise`, uint8 [R, W + 2 len(widths)], as FP32 [R, W].
 
     `out` may be columns of a wider matrix. Bytes beyond the format's largest number arrive as NaN.
 
@@ -97,7 +97,7 @@ def dequantize_rowwise(
 
 
 def backend(device_type: str) -> Literal["c", "triton", "torch"]:
-    """What serves tensors of a device («cpu», «cuda», …): all give the same bytes."""
+    """The implementation for tensors of a device ("cpu", "cuda", …): all give the same bytes."""
     if device_type == "cpu" and fp8_c.library():
         return "c"
     if device_type == "cuda" and _has_triton():
@@ -111,7 +111,7 @@ def _has_triton() -> bool:
 
 
 def _triton() -> ModuleType:
-    """Only where it is used: without a GPU there need be no Triton, and it takes its time to load."""
+    """Imported only when used: it loads slowly, and a machine without a GPU may have no Triton."""
     from logitmix.comm import fp8_triton
 
     return fp8_triton

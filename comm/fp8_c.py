@@ -1,4 +1,4 @@
-"""The FP8 codec's way into C (fp8.c): what fp8_plain.py defines, on the CPU."""
+"""The FP8 codec in C (fp8.c), through ctypes: what fp8_plain.py defines, on the CPU."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None where it was not built (setup.py) or does not load."""
+    """The compiled library; None if it was not built (setup.py) or does not load."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         return None

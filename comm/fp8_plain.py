@@ -12,7 +12,7 @@ SCALE_BYTES = 2
 INFINITY_BITS = 0x7F800000
 LARGEST_BF16_BITS = 0x7F7F
 NAN_BYTE = 0x7F  # in both formats
-# Below TINY, largest / scale or a product with it would leave FP32's normal numbers: such rows are lifted first.
+# Below TINY, largest / scale or a product with it would leave FP32's normal numbers: such rows are scaled up first.
 TINY = 2.0**-60
 LIFT = 2.0**100
 MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -26,7 +26,7 @@ def quantize(
     wire: torch.Tensor,
     first_place: int = 0,
 ) -> None:
-    """The definition of the bytes: fills `wire`. `first_place`: that of the first element, if not the first of all."""
+    """The definition of the bytes: fills `wire`. `first_place`: place of the first element, if the rows begin later."""
     R, W = values_RW.shape
     place_R1 = first_place + torch.arange(R, device=values_RW.device).unsqueeze(1) * W
     for columns, payload, scale in _groups(widths):
@@ -35,7 +35,7 @@ def quantize(
         finite_RD = magnitude_RD < INFINITY_BITS
         scale_R1 = _scale_bits(torch.where(finite_RD, magnitude_RD, 0))
         s_R1, lift_R1, _ = _scale_and_lifts(scale_R1)
-        # A tensor of `largest`: torch divides a number by a tensor, and the other way round, through a reciprocal.
+        # A tensor of `largest`, because torch divides a tensor and a plain number through a reciprocal.
         inverse_R1 = torch.where(s_R1 > 0, _largest(dtype, s_R1) / s_R1, 0.0)
         y_RD = ((x_RD * lift_R1) * inverse_R1).abs().clamp(max=torch.finfo(dtype).max)
         if seed is None:
@@ -62,21 +62,21 @@ def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], va
 def noise(seed: int, place: torch.Tensor) -> torch.Tensor:
     """32 random bits for each place (int64): two rounds of a multiply-xorshift hash, each with its own key."""
     low, high = place & 0xFFFFFFFF, place >> 32
-    # Two keys: with one, another seed would only deal the same bits to other places.
+    # Two keys: with one, another seed would only permute the same bits over the places.
     key = _mix(_mix(high ^ 0x9E3779B9) ^ (seed & 0xFFFFFFFF))
     other_key = _mix(key ^ (seed >> 32) ^ 0x85EBCA6B)
     return _mix(_mix(low ^ key) ^ other_key)
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32 bits (held in int64) that spreads every bit over all: Wellons' «lowbias32» constants."""
+    """A bijection of 32 bits (held in int64) that spreads every bit over all: Wellons' "lowbias32" constants."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
     return bits ^ bits >> 16
 
 
 def _rounded_at_random(y_RD: torch.Tensor, dtype: torch.dtype, noise_RD: torch.Tensor) -> torch.Tensor:
-    """Bytes of magnitudes that do not exceed the format's largest.
+    """Bytes of magnitudes up to the format's largest.
 
     The bits of an FP32 number, less the difference of the exponents' biases, are the FP8 byte in fixed point with
     `shift` fractional bits; subnormal numbers of FP8 are in fixed point by nature. Adding less than one and
@@ -92,14 +92,14 @@ def _rounded_at_random(y_RD: torch.Tensor, dtype: torch.dtype, noise_RD: torch.T
 
 
 def _scale_bits(magnitude_RD: torch.Tensor) -> torch.Tensor:
-    """The largest of the FP32 bit patterns of a row, rounded up to BF16's: int32 [R, 1]."""
+    """The largest FP32 bit pattern of each row, rounded up to BF16: int32 [R, 1]."""
     if magnitude_RD.shape[1] == 0:
         return magnitude_RD.new_zeros(len(magnitude_RD), 1)
     return (magnitude_RD.amax(dim=1, keepdim=True) + 0xFFFF >> 16).clamp(max=LARGEST_BF16_BITS)
 
 
 def _scale_and_lifts(scale_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scale in FP32, lifted where it is tiny, and the factors that lift and that undo it."""
+    """The scale in FP32, scaled up if it is tiny, and the factors that scale up and that undo it."""
     s_R1 = (scale_R1 << 16).view(torch.float32)
     lift_R1 = torch.where(s_R1 < TINY, LIFT, 1.0)
     return s_R1 * lift_R1, lift_R1, torch.where(s_R1 < TINY, 1 / LIFT, 1.0)
@@ -110,7 +110,7 @@ def _largest(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(widths: Sequence[int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Of each group: its columns, and its payload and its scale in the wire row."""
+    """For each group: its columns, and its payload and its scale in the wire row."""
     for number, (D, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
         at = end + SCALE_BYTES * number
         yield slice(end - D, end), slice(at - D, at), slice(at, at + SCALE_BYTES)

@@ -1,8 +1,8 @@
 """The FP8 codec for CUDA: what fp8_plain.py defines, one Triton kernel each.
 
-Every byte is read once and written once. FP8 is made of integer operations, because Triton's own conversions do not
-compile for every GPU that BF16 runs on (A100), and the launches forbid fused multiply-adds: the bytes are those of
-the plain path. A program serves a block of rows of one group; rows are counted in 64 bits.
+Every byte is read once and written once. FP8 is computed by integer operations, because Triton's own conversions do not
+compile for every GPU that supports BF16 (A100). The launches forbid fused multiply-adds, so that the bytes are those of
+the plain path. A program encodes or decodes a block of rows of one group; rows are counted in 64 bits.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _plan(R: int, widths: tuple[int, ...], device: torch.device) -> tuple[torch.
 
 @functools.lru_cache(maxsize=64)
 def _ends(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Zero and the first column after each group; kept, because every copy to a GPU waits for it."""
+    """Zero and the first column after each group; cached, because every copy to a GPU waits for it."""
     return torch.tensor([0, *accumulate(widths)], dtype=torch.int64, device=device)
 
 

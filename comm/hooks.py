@@ -1,4 +1,4 @@
-"""Which collective gets which codec (section 4.4, «FP8 Quantized Communication»).
+"""Which collective gets which codec (section 4.4, "FP8 Quantized Communication").
 
 For any TorchRec model, once it is sharded, three lines:
 
@@ -6,13 +6,13 @@ For any TorchRec model, once it is sharded, three lines:
     from logitmix.comm.hooks import attach
     wire = attach(model, WireConfig())  # model: a DistributedModelParallel, or anything that holds sharded tables
 
-From then on embeddings travel in E4M3 and their gradients in E5M2, and `wire` counts them. Every collective that
+From then on embeddings are sent in E4M3 and their gradients in E5M2, and `wire` counts them. Every collective that
 TorchRec has for the rows of EmbeddingCollection and EmbeddingBagCollection is covered: the all-to-all of sequences,
 that of pooled embeddings, and the reduce-scatter of tables sharded by rows, which becomes an all-to-all of encoded
 parts and a sum in FP32. Row widths are those of each call's tables. docs/wire.md has the table of sharding types.
 
-TorchRec's own place for codecs hands them flat tensors without their shape, cannot stand in for a reduce-scatter, and
-is left out on its compiled paths; so the modules that do the exchange are replaced.
+TorchRec's own hook for codecs passes flat tensors without their shape, cannot replace a reduce-scatter, and is skipped
+on its compiled paths. So the modules that do the exchange are replaced.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,18 +38,18 @@ from logitmix.comm.codec import RowLayout, Segment, width_of
 from logitmix.comm.config import WireConfig
 from logitmix.comm.exchange import Exchange, Run, Wire, side_by_side, stacked
 
-# TorchRec compiles what it can of a sharded module; an exchange keeps its state between two calls.
+# TorchRec compiles parts of a sharded module, but an exchange keeps state between two calls.
 eager: Callable[[Any], Any] = torch.compiler.disable
 
 
 def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
-    """Gives every exchange of embedding rows in `model` the precisions of `config`, at its next batch.
+    """Gives every exchange of embedding rows in `model` the precisions of `config`, from the next batch on.
 
-    `model` is sharded already; its data-parallel tables exchange no rows and are left alone. `seed` is that of
-    stochastic rounding. Tables that are resharded later need another `attach`.
+    `model` must be sharded; its data-parallel tables exchange no rows and are left alone. `seed` seeds stochastic
+    rounding. Call `attach` again after resharding tables.
 
-    Raises ValueError where there is no sharded table, and for TorchRec modules whose exchange is not known here:
-    none is left in another precision silently.
+    Raises ValueError if there is no sharded table, and for TorchRec modules whose exchange is unknown here: none is
+    silently left in another precision.
     """
     wire, found = Wire(config, seed), 0
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
 
 
 def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
-    """Puts ours in the place of the modules that do the sending, made or not yet made."""
+    """Replaces the modules that do the sending, whether they are already built or not."""
     if isinstance(output, DpPooledEmbeddingDist | DpSequenceEmbeddingDist):
         return
     layouts = _layouts(sharding._grouped_embedding_configs_per_rank)
@@ -113,14 +113,14 @@ def _layouts(groups_per_rank: Sequence[Any]) -> list[RowLayout]:
 
 
 class SequenceAllToAll(nn.Module):
-    """In the place of TorchRec's SequenceEmbeddingsAllToAll: one row for each id."""
+    """Replaces TorchRec's SequenceEmbeddingsAllToAll: one row for each id."""
 
     def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
         super().__init__()
         self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
         self.layout = layout_by_rank[group.rank()]
         W, F = group.size(), len(self.layout)
-        # The lookup's rows stand by (feature, rank), the wire's by (rank, feature).
+        # The lookup's rows are ordered by (feature, rank), the wire's by (rank, feature).
         self.feature_by_rank = torch.tensor([rank + feature * W for rank in range(W) for feature in range(F)])
 
     @eager
@@ -153,12 +153,12 @@ class SequenceAllToAll(nn.Module):
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
     ) -> tuple[list[list[Run]], list[list[Run]]]:
         if not self.wire.sampling or rows_FW is None:
-            # Any feature's name will do: nothing is told apart by it.
+            # Any feature's name will do: nothing depends on it.
             return [[Run(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
                 [Run(rows, (Segment(_name(layout), D),))]
                 for rows, layout in zip(received, self.layout_by_rank, strict=True)
             ]
-        # Samples are told apart by table, and only the owners know how many rows each of their features sends.
+        # Samples are counted by table, and only the owners know how many rows each of their features sends.
         counts = [len(layout) for layout in self.layout_by_rank]
         to_receive = rows_FW.new_empty(sum(counts))
         to_send = rows_FW.t().contiguous().view(-1)
@@ -194,8 +194,8 @@ class SequenceAllToAll(nn.Module):
         return [(self.layout, rows_FW.sum(1) - rows_FW[:, mine])]
 
     def _rows_per_feature(self, lengths: Tensor, batch_size_per_rank: Sequence[int] | None) -> Tensor | None:
-        """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None
-        where no rank has several features, and the splits say it."""
+        """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None if
+        no rank has several features, so that the splits give the numbers."""
         F, W = len(self.layout), self.group.size()
         if all(len(layout) <= 1 for layout in self.layout_by_rank):
             return None
@@ -211,12 +211,12 @@ def _name(layout: RowLayout) -> str:
 
 
 def _runs_by_segment(rows: Sequence[int], layout: RowLayout) -> list[Run]:
-    """A run for each segment by itself."""
+    """A separate run for each segment."""
     return [Run(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
 class PooledAllToAll(nn.Module):
-    """In the place of TorchRec's PooledEmbeddingsAllToAll: each rank owns columns of every user's row."""
+    """Replaces TorchRec's PooledEmbeddingsAllToAll: each rank owns columns of every user's row."""
 
     def __init__(
         self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire, callbacks: Any = None
@@ -245,7 +245,7 @@ class PooledAllToAll(nn.Module):
 
 
 class VariablePooledAllToAll(nn.Module):
-    """In the place of VariableBatchPooledEmbeddingsAllToAll: each feature has a number of bags of its own."""
+    """Replaces VariableBatchPooledEmbeddingsAllToAll: the number of bags differs by feature."""
 
     def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class VariablePooledAllToAll(nn.Module):
 
 
 class ReduceScatter(nn.Module):
-    """In the place of TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature."""
+    """Replaces TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature."""
 
     def __init__(self, group: dist.ProcessGroup, layout: RowLayout, wire: Wire) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class ReduceScatter(nn.Module):
         batch_size_per_rank_per_feature: Sequence[Sequence[int]] | None = None,
         embedding_dims: Sequence[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
-        """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become the sums of the own users."""
+        """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become sums of this rank's users."""
         W, mine = self.group.size(), self.group.rank()
         if batch_size_per_rank_per_feature is not None:
             sent = _runs_by_rank(batch_size_per_rank_per_feature, self.layout, W)
@@ -310,7 +310,7 @@ class ReduceScatter(nn.Module):
 
 
 def _runs_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[Run]]:
-    """TorchRec gives no list of bags at all to a rank without features."""
+    """A rank without features gets no list of bags from TorchRec."""
     return [_runs_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
 
 

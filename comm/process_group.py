@@ -1,7 +1,7 @@
 """Start and end of a process group; device and backend.
 
-The same words serve one process and many: started by torchrun (or torchx) the group spans its
-workers, started alone it holds this process only and opens no port that another host could reach.
+The same calls work for one process and many. Started by torchrun (or torchx), the group spans its workers; started
+alone, it holds only this process and opens no port that another host could reach.
 """
 
 import atexit
@@ -25,26 +25,24 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part: this process's place and the group that its collectives run in."""
+    """This process's rank, and the group that its collectives run in."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Place among the processes of this host; it chooses the CUDA device."""
+    """Rank among the processes of this host; it selects the CUDA device."""
     device: torch.device
     group: dist.ProcessGroup
 
 
 @contextmanager
 def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) -> Iterator[Ranks]:
-    """Joins the launcher's group, or makes one of a single process; leaves it at the end, whatever happened.
+    """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
 
-    `timeout_seconds` bounds the rendezvous and every collective. After an error the group is aborted
-    rather than drained, so that this rank does not wait for one that is gone; the others notice
-    when this process exits.
+    `timeout_seconds` bounds the rendezvous and every collective. After an error the group is aborted rather than
+    drained, so that this rank does not wait for one that is gone; the others notice when this process exits.
 
-    Raises ValueError for a device that is not there and for launcher variables that are missing or
-    make no sense.
+    Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid.
     """
     place = _place_from(os.environ)
     chosen = _choose_device(device, place.local_rank)
@@ -73,13 +71,12 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
 
 @functools.cache
 def _end_groups_before_the_interpreter() -> None:
-    """Has groups that are garbage collected before Python shuts down.
+    """Collects garbage, so that process groups are destroyed before Python shuts down.
 
-    `destroy_process_group` does not join gloo's threads: the group's destructor does, when nothing
-    refers to it any more. Reference cycles (a caught error's traceback is enough) can keep it until
-    Python shuts down. A gloo thread that then takes the interpreter lock to release a tensor of its
-    last collective is ended by Python inside a destructor, which aborts the process (SIGABRT,
-    «terminate called without an active exception»).
+    `destroy_process_group` does not join gloo's threads: the group's destructor does, once nothing refers to the group.
+    Reference cycles (a caught error's traceback is enough) can keep the group until Python shuts down. If a gloo thread
+    then takes the interpreter lock to release a tensor of its last collective, Python ends the thread inside a
+    destructor, which aborts the process (SIGABRT, "terminate called without an active exception").
     """
     atexit.register(gc.collect)
 
@@ -95,7 +92,7 @@ class _Place:
 
 
 def _place_from(environment: Mapping[str, str]) -> _Place:
-    # MASTER_ADDR and MASTER_PORT alone are left behind by many a shell and mean no launcher.
+    # MASTER_ADDR and MASTER_PORT alone are often left over in a shell and do not mean a launcher.
     if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _Place()
     missing = [name for name in LAUNCHER_VARIABLES if not environment.get(name)]
@@ -146,19 +143,19 @@ def _store(place: _Place, timeout: timedelta) -> dist.Store:
         timeout=timeout,
         multi_tenant=not agent_hosts,
     )
-    # torchrun keeps one store over its restarts, where the addresses of dead processes would be
-    # found again. On several hosts its restart count may differ among them (pytorch #135712).
+    # torchrun keeps one store over its restarts, which still holds the addresses of dead processes. On several hosts
+    # its restart count may differ among them (pytorch #135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"logitmix/attempt_{attempt}/group_{next(_GROUPS)}", store)
 
 
 _GROUPS = itertools.count()
-"""Groups that this process has made: one after another over one store, each needs names of its own."""
+"""Number of groups that this process has made: over one store, each needs its own names."""
 
 
 @contextmanager
 def _loopback_only(launched: bool) -> Iterator[None]:
-    """A process alone needs no peer, yet gloo listens: keep that off the network."""
+    """gloo listens even for a single process: keep that off the network."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if launched or loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield

@@ -23,17 +23,17 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes UTF-8 text: whenever the job stops, the file has its old content or the new one."""
+    """Writes UTF-8 text atomically: the file always has either its old or its new content."""
     with writing_whole(path) as file:
         file.write(text)
 
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[TextIO]:
-    """Yields a file for UTF-8 text. At the end it takes the place of what is at `path`; on an error it is removed.
-    ValueError where something other than a file is there."""
+    """Yields a file for UTF-8 text. At the end it replaces what is at `path`; on an error it is removed. ValueError if
+    something other than a file is there."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file; write to another")
+        raise ValueError(f"{path} is not a file; write to another")
     staging = path.with_name(f".{path.name}.part")
     try:
         with staging.open("w", encoding="utf-8") as file:
@@ -48,8 +48,8 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Yields an empty hidden directory beside `out` to be filled. At the end it takes the place of `out`, and of what
-    was there; on an error it is removed, and `out` is as it was."""
+    """Yields an empty hidden directory beside `out` to be filled. At the end it replaces `out` and its content; on an
+    error it is removed, and `out` is unchanged."""
     staging = staging_path(out)
     try:
         staging.mkdir(parents=True)
@@ -61,7 +61,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 
 def staging_path(out: Path) -> Path:
-    """A new hidden name beside `out`, where several processes write together before one of them publishes."""
+    """A new hidden name beside `out`, where several processes write together before one of them publishes it."""
     return out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
 
 
@@ -70,7 +70,7 @@ def publish(staging: Path, out: Path) -> None:
     for path in (*staging.rglob("*"), staging):
         sync(path)
     if out.exists():
-        # For a moment there is none: a directory cannot be renamed over another that has files.
+        # For a moment `out` does not exist: a directory cannot be renamed over another that has files.
         old = staging.with_suffix(".old")
         out.rename(old)
         try:

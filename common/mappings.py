@@ -10,23 +10,22 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 OTHER_SECTIONS = {"other_sections": True}
-"""Metadata of a dictionary field that takes the sections which no other field is named after, as they are; what they
-hold is for the class to check."""
+"""Metadata of a dictionary field that collects all sections without a field of their own, unchanged; the class checks
+their content."""
 
 
 def require(holds: bool, flag: str, value: object, needs: str) -> None:
-    """ValueError that names the flag to change, its value, and what works."""
+    """ValueError that names the flag to change, its value, and what it must be."""
     if not holds:
         raise ValueError(f"{flag} is {value}; it must be {needs}")
 
 
 def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """A dataclass, and those within, from nested mappings; a missing key takes its default, where it has one.
+    """A dataclass, and those within, from nested mappings; a missing key takes its default, if it has one.
 
     Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list), dict[str, X], or unions of
-    dataclasses that differ in a field `kind`, of which the first is the default.
-    ValueError that names `source` and the key for an unknown or missing key, a value of the wrong type, or what a class
-    refuses.
+    dataclasses that differ in a field `kind`; the first one is the default. ValueError that names `source` and the key,
+    for an unknown or missing key, a value of the wrong type, or a value that a class refuses.
     """
     hints = typing.get_type_hints(cls)
     others = next((entry.name for entry in _fields(cls) if entry.metadata == OTHER_SECTIONS), None)
@@ -48,7 +47,7 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """Nested mappings that `from_mapping` makes the same dataclass of."""
+    """Nested mappings from which `from_mapping` makes the same dataclass."""
     tree: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
@@ -95,12 +94,12 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
 
 
 def classes_by_kind(union: types.UnionType) -> dict[str, Any]:
-    """Dataclasses that differ in a field `kind`, by it."""
+    """Dataclasses by their field `kind`."""
     return {cls.kind: cls for cls in typing.get_args(union)}
 
 
 def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], key: str) -> Any:
-    """The class of a kind. ValueError for an unknown kind, and where a name is that of another kind's setting."""
+    """The class of a kind. ValueError for an unknown kind, and for a setting of another kind."""
     classes = classes_by_kind(union)
     if not isinstance(kind, str) or kind not in classes:
         near = nearest(str(kind), list(classes))
@@ -114,7 +113,7 @@ def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], ke
 
 
 def of_class(config: Any, cls: type[T]) -> T:
-    """A configuration as one of another kind's class; settings that both kinds have are kept."""
+    """A configuration as one of another kind; settings that both kinds have are kept."""
     if isinstance(config, cls):
         return config
     names = {entry.name for entry in dataclasses.fields(cls)} - {"kind"}  # type: ignore[arg-type]
@@ -122,6 +121,6 @@ def of_class(config: Any, cls: type[T]) -> T:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """« (did you mean …?)», where one of the known names is near."""
+    """The text " (did you mean …?)" if one of the known names is near, else ""."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -2,15 +2,15 @@
 
 The entry points in pyproject.toml name them; without an installation, `launch/components.py:train` does the same.
 
-They name the program to start and the machines to start it on, and import none of it: the machine that submits
-a job need not be able to run it. Put the environment's bin folder first in PATH (or activate it): torchx starts
-the `torchrun` that it finds there.
+They name the program to start and the machines to start it on, and import none of it: the machine that submits a job
+need not be able to run it. Put the environment's bin folder first in PATH (or activate it), because torchx starts the
+`torchrun` that it finds there.
 """
 
 from argparse import ArgumentParser
 from pathlib import PurePath
 
-# torchx 0.7 reads these spellings alone: not `str | None`, not `dict[…]`.
+# torchx 0.7 reads only these spellings: not `str | None`, not `dict[…]`.
 from typing import Dict, List, Optional  # noqa: UP035
 
 from torchx import specs
@@ -71,8 +71,8 @@ def train(
         h=h,
         image=image,
         name=name,
-        # torchrun reads its own options from PET_… too, and dist.ddp passes on few of them. One OpenMP thread is what
-        # it would set itself, with a warning; `train.threads` is what decides.
+        # torchrun reads its own options from PET_… too, and dist.ddp passes on few of them. torchrun would set one
+        # OpenMP thread itself, with a warning; `train.threads` decides.
         env={"PET_MAX_RESTARTS": str(max_restarts), "OMP_NUM_THREADS": "1", **logs, **(env or {})},
         mounts=mounts,
         max_retries=max_retries,

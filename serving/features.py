@@ -1,4 +1,4 @@
-"""Raw feature values, as requests and lists of new items give them -> what the towers take.
+"""Raw feature values, as requests and lists of new items give them -> inputs of the towers.
 
 Axes: R rows (requests, events or items), S ids of all bags.
 """
@@ -15,7 +15,7 @@ from logitmix.modules.schema import ITEM, Feature, Owner, Schema
 from logitmix.serving.texts import Texts
 
 _REMEMBERED = 2**16
-"""Values whose rows are known without looking."""
+"""Most values whose rows are cached."""
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -23,19 +23,19 @@ LARGEST = torch.finfo(torch.float32).max
 class FeatureReader:
     """Encodes feature values of a model's schema with its vocabularies.
 
-    A value that is not in the vocabulary is unknown, and so is one that is missing; a missing list is empty, a missing
-    number or vector the mean that the model was trained with.
+    A value that is missing or not in the vocabulary is unknown; a missing list is empty, and a missing number or vector
+    is the mean that the model was trained with.
     """
 
     def __init__(self, schema: Schema, vocabularies: Mapping[str, Texts]) -> None:
-        """`vocabularies`: of each table but that of the items, the values by row, with their order."""
+        """`vocabularies`: for each table except the items', the values by row, with their order."""
         self.schema = schema
-        # Values come again and again, and are found by bisection.
+        # Values repeat, and finding one takes a bisection.
         self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
     def read(self, owner: Owner, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Values]:
-        """The features of R items, users or events, each a mapping of feature names to raw values, by name: indices are
-        rows of the whole tables.
+        """The features, by name, of R items, users or events, each given as a mapping of feature names to raw values.
+        Indices are rows of the whole tables.
 
         Raises ValueError that names the record (by `names`), the feature and what is wrong.
         """

@@ -3,40 +3,40 @@
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
     items-00000-of-000NN.safetensors
-                         of consecutive items: table [R, D], the vectors of which histories are encoded (with ids alone
-                         the rows of the item table), and the item cache: what the similarity (similarity.0, …; of MoL
-                         the components [R, I, C] and the gating weights [R, M]) and the h-indexer (hindexer.0 [R, H],
-                         where there is one) make of the items. Where item_cache is false, what all this is made of
-                         instead: own_row [R, W], the items' rows of the item table, and of each of their features
-                         NAME.values; of kind id or ids rows of its table (I32, I64 where a table has more than 2^31
-                         rows), and of kind ids with NAME.offsets (I64 [R + 1], where each item's begin and end)
+                         consecutive items: table [R, D], the vectors from which histories are encoded (with ids alone
+                         the rows of the item table), and the item cache: the items' sides for the similarity
+                         (similarity.0, …; for MoL the components [R, I, C] and the gating weights [R, M]) and for the
+                         h-indexer, if there is one (hindexer.0 [R, H]). If item_cache is false, the inputs of all this
+                         instead: own_row [R, W], the items' rows of the item table, and NAME.values of each of their
+                         features. For kinds id and ids, these are rows of the feature's table (I32, or I64 if a table
+                         has more than 2^31 rows); kind ids also has NAME.offsets (I64 [R + 1], where each item's
+                         values begin and end)
     tables-00000-of-000NN.safetensors
-                         of consecutive rows: TABLE [any number, W], a piece of each table of which the file holds any.
-                         A table's pieces, file after file, are all of its rows; of the item table the row of unknown
-                         items alone is here
+                         consecutive rows: TABLE [any number, W], a piece of each table that has rows in this file. A
+                         table's pieces, file after file, are all of its rows; of the item table, only the row of
+                         unknown items is here
     vocabularies.safetensors
-                         of each table of features its values by row: TABLE.data, TABLE.bounds and TABLE.order, as those
-                         of the raw ids below
-    ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where in
-                         it they begin and end), raw_ids.order (I64 [X], the indices in the order of their bytes);
-                         titles.data and titles.bounds where there are titles
+                         the values of each table of features by row: TABLE.data, TABLE.bounds and TABLE.order, in the
+                         format of the raw ids below
+    ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where the
+                         texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
+                         titles.data and titles.bounds if there are titles
 
 All other tensors are FP32. The fields of the manifest:
 
-    format, format_version    what and which this is
+    format, format_version    name and version of the format
     logitmix, torch           versions that wrote it
     run, step, dataset        where the weights come from: names of run and dataset, step of the checkpoint
     model                     the model's configuration
     schema                    the features that the model uses, and their tables (modules/schema.py)
     num_items                 X
     item_cache                whether the files of items hold the item cache
-    exclude_history           whether retrieval leaves a history's own items out where the caller does not say: as the
-                              model was evaluated
+    exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}
-    sha256                    of the other fields, as compact JSON in ASCII with sorted keys
+    sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
 
-Several processes can write it together, each some of the shards; files are mapped into memory when they are read.
+Several processes can write it together, each some of the shards; files are mapped into memory when read.
 
 Axes: X items in the corpus, R items of a shard, D encoder width, W width of a table, I item components, C component
 width, M mixture components, H h-indexer width.
@@ -106,43 +106,43 @@ class Source:
 
 @dataclass(frozen=True)
 class About:
-    """What the manifest says of an export beside its files."""
+    """What the manifest says of an export, besides its files."""
 
     model: ModelConfig
     source: Source
     num_items: int
     """X."""
     exclude_history: bool
-    """Whether retrieval leaves a history's own items out where the caller does not say."""
+    """Whether retrieval leaves a history's own items out by default."""
     schema: Schema = IDS_ALONE
-    """What the model uses of the dataset's features."""
+    """The dataset's features that the model uses."""
     item_cache: bool = True
-    """Whether the shards hold what the towers make of the items, or what they make it of."""
+    """Whether the shards hold the item tower's outputs, or its inputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What a serving directory holds."""
+    """The content of a serving directory."""
 
     about: About
     weights: Mapping[str, Tensor]
-    """Of the towers."""
+    """Weights of the towers."""
     tables: Mapping[str, Pieces]
-    """[rows, W] of each table of features; of the items' table [1, W], the unknown item's."""
+    """[rows, W] for each table of features; [1, W] for the item table, the unknown item's row."""
     vocabularies: Mapping[str, Texts]
-    """Of each table of features, the values by row, with their order."""
+    """For each table of features, the values by row, with their order."""
     shards: Sequence[Mapping[str, Tensor]]
-    """Of consecutive items, by the names of `item_cache` or of `ItemInputs.tensors`."""
+    """Consecutive items, by the names of `item_cache` or of `ItemInputs.tensors`."""
     raw_ids: Texts
-    """[X], each once, with their order."""
+    """[X], distinct, with their order."""
     titles: Texts | None
     """[X], for people to read."""
 
 
 def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
-    """Writes the towers' weights, and gives the manifest's entry of the file.
+    """Writes the towers' weights; returns the manifest's entry of the file.
 
-    This and what follows raise ValueError for numbers that are not finite, and OSError where the disk is full or
+    All functions write_* here raise ValueError for numbers that are not finite, and OSError if the disk is full or
     forbids it.
     """
     assert _shapes(weights) == weight_shapes(about.model, about.schema)
@@ -150,14 +150,14 @@ def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) ->
 
 
 def write_tables(staging: Path, about: About, number: int, count: int, rows: Mapping[str, Tensor]) -> Entries:
-    """Likewise file `number` of `count` with rows of tables: those that follow the ones in the file before."""
+    """Writes file `number` of `count` with rows of tables: those that follow the rows in the previous file."""
     shapes = row_shapes(about.model, about.schema)
     assert _shapes(rows) == {name: [len(of), shapes[name][1]] for name, of in rows.items()}
     return _write_tensors(staging / tables_file(number, count), rows)
 
 
 def write_vocabularies(staging: Path, about: About, vocabularies: Mapping[str, Texts]) -> Entries:
-    """Likewise the values of the tables of features."""
+    """Writes the values of the tables of features."""
     assert {ITEM, *vocabularies} == {table.name for table in about.schema.tables}
     tensors: dict[str, Tensor] = {}
     for name, texts in vocabularies.items():
@@ -167,13 +167,13 @@ def write_vocabularies(staging: Path, about: About, vocabularies: Mapping[str, T
 
 
 def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
-    """Likewise the items of shard `number` of `count`."""
+    """Writes the items of shard `number` of `count`."""
     assert _described(items) == _items(_described(items), about)
     return _write_tensors(staging / items_file(number, count), items)
 
 
 def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None) -> Entries:
-    """Likewise the items' raw ids and titles."""
+    """Writes the items' raw ids and titles."""
     tensors = _tensors_of(raw_ids, "raw_ids")
     if titles is not None:
         tensors |= {"titles.data": titles.data, "titles.bounds": titles.bounds}
@@ -188,7 +188,7 @@ def _tensors_of(texts: Texts, name: str) -> dict[str, Tensor]:
 
 
 def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
-    """The last file, with the entries of all others; gives its content."""
+    """Writes the last file, with the entries of all others; returns its content."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -204,7 +204,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "files": dict(sorted(entries.items())),
     }
     manifest |= {"sha256": _manifest_digest(manifest)}
-    # ASCII with escapes: every text comes back as it was, unpaired surrogates too.
+    # ASCII with escapes preserves every text, even unpaired surrogates.
     text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
     (staging / MANIFEST).write_text(text, encoding="ascii")
     return manifest
@@ -219,27 +219,27 @@ def tables_file(number: int, count: int) -> str:
 
 
 def read_tables(path: Path, entries: Entries) -> dict[str, Pieces]:
-    """Tables whose files, all of them, were just written: mapped, and not checked."""
+    """Tables from files that were all just written: mapped, and not checked."""
     files = [_read_tensors(path / name, entries[name]["tensors"]) for name in _numbered(tables_file, entries)]
     return _pieces(files)
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """ValueError where `out` must not be written: something is there, and it is no serving directory to overwrite."""
+    """ValueError if `out` must not be written: it exists, and it is not a serving directory that may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not _is_ours(out):
-        raise ValueError(f"{out} is there and is not a serving directory; give another --out, or remove it first")
+        raise ValueError(f"{out} exists and is not a serving directory; give another --out, or remove it first")
     if not overwrite:
-        raise ValueError(f"{out} is there already; give --overwrite to replace it, or another --out")
+        raise ValueError(f"{out} exists already; give --overwrite to replace it, or another --out")
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> Contents:
-    """Reads and checks a serving directory. What is on the CPU is mapped from the files; another `device` has copies of
-    all but the texts.
+    """Reads and checks a serving directory. On the CPU, tensors are mapped from the files; another `device` gets copies
+    of all but the texts.
 
-    Raises ValueError that names the path and what to do, where there is no serving directory, where it is of another
-    format version, or where a file is missing, damaged, or does not fit the manifest.
+    Raises ValueError that names the path and what to do, if there is no serving directory, if it has another format
+    version, or if a file is missing, damaged, or does not fit the manifest.
     """
     manifest = read_manifest(path)
     about = About(
@@ -274,7 +274,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a serving directory, its own digest checked; the files are not looked at."""
+    """The manifest of a serving directory, its digest checked; the files are not read."""
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"no serving directory at {path} (it has no {MANIFEST}); {_advice(path)}")
@@ -290,7 +290,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
-    """What a retrieval takes and gives, for readers of the manifest."""
+    """Inputs and outputs of a retrieval, for readers of the manifest."""
     kinds = {"id": "text or whole number", "ids": "list of texts or whole numbers", "number": "number"}
 
     def features(owner: Owner) -> dict[str, str]:
@@ -329,7 +329,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
         save_file({name: value.contiguous() for name, value in tensors.items()}, file)
     except SafetensorError as error:
         raise OSError(f"{file} cannot be written: {error}") from None
-    # safetensors makes files that only their owner can read; the umask decides, as it did for the directory.
+    # safetensors makes files that only their owner can read; give them the umask's permissions, like the directory's.
     file.chmod(file.parent.stat().st_mode & 0o666)
     sync(file)
     described = _described(tensors)
@@ -346,7 +346,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """A serving directory, be it a damaged one, with nothing in it that is not ours to remove."""
+    """Whether this is a serving directory, intact or damaged, that holds nothing else."""
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
     names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, VOCABULARIES, IDS}
@@ -364,7 +364,7 @@ def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
 
 
 def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]]:
-    """The tensors of all files, as the manifest has them: those that follow from the model and the number of items."""
+    """The tensors of all files, as in the manifest: those that follow from the model and the number of items."""
     if not isinstance(files, dict):
         _broken(file, "files is not a mapping")
     shards, tables = _numbered(items_file, files), _numbered(tables_file, files)
@@ -383,7 +383,7 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         expected |= {name: _tables(tensors[name], about) for name in tables}
         table_rows = _row_counts([tensors[name] for name in tables])
     except (LookupError, TypeError, ValueError, RuntimeError):
-        _broken(file, "the tensors of its files are no names with shapes")
+        _broken(file, "the tensors of its files are not names with shapes")
     if sum(rows) != about.num_items:
         _broken(file, f"its files have {sum(rows)} items, and num_items is {about.num_items}")
     for name in files:
@@ -396,7 +396,7 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
 
 
 def _numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[str]:
-    """The files of a kind, in order: as many as there are names that begin like theirs."""
+    """The names of the files of a kind, in order: as many as there are names with the same beginning."""
     kind = name(0, 0).partition("-")[0]
     count = sum(of.startswith(f"{kind}-") for of in names)
     return [name(number, count) for number in range(count)]
@@ -434,7 +434,7 @@ def _ids(found: Mapping[str, Any], X: int) -> dict[str, Any]:
 
 
 def _vocabularies(found: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """Likewise those of the vocabularies' file."""
+    """The tensors of the vocabularies' file, with the data as long as found."""
     expected: dict[str, Any] = {}
     for table in schema.tables:
         if table.name != ITEM:
@@ -443,7 +443,7 @@ def _vocabularies(found: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def _tables(found: Mapping[str, Any], about: About) -> dict[str, Any]:
-    """Likewise those of a file of tables: pieces with as many rows as found."""
+    """The tensors of a file of tables: pieces with as many rows as found."""
     shapes = row_shapes(about.model, about.schema)
     return _float32({name: [found[name]["shape"][0], W] for name, (_, W) in shapes.items() if name in found})
 
@@ -486,11 +486,11 @@ def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
                 _broken(file, "its tensors are not those of the manifest")
             return {name: tensors.get_tensor(name) for name in found}
     except SafetensorError as error:
-        _broken(file, f"it is no safetensors file ({error})")
+        _broken(file, f"it is not a safetensors file ({error})")
 
 
 def _pieces(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Pieces]:
-    """The tables of which files have pieces, in order."""
+    """The tables that have pieces in the files, in order."""
     names = {name: None for of_file in files for name in of_file}
     return {name: Pieces([of_file[name] for of_file in files if name in of_file]) for name in names}
 
@@ -503,7 +503,7 @@ def _texts(file: Path, tensors: Mapping[str, Tensor], name: str) -> Texts:
 
 
 def _parse(cls: type[T], tree: Any, file: Path, prefix: str) -> T:
-    """A field that is missing has its default: what a newer logitmix adds must default to what there was before."""
+    """A missing field takes its default, so a field that a newer logitmix adds must default to the earlier behavior."""
     if not isinstance(tree, dict):
         _broken(file, f"{prefix.rstrip('.')} is not a mapping")
     try:

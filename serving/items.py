@@ -1,5 +1,5 @@
-"""What an export holds of the items, shard by shard: what the tower made of them, or what it makes that of when they
-are ranked. On the CPU the tensors are mapped from the files: what is not used is not in memory.
+"""The items of an export, shard by shard: the item tower's outputs, or its inputs, which then pass through the tower
+when they are ranked. On the CPU the tensors are mapped from the files: what is not used is not in memory.
 
 Axes: R items of a shard, T items of histories, K candidates, N items of a chunk, S ids of all bags, D width of the
 model, W of the item table.
@@ -24,26 +24,26 @@ Chunk = tuple[Tensor, Side]
 """Indices [N] and sides of some items."""
 
 COMPUTED_CHUNK = 2**13
-"""Items whose sides are computed at once, at most."""
+"""Most items whose sides are computed at once."""
 
 
 class Shard(Protocol):
-    """Consecutive items, named by their place in the shard."""
+    """Consecutive items, indexed by their place in the shard."""
 
     def __len__(self) -> int: ...
 
     def vectors(self, index_N: Tensor) -> Tensor:
-        """Vectors [N, D], of which histories are encoded."""
+        """Vectors [N, D], from which histories are encoded."""
 
     def side(self, stage: str, start: int, stop: int) -> Side:
-        """Sides of a range of items, for «similarity» or «hindexer»."""
+        """Sides of a range of items, for "similarity" or "hindexer"."""
 
     def some(self, stage: str, index_N: Tensor) -> Side:
         """Sides of any items."""
 
 
 class CachedShard:
-    """Items whose vectors and sides are there."""
+    """Items whose vectors and sides are stored."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """By the names of `item_cache`."""
@@ -62,14 +62,14 @@ class CachedShard:
         return tuple(part[index_N] for part in self._side(stage))
 
     def _side(self, stage: str) -> Side:
-        """similarity.0, similarity.1, … as the tuple that the stage's `item_side` gave."""
+        """similarity.0, similarity.1, … as the tuple that the stage's `item_side` returned."""
         count = sum(name.startswith(f"{stage}.") for name in self.tensors)
         return tuple(self.tensors[f"{stage}.{i}"] for i in range(count))
 
 
 @dataclass(frozen=True)
 class ItemInputs:
-    """What the item tower takes of R items."""
+    """The item tower's inputs for R items."""
 
     own_RW: Tensor
     """Their rows of the item table."""
@@ -78,13 +78,13 @@ class ItemInputs:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], schema: Schema) -> "ItemInputs":
-        """From what `tensors` gave."""
+        """From the output of `tensors`."""
         names = [feature.name for feature in _features(schema)]
         values = {name: Values(tensors[f"{name}.values"], tensors.get(f"{name}.offsets")) for name in names}
         return cls(tensors[OWN_ROW], values)
 
     def tensors(self, schema: Schema) -> dict[str, Tensor]:
-        """As an export holds them."""
+        """As an export stores them."""
         tensors = {OWN_ROW: self.own_RW}
         for feature in _features(schema):
             of = self.values[feature.name]
@@ -94,7 +94,7 @@ class ItemInputs:
         return tensors
 
     def take(self, index_N: Tensor) -> "ItemInputs":
-        """Those of some items, by place."""
+        """The inputs of some items, by place."""
         return ItemInputs(self.own_RW[index_N], {name: _taken(of, index_N) for name, of in self.values.items()})
 
     def embed(self, tower: Tower, tables: Mapping[str, Pieces]) -> Embedded:
@@ -104,7 +104,7 @@ class ItemInputs:
         return embedded
 
     def problem(self, schema: Schema) -> str | None:
-        """What is wrong with the tensors, whose types and shapes are right."""
+        """What is wrong with the tensors' values, given that types and shapes are right."""
         for feature in _features(schema):
             of = self.values[feature.name]
             if of.offsets is not None and (
@@ -119,14 +119,14 @@ class ItemInputs:
 
 
 def stored_type(feature: Feature, schema: Schema) -> torch.dtype:
-    """Of a feature's values in an export."""
+    """The dtype of a feature's values in an export."""
     if not feature.sparse:
         return torch.float32
     return torch.int32 if schema.table(feature.table).rows <= 2**31 else torch.int64
 
 
 def _features(schema: Schema) -> list[Feature]:
-    """Those of items, without the item id."""
+    """The features of items, without the item id."""
     return [feature for feature in schema.of("item") if feature.name != ITEM]
 
 
@@ -142,7 +142,7 @@ def _taken(of: Values, index_N: Tensor) -> Values:
 
 
 class ComputedShard:
-    """Items that pass through the tower whenever they are asked for."""
+    """Items that pass through the tower on each access."""
 
     def __init__(self, inputs: ItemInputs, tower: Tower, tables: Mapping[str, Pieces]) -> None:
         self.inputs, self.tower, self.tables = inputs, tower, tables
@@ -168,7 +168,8 @@ class Items:
     """The items' vectors and their sides of both stages."""
 
     def __init__(self, shards: Sequence[Shard], dim: int, device: torch.device, most: int | None = None) -> None:
-        """`shards` of consecutive items with vectors of width `dim`; `most` items are asked of one at a time."""
+        """`shards` of consecutive items with vectors of width `dim`; at most `most` items are requested from a shard at
+        once."""
         self.shards, self.dim, self.device, self.most = shards, dim, device, most
         self.starts = torch.tensor([0, *map(len, shards)]).cumsum(0)
 
@@ -198,7 +199,7 @@ class Items:
                 yield index_N, shard.side(stage, first, stop)
 
     def some(self, stage: str, index_K: Tensor, chunk: int) -> Iterator[Chunk]:
-        """The items of indices that rise, at most `chunk` at a time."""
+        """The items of ascending indices, at most `chunk` at a time."""
         chunk = min(chunk, self.most or chunk)
         bounds = torch.searchsorted(index_K, self.starts.to(index_K.device)).tolist()
         for number, (shard, start) in enumerate(zip(self.shards, self.starts.tolist(), strict=False)):

@@ -1,4 +1,4 @@
-"""The trained tower as serving needs it: from its weights, and by the names and shapes of what an export holds.
+"""The trained tower for serving: loaded from its weights, and the names and shapes of an export's tensors.
 
 Axes: R items, D width of the model.
 """
@@ -16,12 +16,12 @@ from logitmix.modules.towers import Tower
 TABLE = "table"
 """Name of the items' vectors [R, D] beside the cache: histories are encoded with them."""
 OWN_ROW = "own_row"
-"""Name of the items' rows of the item table [R, W], where there is no cache."""
+"""Name of the items' rows of the item table [R, W], used without the cache."""
 IDS_ALONE = Schema.of_ids(1)
 
 
 def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Tensor]) -> Tower:
-    """The tower with these weights as they are, on the device that they are on."""
+    """The tower with these weights, without a copy, on their device."""
     tower = _empty_tower(config, schema)
     tower.load_state_dict(weights, assign=True)
     return tower.requires_grad_(False).eval()
@@ -40,8 +40,8 @@ def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, 
 
 
 def item_shapes(config: ModelConfig, count: int, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
-    """What `item_cache` gives of `count` items for a tower of this configuration."""
-    # Of one real item: what torch loads to compute with shapes alone takes seconds.
+    """Shapes of `item_cache`'s output for `count` items and a tower of this configuration."""
+    # Computed for one real item: torch takes seconds to load what it needs to compute with shapes alone.
     zeros = {name: torch.zeros(shape) for name, shape in weight_shapes(config, schema).items()}
     tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
     with torch.inference_mode():
@@ -50,7 +50,7 @@ def item_shapes(config: ModelConfig, count: int, schema: Schema = IDS_ALONE) -> 
 
 
 def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
-    """By table, the rows that an export holds: all, but of the items' table the unknown item's alone."""
+    """By table, the shape of the rows in an export: all rows, but only the unknown item's row of the item table."""
     dims = schema.dims(config.dim)
     return {table.name: [1 if table.name == ITEM else table.rows, dims[table.name]] for table in schema.tables}
 

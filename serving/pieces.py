@@ -1,4 +1,4 @@
-"""Rows of a table that lies in several files. On the CPU they are mapped from the files: what is not used is not in
+"""Rows of a table stored in several files. On the CPU they are mapped from the files: what is not used is not in
 memory.
 
 Axes: T rows that are asked for, N of them in one piece, V unique ids, W width of a row.
@@ -44,8 +44,8 @@ def gather(index_T: Tensor, starts: Tensor, read: Callable[[int, Tensor], Tensor
 def fetch_rows(
     tables: Mapping[str, Pieces], schema: Schema, values: Mapping[str, Values]
 ) -> tuple[dict[str, Tensor], dict[str, Values]]:
-    """What the towers take for features that index whole tables: of each table that they name the rows [V, W] of unique
-    ids, and the features as indices into these."""
+    """The towers' inputs for features that index whole tables: for each such table the rows [V, W] of the unique ids,
+    and the features as indices into these rows."""
     rows, local = {}, dict(values)
     named: dict[str, list[str]] = {}
     for feature in schema.features:

@@ -1,4 +1,4 @@
-"""A file of requests -> a file of answers, JSON a line."""
+"""A file of requests -> a file of answers, one JSON value per line."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,8 @@ TOGETHER = 256
 
 
 def read_requests(path: Path) -> list[Request]:
-    """A request a line: an object as `Retriever.recommend` takes it, or a list, the history. ValueError that names the
-    line for what is neither."""
+    """One request per line: an object as `Retriever.recommend` takes it, or a list, the history. ValueError that names
+    the line for anything else."""
     if not path.is_file():
         raise ValueError(f"no file at {path}; --histories must name one, with JSON in each line")
     requests: list[Request] = []
@@ -45,8 +45,8 @@ def answer_file(
     stage1: int | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Writes what `Retriever.recommend` gives for each request, a list a line, whole or not at all. `advance` hears how
-    many more are answered.
+    """Writes the output of `Retriever.recommend` for each request, one list per line; the file appears complete or not
+    at all. `advance` is called with the number of requests answered since its last call.
 
     Raises ValueError with the number of the request, from 0, that cannot be answered.
     """

@@ -1,4 +1,4 @@
-"""History -> query -> h-indexer over the corpus -> similarity over what is left -> top-k (overall flow, section 2.2).
+"""History -> query -> h-indexer over the corpus -> similarity over what it keeps -> top-k (overall flow, section 2.2).
 
 Axes: B histories, T their positions, packed, N items of a chunk, X items in the corpus, K items that stage 1 keeps
 (the paper's k'), D encoder width.
@@ -28,11 +28,11 @@ from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 STAGE_1 = 100_000
 """Items that stage 1 keeps unless told otherwise; the paper's k'."""
 UNKNOWN = -1
-"""In place of an item's index: an item that is not known."""
+"""Instead of an item's index: an unknown item."""
 _QUERIES = 32
 """Histories ranked at once."""
 _NUMBERS = {"cpu": 2**22, "cuda": 2**26}
-"""Numbers that a chunk of query-item pairs may hold at once, roughly: what fits the caches, or fills the device."""
+"""Numbers that a chunk of query-item pairs may hold at once, roughly: enough to fit the caches, or fill the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,26 +46,26 @@ class Retrieved:
 
 
 class Request(TypedDict, total=False):
-    """One user and what is known of them; every entry may be missing."""
+    """One user and their features; every entry may be missing."""
 
     history: Sequence[str | int]
     """Raw item ids, oldest first."""
     timestamps: Sequence[int]
-    """The times of these actions, one whole number each, never falling, in the unit of the dataset's timestamps. A
-    model that uses recency derives it from them, but for events that state their recency; without both it is unknown.
-    Other models accept timestamps and do not use them: clients can send every model the same request."""
+    """The times of these actions, one whole number each, never decreasing, in the unit of the dataset's timestamps. A
+    model that uses recency derives it from them, except for events that state their recency; without both, recency is
+    unknown. Other models accept timestamps and ignore them, so clients can send every model the same request."""
     user: Mapping[str, Any]
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
     """Features of the events, one mapping for each item of the history."""
     allowed: Sequence[str | int]
-    """Raw ids: where they are given, only these items are ranked, all of them by the similarity."""
+    """Raw ids: if given, only these items are ranked, all of them by the similarity."""
     blocked: Sequence[str | int]
-    """Raw ids of items that are left out. Here as in `allowed`, ids that are not known change nothing."""
+    """Raw ids of items to leave out. Unknown ids are ignored, here and in `allowed`."""
 
 
 class Row(TypedDict):
-    """One line of a ranking for people to read: the raw id, and the title where the dataset has titles."""
+    """One line of a ranking for people to read: the raw id, and the title if the dataset has titles."""
 
     rank: int
     id: str
@@ -94,8 +94,8 @@ class Retriever:
         """Reads a serving directory; the model, its tables and the items go to `device`, cpu or cuda. On the CPU rows
         and items stay in their files until they are used.
 
-        Raises ValueError, naming the path and what to do, for what is no intact serving directory of this format
-        version, and for a device that is not there.
+        Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
+        version, and for a device that does not exist.
         """
         kind = str(device).partition(":")[0]
         if kind not in _NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
@@ -117,13 +117,13 @@ class Retriever:
     ) -> Retrieved:
         """The k best items [B, k] after each of B histories (item indices, oldest first).
 
-        Of a history longer than the model's L the last L items are encoded; `exclude_history` leaves all of its items
-        out of the ranking (when not given, as the model was evaluated). Features of users and events, recency among
-        them, are unknown here. The h-indexer keeps `stage1` items (100,000,
-        or k if that is more), which the similarity ranks; where there are no more items than that, or where the model
-        has no h-indexer, the similarity ranks the whole corpus.
+        The last L items of a history are encoded (the model's L). `exclude_history` leaves all items of the history out
+        of the ranking; the default is how the model was evaluated. Features of users and events, including recency, are
+        unknown here. The h-indexer keeps `stage1` items (by default 100,000, or k if that is more), which the
+        similarity ranks. If there are no more items than that, or no h-indexer, the similarity ranks the whole corpus.
 
-        Raises ValueError for an empty history, for what is not an item index, and for a k below 1 or above `stage1`.
+        Raises ValueError for an empty history, for a value that is not an item index, and for a k below 1 or above
+        `stage1`.
         """
         kept = max(STAGE_1, k) if stage1 is None else stage1
         exclude_history = self.exclude_history if exclude_history is None else exclude_history
@@ -140,13 +140,13 @@ class Retriever:
         stage1: int | None = None,
         first: int = 0,
     ) -> list[list[Row]]:
-        """The k best items for each request, or fewer where fewer are left, for people and programs to read.
+        """The k best items for each request (fewer if fewer are left), for people and programs to read.
 
-        An id of the history that is no item here is left out («skip»), stands for an unknown item («unknown»), or is an
-        error («refuse»). A request without a history is answered from its user's features, where the model has any. The
-        rest is as in `retrieve`.
+        `unknown` says what happens to ids of the history that are not in the corpus: they are left out ("skip"),
+        replaced with an unknown item ("unknown"), or an error ("refuse"). A request without a history is answered from
+        its user's features, if the model has any. The rest is as in `retrieve`.
 
-        Raises ValueError, with the request's number counted from `first`, for what cannot be answered.
+        Raises ValueError, with the request's number counted from `first`, for a request that cannot be answered.
         """
         kept = max(STAGE_1, k) if stage1 is None else stage1
         exclude_history = self.exclude_history if exclude_history is None else exclude_history
@@ -166,8 +166,8 @@ class Retriever:
         return Retrieved(*split_keys(best_BK))
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
-        """Item indices of the source's ids. Raises ValueError that names the ids that are not in the corpus, and where
-        one text stands for a list."""
+        """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for a single
+        text instead of a list."""
         if isinstance(raw_ids, str):
             raise ValueError(f"the ids are {raw_ids!r}; they must be a list of ids")
         found = {str(raw_id): self.raw_ids.find(str(raw_id)) for raw_id in raw_ids}
@@ -187,7 +187,7 @@ class Retriever:
         exclude_history: bool | None = None,
         stage1: int | None = None,
     ) -> list[Row]:
-        """`retrieve` for one history of raw ids, for people to read: k rows, or fewer where fewer items are left."""
+        """`retrieve` for one history of raw ids, for people to read: k rows, or fewer if fewer items are left."""
         found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)
         return self._shown(found.items[0].tolist(), found.scores[0].tolist())
 
@@ -200,8 +200,8 @@ class Retriever:
 
     @torch.inference_mode()
     def new_items(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """What a shard of this export holds of items that were not trained, from the raw values of their features by
-        name. Raises ValueError that names the record and the feature."""
+        """The tensors of a shard of this export for untrained items, from the raw values of their features by name.
+        Raises ValueError that names the record and the feature."""
         inputs, tower = self._item_inputs(records), self.tower
         return item_cache(tower, inputs.embed(tower, self._tables)) if self._cached else inputs.tensors(tower.schema)
 
@@ -232,7 +232,7 @@ class Retriever:
         items = [self.raw_ids.find(str(raw_id)) for raw_id in history]
         kept = [at for at, item in enumerate(items) if item is not None or unknown == "unknown"]
         if not kept and not self.tower.schema.of("user"):
-            raise ValueError(f"request {place} names no item that is known here; give at least one")
+            raise ValueError(f"request {place} names no known item; give at least one")
         return _Asked(
             place,
             [UNKNOWN if (item := items[at]) is None else item for at in kept],
@@ -272,7 +272,7 @@ class Retriever:
         return best_BK
 
     def _rank_corpus(self, query: Sides, without: list[list[int]], k: int, kept: int) -> Tensor:
-        """Keys [B, <= k] of the best of all items but those of B lists."""
+        """Keys [B, <= k] of the best items for B queries; `without` has the items to leave out for each."""
         tower, B = self.tower, len(without)
         excluded = _Excluded(without, self._items.device)
         if tower.hindexer is None or query.hindexer is None or kept >= self.num_items:
@@ -286,7 +286,7 @@ class Retriever:
         return torch.cat([self._rerank(query.similarity, row, index_K, k) for row, index_K in enumerate(candidates)])
 
     def _rerank(self, query: Side, row: int, index_K: Tensor, k: int) -> Tensor:
-        """Keys [1, k] of the best of one query's candidates, given as indices that rise."""
+        """Keys [1, k] of the best of one query's candidates, given as ascending indices."""
         similarity = self.tower.similarity
         items = self._items.some("similarity", index_K, self._chunk(1, similarity))
         one = tuple(part[row : row + 1] for part in query)
@@ -296,7 +296,7 @@ class Retriever:
 
     def _queries(self, asked: list["_Asked"]) -> Sides:
         device, L = self._items.device, self.config.encoder.max_length
-        # Where there is no history, an unknown item stands for it.
+        # An unknown item replaces an empty history.
         encoded = [of.items[-L:] or [UNKNOWN] for of in asked]
         events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
         values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
@@ -317,7 +317,7 @@ class Retriever:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request in terms of item indices; UNKNOWN stands for an item that is not known."""
+    """A request in terms of item indices; UNKNOWN is an unknown item."""
 
     place: int
     """Number of the request."""
@@ -334,7 +334,7 @@ def _of_rows(query: Sides, rows: list[int]) -> Sides:
 
 
 def _list(request: Request, entry: str, place: int) -> list[Any]:
-    """ValueError, with the request's number, for what is no list, such as one text."""
+    """An entry as a list. ValueError, with the request's number, for anything else, such as one text."""
     found: Any = request.get(entry, ())
     if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
         raise ValueError(f"request {place}: {entry} is {found!r}; it must be a list")
@@ -342,8 +342,8 @@ def _list(request: Request, entry: str, place: int) -> list[Any]:
 
 
 def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:
-    """Recency of the items of a request's history, as its vocabulary has it; empty without timestamps. ValueError, with
-    the request's number, for what are no timestamps of that many items."""
+    """Recency of the items of a request's history, as values of its vocabulary; empty without timestamps. ValueError,
+    with the request's number, for invalid timestamps or another number of them."""
     if not len(timestamps):
         return []
     if len(timestamps) != length:
@@ -360,12 +360,12 @@ def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:
 
 
 class _Excluded:
-    """Items to leave out: those of each history."""
+    """Items to leave out for each history."""
 
     def __init__(self, histories: list[list[int]], device: torch.device) -> None:
         lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
         items = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
-        # UNKNOWN is no item's index, and so excludes none.
+        # UNKNOWN is no item's index, so it excludes nothing.
         self.row_T = torch.repeat_interleave(lengths).to(device)
         self.item_T = items.to(device)
 
@@ -376,7 +376,7 @@ class _Excluded:
 
 
 def _best(similarity: Similarity, query: Side, items: Iterator[Chunk], k: int, excluded: _Excluded | None) -> Tensor:
-    """Keys [B, <= k] of the best items, given in chunks of indices and sides; the similarity of B queries to each."""
+    """Keys [B, <= k] of the best items by their similarity to B queries; items come in chunks of indices and sides."""
     best_BK = torch.empty(len(query[0]), 0, dtype=torch.int64, device=query[0].device)
     for index_N, side in items:
         keys_BN = rank_keys(similarity.all_pairs(query, side), index_N)

@@ -1,4 +1,4 @@
-"""Many texts in a few tensors, which can stay in the file that they were mapped from.
+"""Many texts in a few tensors, which can stay mapped from their file.
 
 Axes: X texts.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Texts(Sequence[str]):
-    """X texts. Unpaired surrogates come back as they were."""
+    """X texts. Unpaired surrogates are preserved."""
 
     data: Tensor
     """uint8: the texts in UTF-8, one after the other."""
     bounds: Tensor
     """int64 [X + 1]: text i is data[bounds[i] : bounds[i + 1]]."""
     order: Tensor | None = None
-    """int64 [X]: the texts' indices in the order of their bytes; needed to find a text."""
+    """int64 [X]: the texts' indices in the order of their bytes; required by `find`."""
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "Texts":
@@ -48,7 +48,7 @@ class Texts(Sequence[str]):
         return bytes(data[bounds[index] : bounds[index + 1]])
 
     def find(self, text: str) -> int | None:
-        """The index of a text; None where it is not there."""
+        """The index of a text; None if it is not there."""
         order, wanted = self._views[2], text.encode("utf-8", "surrogatepass")
         assert order is not None
         place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(order[place]))
@@ -62,7 +62,7 @@ class Texts(Sequence[str]):
         return self.data.numpy().data, self.bounds.numpy().data, order
 
     def problem(self) -> str | None:
-        """What is wrong with the tensors, whose types and shapes are right."""
+        """What is wrong with the tensors' values, given that types and shapes are right."""
         lengths = self.bounds.diff()
         if int(self.bounds[0]) != 0 or int(self.bounds[-1]) != len(self.data) or bool((lengths < 0).any()):
             return "bounds do not divide their data"

@@ -1,6 +1,7 @@
-"""Top-k with one order for everything: higher scores first, and the lower index first among equal scores.
+"""Top-k in a fixed order: higher scores first, and the lower index first among equal scores.
 
-torch.topk breaks ties as the device pleases. Here score and index become one integer, so there are no ties to break.
+torch.topk breaks ties in an order that depends on the device. Here score and index become one integer, so there are no
+ties.
 
 Axes: B queries, N items, K of them kept.
 """
@@ -9,29 +10,30 @@ import torch
 from torch import Tensor
 
 NOTHING = torch.iinfo(torch.int64).min
-"""The key of no item, below that of any item."""
+"""The key that stands for no item, below every item's key."""
 
 _LOW = 0xFFFFFFFF
 
 MAX_ITEMS = _LOW
-"""Indices below it fit into a key."""
+"""Indices below this number fit into a key."""
 
 
 def rank_keys(score_BN: Tensor, index_N: Tensor) -> Tensor:
-    """int64 [B, N] in the order of FP32 scores [B, N], then against that of indices [N] below 2^32."""
+    """int64 [B, N], ordered like FP32 scores [B, N], and for equal scores in reverse order of indices [N] below
+    2^32."""
     # Adding 0 makes -0 equal to 0, as it is in every comparison of scores.
     ordered_BN = _reorder((score_BN + 0.0).view(torch.int32))
     return (ordered_BN.to(torch.int64) << 32) | (_LOW - index_N)
 
 
 def merge(best_BK: Tensor, keys_BN: Tensor, k: int) -> Tensor:
-    """The k highest keys of both, highest first; all where there are fewer."""
+    """The k highest keys of both, highest first; all if there are fewer."""
     keys = torch.cat([best_BK, keys_BN], dim=1)
     return keys.topk(min(k, keys.shape[1])).values
 
 
 def split_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (int64) and scores (FP32) of keys; -1 and -inf where a key is NOTHING."""
+    """Indices (int64) and scores (FP32) of keys; -1 and -inf for NOTHING."""
     score = _reorder((keys >> 32).to(torch.int32)).view(torch.float32)
     nothing = keys == NOTHING
     return (_LOW - (keys & _LOW)).masked_fill(nothing, -1), score.masked_fill(nothing, -torch.inf)

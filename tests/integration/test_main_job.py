@@ -160,7 +160,7 @@ REFUSED = {
     "comm.parts is 0; it must be": ["train", "ring.toml", "--comm.parts", "0", "--run", "new"],
     "train.seed was 0, is 1; give another --run": ["train", "ring.toml", "--train.seed", "1"],
     "nowhere is not a run directory": ["evaluate", "nowhere"],
-    "data is there and is not a serving directory": ["export", "runs/ring", "--out", "data"],
+    "data exists and is not a serving directory": ["export", "runs/ring", "--out", "data"],
     "no serving directory at nowhere": ["retrieve", "nowhere", "--history", "a"],
     "no file or folder at nowhere.zip": ["prepare", "ml-1m", "--source", "nowhere.zip", "--out", "new"],
     "did you mean ml-1m?": ["prepare", "ml-1n"],

@@ -250,7 +250,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no field files.ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
     "no field files.tower.safetensors.tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
     "no field files.items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
-    "the tensors of its files are no names with shapes": lambda m: m["files"][FILES[2]].update(tensors=[]),
+    "the tensors of its files are not names with shapes": lambda m: m["files"][FILES[2]].update(tensors=[]),
     "its tensors of items-00001-of-00003.safetensors are not": lambda m: m["files"][FILES[2]]["tensors"][
         "hindexer.0"
     ].update(shape=[7, 9]),
@@ -399,7 +399,7 @@ def test_an_empty_directory_may_become_one(tmp_path: Path) -> None:
 
 def test_overwrites_only_when_told(served: Path) -> None:
     before = read(served)
-    with pytest.raises(ValueError, match="is there already; give --overwrite"):
+    with pytest.raises(ValueError, match="exists already; give --overwrite"):
         export_small(small_model("dot", 1), served)
     assert_same(read(served), before)
     export_small(small_model("dot", 1), served, overwrite=True)
@@ -448,7 +448,7 @@ def _a_file(served: Path) -> Path:
 def test_overwrites_nothing_else(served: Path, make: Callable[[Path], Path]) -> None:
     kept = make(served)
     content = kept.read_bytes()
-    with pytest.raises(ValueError, match="is there and is not a serving directory"):
+    with pytest.raises(ValueError, match="exists and is not a serving directory"):
         export_small(small_model("dot", 1), served, overwrite=True)
     assert kept.read_bytes() == content
     assert [entry.name for entry in served.parent.iterdir()] == ["served"]
