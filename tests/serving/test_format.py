@@ -282,7 +282,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
-    "the tensors of its files are no names": lambda m: m.update(item_cache=False),
+    "the tensors of its files are not names": lambda m: m.update(item_cache=False),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
 

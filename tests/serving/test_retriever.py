@@ -246,10 +246,10 @@ def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monk
         assert [row["id"] for row in rows] == [row["id"] for row in of_request]
         assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in of_request], abs=1e-4)
     assert done == [2, 1]
-    with pytest.raises(ValueError, match="request 2 names no item"):
+    with pytest.raises(ValueError, match="request 2 names no known item"):
         request_files.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", 4)
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "out.jsonl", "served"}
-    for line, said in (("[1", "line 2: no JSON"), ("3", "line 2: it must be a list of ids, or an object")):
+    for line, said in (("[1", "line 2: not JSON"), ("3", "line 2: it must be a list of ids, or an object")):
         (tmp_path / "wrong.jsonl").write_text("[]\n" + line)
         with pytest.raises(ValueError, match=said):
             request_files.read_requests(tmp_path / "wrong.jsonl")
