@@ -1,12 +1,12 @@
-"""The FP8 row-wise codec beside what else a row could be sent with, and the choice of its scale.
+"""The FP8 row-wise codec compared with other ways to send a row, and the choice of its scale.
 
     python -m benchmarks.codec [--megabytes 64] [--repetitions 15] [--device cpu] [--json]
     python -m benchmarks.codec --scales [--json]
 
-Speed: GB of FP32 rows per second, both ways, on one thread or one GPU; the rows are larger than the caches. «eager» is
-the row-wise cast in plain eager PyTorch (largest magnitude, divide, cast; and back), «plain» the codec's own
-definition in torch. Repetitions of all are interleaved, and ratios are those of medians. INT8 and, on CUDA, FP8
-are FBGEMM's row-wise operations; the copy of the FP32 rows is the device's bandwidth (bytes read and written).
+Speed: GB of FP32 rows per second, both ways, on one thread or one GPU; the rows are larger than the caches. "eager" is
+the row-wise cast in plain eager PyTorch (largest magnitude, divide, cast; and back), "plain" the codec's definition in
+torch. Repetitions of all methods are interleaved, and ratios are those of medians. INT8 and, on CUDA, FP8 are FBGEMM's
+row-wise operations; the copy of the FP32 rows shows the device's bandwidth (bytes read and written).
 
 --scales: the relative root mean square error of a row under the codec's arithmetic with scales of other precisions.
 """
@@ -39,7 +39,7 @@ class Options:
     repetitions: int = 15
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     scales: bool = False
-    """Errors by choice of the scale, rather than speed."""
+    """Measure errors by choice of the scale, not speed."""
     json: bool = False
     """Print JSON."""
 
@@ -51,14 +51,14 @@ class Row:
     way: str
     name: str
     wire_bytes: int
-    """Bytes of a row beside its FP32."""
+    """Bytes of a row relative to FP32."""
     gb_per_second: float
     slowest: float
     fastest: float
     ratio: float
-    """Speed over eager's, same format (E4M3 where there is none) and way."""
+    """Speed relative to eager, same direction and format (E4M3 if there is none)."""
     of_copy: float
-    """Share of the speed at which the same number of bytes are copied."""
+    """Speed relative to copying the same number of bytes."""
 
 
 def main(options: Options) -> None:
@@ -141,7 +141,7 @@ def _plain(x: torch.Tensor, dtype: torch.dtype, wire: torch.Tensor) -> torch.Ten
 
 
 def _interleaved(steps: dict[tuple[str, str, str], Step], options: Options) -> dict[tuple[str, str, str], list[float]]:
-    """Seconds of the CPU's own time, so that a busy machine does not count, or of a GPU's; without the first round."""
+    """Seconds of CPU time, so that a busy machine does not count, or of GPU time; without the first round."""
     clock = time.perf_counter if options.device.startswith("cuda") else time.process_time
     seconds: dict[tuple[str, str, str], list[float]] = {key: [] for key in steps}
     for repetition in range(options.repetitions + 1):
@@ -156,7 +156,7 @@ def _interleaved(steps: dict[tuple[str, str, str], Step], options: Options) -> d
 
 
 def _keep_freed_memory() -> None:
-    """Fresh pages would cost every side more than its arithmetic; in training, buffers of such sizes are used again."""
+    """Fresh pages would cost every method more than its arithmetic; in training, buffers of such sizes are reused."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX

@@ -2,12 +2,13 @@
 
     python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16] [--json]
 
-10 % of MovieLens-100k's items are taken out of every sequence; a model is trained on the rest with genres and year, and
-exported; `update-items` adds the others from their features alone. Then each action with a cold item is asked for: its
-user's warm items before it are the history, and all items but those compete, warm and cold. Beside HR@50 of the model
-stand that of a random order (50 of the items that compete), of popularity by genre (an item's genres' mean number of
-actions for a warm item; the same for all users), and of the user's own genres (cosine of the history's counts of genres
-with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, it is downloaded.
+10 % of MovieLens-100k's items (the cold ones) are taken out of every sequence. A model is trained on the rest with
+genres and year, and exported; `update-items` adds the cold items from their features alone. Then each action on a cold
+item is a request: its user's earlier warm items are the history, and all other items compete, warm and cold. HR@50 of
+the model is compared with that of a random order (50 of the competing items), of popularity by genre (the mean number
+of actions of warm items over an item's genres; the same for all users), and of the user's own genres (cosine of the
+history's counts of genres with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without
+it, it is downloaded.
 """
 
 import csv
@@ -41,7 +42,7 @@ MODELS = {
 class Options:
     models: str = "dot,mol"
     seeds: int = 3
-    """Each with cold items of its own."""
+    """Number of seeds, each with its own cold items."""
     epochs: int = 16
     dropout: float = 0.3
     """model.item_id_dropout."""
@@ -53,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Question:
-    """A user takes a cold item."""
+    """A user's action on a cold item."""
 
     history: list[int]
     target: int
@@ -86,7 +87,7 @@ def main(options: Options) -> None:
 
 
 def write_tables(folder: Path, dataset: Dataset, cold: np.ndarray) -> None:
-    """actions.csv of warm items, and all items' features, of the cold ones again by themselves."""
+    """Writes actions.csv of warm items, and the features of all items and of the cold ones."""
     folder.mkdir()
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.offsets))
     with open(folder / "actions.csv", "w", newline="") as file:

@@ -1,20 +1,19 @@
-"""The FP8 wire on a wire: one model, two ranks, a throttled link, with embeddings sent as FP32, FP16 and FP8.
+"""The FP8 wire on a throttled link: one model on two ranks, with embeddings sent as FP32, FP16 and FP8.
 
     python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8] [--quick] [--json]
 
 Each rank has one thread and a network namespace of its own; a veth pair with a token bucket (tc tbf) at both ends
-joins them. That takes root and iproute2; without them the ranks meet on the loopback, unthrottled. The model is small
-and its negatives many (dot product, D = 64, a million items), so that a step is mostly embeddings on the wire. Tables
-train by Adam: FBGEMM's fused optimizers take longer on CPU.
+joins them. That takes root and iproute2; without them the ranks use the loopback, unthrottled. The model is small, with
+many negatives (dot product, D = 64, a million items), so that a step is mostly embeddings on the wire. Tables train by
+Adam: FBGEMM's fused optimizers take longer on CPU.
 
-Bytes a step are those of both ranks, as the codec hook counts them (embeddings and their gradients) and as the
-interfaces do. The second should be the first plus 8 bytes an id, 4 a dense parameter and rank, and 66 of headers a
-frame (Ethernet, IP, TCP with time stamps): «unexplained» is what is left. Runs stop after their last step: checkpoint
-and evaluation are no part of this. «ms/step» is the wall clock's, logging included; «CPU» is what a rank's process used
-of it, kernel included, and bounds it from below. The ceiling is the ratio of the interfaces' bytes: what the speed
-ratio would be if nothing but bytes took time. Rows cross in 4 parts (comm.parts). gloo's own all-to-all mostly sends
-one direction after the other, and so gets half of what the link gives both at once; the exchange of rows does not use
-it.
+Bytes a step are those of both ranks, as counted by the codec hook (embeddings and their gradients) and by the
+interfaces. The second should be the first plus 8 bytes an id, 4 a dense parameter and rank, and 66 of headers a frame
+(Ethernet, IP, TCP with time stamps); "unexplained" is the rest. Runs stop after their last step, without checkpoint and
+evaluation. "ms/step" is wall time, including logging; "CPU" is the CPU time of a rank's process in it, including the
+kernel's, which bounds it from below. The ceiling is the ratio of the interfaces' bytes: what the speed ratio would be
+if only bytes took time. Rows are exchanged in 4 parts (comm.parts). gloo's own all-to-all mostly sends one direction
+after the other, and so gets half of what the link gives both at once; the exchange of rows does not use it.
 """
 
 import json
@@ -76,12 +75,12 @@ MODEL: dict[str, Any] = {
 @dataclass(frozen=True)
 class Options:
     links: str = "200mbit,1gbit,10gbit"
-    """Rates as tc writes them."""
+    """Rates in tc's notation."""
     arms: str = ",".join(ARMS)
     steps: int = 20
-    """Of a run; the first 10 are warm-up."""
+    """Steps of a run; the first 10 are warm-up."""
     repeats: int = 3
-    """Runs of an arm on a link, the arms in turn; the speed is their median."""
+    """Runs of each arm on a link, the arms in turn; the speed is their median."""
     quick: bool = False
     """One run of 20 steps an arm."""
     json: bool = False
@@ -96,7 +95,7 @@ class Options:
 
 def main(options: Options) -> None:
     steps, repeats = (20, 1) if options.quick else (options.steps, options.repeats)
-    # So that a kill, too, leaves no namespace behind.
+    # So that a killed run leaves no namespace behind either.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     results: dict[str, dict[str, Any]] = {}
@@ -112,7 +111,7 @@ def main(options: Options) -> None:
 
 
 class Wire:
-    """Where the two ranks meet: the loopback, or a link between two namespaces."""
+    """The network between the two ranks: the loopback, or a link between two namespaces."""
 
     def __init__(self, namespaces: Sequence[str]) -> None:
         self.namespaces, self.throttled = namespaces, bool(namespaces)
@@ -127,7 +126,7 @@ class Wire:
 
     @contextmanager
     def ranks(self, words: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
-        """`words` on both ranks; on the way out none of them still runs."""
+        """Runs `words` on both ranks; none of them still runs on exit."""
         address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", free_port())
         processes: list[subprocess.Popen[str]] = []
         try:
@@ -242,7 +241,8 @@ def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int,
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], link: str) -> None:
-    """Until all ranks have ended. SystemExit with the words of the first that fails: the others would wait for it."""
+    """Waits until all ranks have ended. SystemExit with the output of the first that fails: the others would wait for
+    it."""
     running = dict(enumerate(processes))
     while running:
         for rank, process in list(running.items()):
@@ -254,7 +254,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], link: str) -> None:
 
 
 def _read(run: Path) -> dict[str, float]:
-    """Means a step: of times over the rows after warm-up, of bytes over all."""
+    """Means per step: times over the rows after the warm-up, bytes over all rows."""
     rows = read_rows(run, "train")
     warm = [row for row in rows if row["step"] > WARM_UP]
     found = {"loss": rows[-1]["loss"]}
@@ -267,10 +267,11 @@ def _read(run: Path) -> dict[str, float]:
 
 
 def _counted_per_step(path: Path) -> dict[str, float]:
-    """What a rank counted, a step: seconds and examples after warm-up; but on the loopback, bytes and frames sent."""
+    """A rank's counts per step: seconds and examples after the warm-up and, except on the loopback, bytes and frames
+    sent."""
     first, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     warm, last = next(row for row in rows if row["step"] == WARM_UP), rows[-1]
-    # Between two steps, rows of the next are in flight: only before the first and after the last none are.
+    # Between two steps the next step's rows are in flight: only before the first and after the last none are.
     since = {name: first if name in COUNTED else warm for name in last if name != "step"}
     return {name: (last[name] - of[name]) / (last["step"] - of["step"]) for name, of in since.items()}
 
@@ -344,13 +345,14 @@ def _work(job: dict[str, Any]) -> None:
     if os.environ["RANK"] == "0":
         (folder / f"{job['link']}.json").write_text(json.dumps(bare))
     for name, arm in job["runs"]:
-        # The store of the group before may still listen: a rank that is early would meet it, and lose it.
+        # The previous group's store may still listen: an early rank would connect to it, and lose it.
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         _train(_config(folder / "data", arm, job["steps"]), folder / name, job["steps"])
 
 
 def _train(config: Config, run: Path, steps: int) -> None:
-    """Steps alone, with what this rank has used and its interface has sent noted beside each row of metrics."""
+    """Trains without evaluation and checkpoints; adds this rank's CPU time and its interface's bytes to each row of
+    metrics."""
     run.mkdir(exist_ok=True)
     counts, dataset = run / f"counts-{os.environ['RANK']}.jsonl", load_dataset(config.data.path)
     with process_group("cpu", config.comm.timeout_seconds) as ranks:

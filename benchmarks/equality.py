@@ -1,16 +1,16 @@
-"""Many tables and features: what must be equal, at full size.
+"""Many tables and features: checks what must be equal, at full size.
 
     python -m benchmarks.equality [--rows 500000] [--steps 40] [--users 50] [--json]
 
 On the dataset of benchmarks.many_tables, 20 tables and 30 features:
 
-- gradients of two processes beside those of one, in FP32 without rounding on the wire. Both train one step of SGD from
-  the same weights with a learning rate so large that rounding the weights does not hide the gradients: a gradient is
-  what the weights moved, over the rate. The figure is the norm of the difference over the norm of the gradient, of the
-  table, or of the dense parameter, in which it is largest. The step is one of the usual batch, 32 sequences;
-- a run on two processes that stops half way and goes on, beside one that does not stop: losses, gradient norms, and all
+- gradients of two processes and of one, in FP32 without rounding on the wire. Both train one step of SGD from the same
+  weights, with a learning rate so large that rounding the weights does not hide the gradients: a gradient is the change
+  of the weights over the rate. The figure is the norm of the difference over the norm of the gradient, for the table or
+  dense parameter in which it is largest. The batch has the usual 32 sequences;
+- a run on two processes that stops halfway and resumes, and one that does not stop: losses, gradient norms, and all
   weights in the last checkpoint, with the FP8 wire;
-- its export beside the trained model: the 100 best items of `--users` requests of raw ids and raw features, among all.
+- the run's export and the trained model: the 100 best of all items for `--users` requests of raw ids and raw features.
 """
 
 import json
@@ -46,9 +46,9 @@ CHUNK = 50_000
 @dataclass(frozen=True)
 class Options:
     rows: int = 500_000
-    """Of the largest table, that of the items."""
+    """Rows of the largest table, that of the items."""
     steps: int = 40
-    """Of the run that stops half way, rounded up to whole epochs."""
+    """Steps of the run that stops halfway, rounded up to whole epochs."""
     users: int = 50
     """Requests to the export."""
     json: bool = False
@@ -74,7 +74,7 @@ def main(options: Options) -> None:
 
 
 def gradients(folder: Path) -> dict[str, float]:
-    """Of two processes and of one: the largest relative differences."""
+    """The largest relative differences between two processes and one."""
 
     def step(name: str, rate: float, processes: int) -> SavedModel:
         words = ["--data.path", str(folder / "step")]
@@ -83,7 +83,7 @@ def gradients(folder: Path) -> dict[str, float]:
         train(folder, name, ["all"], "fp32", 1, processes, words)
         return load_saved(folder / name, "last")
 
-    # A rate too small to move anything gives the weights that all begin with.
+    # A rate too small to change anything gives the initial weights.
     before, one, two = step("before", 1e-30, 1), step("one", RATE, 1), step("two", RATE, 2)
     tables = [
         _relative(*(_table(model, table.name) - _table(before, table.name) for model in (one, two)))
@@ -100,12 +100,12 @@ def _table(model: SavedModel, name: str) -> Tensor:
 
 def _relative(expected: Tensor, found: Tensor) -> float:
     expected, found = expected.detach().double(), found.detach().double()
-    # Some layers begin where nothing moves them.
+    # Some layers start with a gradient of zero.
     return float((found - expected).norm() / expected.norm()) if found.any() else float(expected.norm())
 
 
 def resumption(folder: Path, steps: int) -> dict[str, float]:
-    """Of a run that stopped half way and one that did not: the largest differences."""
+    """The largest differences between a run that stopped halfway and one that did not."""
     train(folder, "half", ["all"], "fp8", steps // 2, 2)
     resumed = train(folder, "half", ["all"], "fp8", steps, 2)
     whole = train(folder, "whole", ["all"], "fp8", steps, 2)
@@ -120,7 +120,7 @@ def resumption(folder: Path, steps: int) -> dict[str, float]:
 
 @torch.no_grad()
 def serving(folder: Path, count: int) -> dict[str, float]:
-    """Of the export and the trained model of the last run: the largest difference of the K best scores, and the share
+    """The largest difference between the K best scores of the last run's export and of its trained model, and the share
     of the K best items that differ."""
     logitmix("export", str(folder / "whole"), "--out", str(folder / "served"), "--checkpoint", "last")
     dataset, model = load_dataset(folder / "data"), load_saved(folder / "whole", "last")
@@ -170,7 +170,7 @@ def _request(dataset: Dataset, users: RankingUsers, place: int) -> Request:
 
 
 def _raw(feature: Feature, column: Column, row: int) -> Any:
-    """The value as a source would have it: the generated values are the rows of their tables, 0 being unknown."""
+    """The value as in a source: the generated values are the rows of their tables, and 0 is unknown."""
     match feature.kind:
         case "id":
             return str(column.values[row])

@@ -1,11 +1,11 @@
-"""What features are worth: test metrics of dot product and mixture of logits with ids, user and item features.
+"""The effect of features: test metrics of dot product and mixture of logits with ids, user and item features.
 
     python -m benchmarks.features [--dataset ml-100k] [--seeds 3] [--epochs 24] [--out DIR] [--json]
 
-Every run trains for the same number of epochs and takes the checkpoint that is best on validation. The table gives the
-mean over the seeds, their range, and the half width of the 95 % interval over users (the users' number stands in the
-title; of HR@10 as a share, of a single run). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip and
-ml-1m.zip. A run whose results.json lies in --out is not repeated.
+Every run trains for the same number of epochs and uses the checkpoint that is best on validation. The table gives the
+mean over the seeds, their range, and the half width of the 95 % interval over users (for HR@10 of a single run; the
+title has the number of users). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip and ml-1m.zip. A run
+whose results.json is in --out is not repeated.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""What decomposing the gates saves: the paper's table «Effect of pi decomposition», counted; and measured, smaller.
+"""The savings of decomposed gates: the paper's table "Effect of pi decomposition", counted; and measured, smaller.
 
     python -m benchmarks.gating [--json]
 
-Both forms are nn.Linear layers as section 3.2 describes them. The whole form gives one two-layer MLP the features of
-user, item and pair side by side; the decomposed form gives each its own, and only the pair's runs over all (user, item)
-pairs. FLOPs are those of the matrix products of the forward pass, two for each multiply-add. Memory is that of the FP32
-arrays (B, X, ·) which those products read and write. Measured are forward and backward together, on one thread, each in
-a fresh process.
+Both forms are nn.Linear layers as section 3.2 describes them. The whole form has one two-layer MLP over the features of
+user, item and pair side by side. The decomposed form has one MLP for each, and only the pair's runs over all (user,
+item) pairs. FLOPs are those of the matrix products of the forward pass, two for each multiply-add. Memory is that of
+the FP32 arrays (B, X, ·) which those products read and write. Forward and backward together are measured, on one
+thread, each in a fresh process.
 """
 
 import json

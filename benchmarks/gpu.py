@@ -1,14 +1,14 @@
-"""Proves a machine with NVIDIA GPUs, and measures it: `make gpu`, in about ten minutes.
+"""Checks and measures a machine with NVIDIA GPUs: `make gpu`, in about ten minutes.
 
     python -m benchmarks.gpu [--out docs/gpu.md]
 
 In turn: versions; the tests marked `gpu`; collectives over NCCL, one rank on each GPU; a short training on all GPUs
-against the losses of one process on the CPU; the GPU's kernels beside their eager peers in plain torch and their
-floors. The floor of a codec is a copy of as many bytes; that of a loss is its matrix products alone, forward once and
-backward twice, at the rate of one large product in the same precision. With one GPU the collectives and the training
-have one rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
+against the losses of one process on the CPU; the GPU's kernels compared with eager plain torch and with their floors.
+The floor of a codec is a copy of as many bytes; that of a loss is its matrix products alone, forward once and backward
+twice, at the rate of one large product in the same precision. With one GPU the collectives and the training have one
+rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
 
-What is wrong is named, and the exit status is 1. Only where all held is --out written, one table with what it was
+If a check fails, it is named, and the exit status is 1. Only if all pass is --out written: one table, and what it was
 measured on.
 
 Axes: T positions, V items, N negatives of a sequence, D width; U, I, M components of query, item and mixture, C their
@@ -62,14 +62,14 @@ PACKAGES = ("torchrec", "fbgemm-gpu", "triton")
 
 
 class Wrong(Exception):
-    """A result that is not what it should be."""
+    """A wrong result."""
 
 
 @dataclass(frozen=True)
 class Options:
     out: str = "docs/gpu.md"
     nccl: bool = False
-    """Only the collectives, as a rank that torchrun started."""
+    """Run only the collectives, as a rank that torchrun started."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def main(options: Options) -> None:
 
 
 def prove(parts: dict[str, Callable[[], tuple[list[str], list[Row]]]]) -> tuple[dict[str, str], list[str], list[Row]]:
-    """What was wrong by part, notes and rows of those that held. A part that fails does not stop the others."""
+    """Errors by part, and notes and rows of the parts that passed. A part that fails does not stop the others."""
     wrong: dict[str, str] = {}
     notes: list[str] = []
     rows: list[Row] = []
@@ -194,7 +194,7 @@ def training() -> tuple[list[str], list[Row]]:
 
 
 def losses(folder: Path, name: str, words: Sequence[str], processes: int) -> list[float]:
-    """Of the first steps of the recipe demo-mol."""
+    """Losses of the first steps of the recipe demo-mol."""
     run = folder / name.replace(" ", "-")
     common = ["--data.path", str(folder / "demo"), "--train.log-every", "1", "--evaluate.every-epochs", "0"]
     logitmix("train", "demo-mol", *common, "--train.epochs", "1", *words, "--run", str(run), processes=processes)
@@ -202,7 +202,7 @@ def losses(folder: Path, name: str, words: Sequence[str], processes: int) -> lis
 
 
 def apart(found: Sequence[float], expected: Sequence[float], bound: float) -> float:
-    """Largest relative difference; Wrong where it, or a loss that is not a number, is beyond the bound."""
+    """Largest relative difference; raises Wrong if it is beyond the bound, or if a loss is not a number."""
     _require(len(found) == len(expected) > 0, f"{len(found)} losses beside {len(expected)}")
     off = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
     for step, (ratio, a, b) in enumerate(zip(off, found, expected, strict=True), start=1):
@@ -252,7 +252,7 @@ class LossCase:
     item_VD: Tensor
     examples: Examples
     flops: float
-    """Of the products of the pairs in a forward pass, two for each multiply-add."""
+    """FLOPs of the products of the pairs in a forward pass, two for each multiply-add."""
     names = ("loss", "gradient of the queries", "gradient of the items")
 
     def __call__(self, fused: bool) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Many tables and features: what they add to a step, and to the wire by table, beside ids alone.
+"""Many tables and features: what they add to a step, and to the wire by table, compared with ids alone.
 
     python -m benchmarks.many_tables [--steps 60] [--rows 500000] [--json]
 
@@ -64,9 +64,9 @@ every_epochs = 0
 @dataclass(frozen=True)
 class Options:
     steps: int = 60
-    """Of a run; the first 10 are warm-up."""
+    """Steps of a run; the first 10 are warm-up."""
     rows: int = 500_000
-    """Of the largest table, that of the items."""
+    """Rows of the largest table, that of the items."""
     json: bool = False
     """Print JSON."""
 

@@ -1,4 +1,4 @@
-"""What the measurements share: CPU time and peak memory of a fresh process, and what a figure was measured on."""
+"""Shared by the measurements: CPU time and peak memory of a fresh process, and what a figure was measured on."""
 
 import ctypes
 import multiprocessing
@@ -25,13 +25,13 @@ from logitmix.trainer.parallelize import computes_bf16
 class Spent:
     cpu_s: float
     peak_mb: float
-    """Memory of the process at its highest, above what it held when the measurement began."""
+    """Peak memory of the process, above what it held when the measurement began."""
 
 
 def spent(work: Callable[[], object]) -> Spent:
-    """What a call takes, of this process; Linux only."""
+    """CPU time and peak memory of a call in this process; Linux only."""
     ctypes.CDLL(None).malloc_trim(0)
-    # Linux then counts the highest memory anew; getrusage's would include the set-up's.
+    # This resets Linux's peak; getrusage's peak would include the set-up.
     Path("/proc/self/clear_refs").write_text("5")
     before, start = _status("VmRSS"), time.process_time()
     work()
@@ -39,7 +39,8 @@ def spent(work: Callable[[], object]) -> Spent:
 
 
 def in_turn(tasks: dict[str, partial[Spent]], repetitions: int) -> dict[str, list[Spent]]:
-    """Each task that many times, every time in a fresh process; interleaved, so that all see the same weather."""
+    """Runs each task that many times, every time in a fresh process; interleaved, so that load on the machine affects
+    all."""
     results: dict[str, list[Spent]] = {name: [] for name in tasks}
     names = list(tasks) * repetitions
     if not names:
@@ -62,14 +63,14 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def machine() -> str:
-    """What every figure depends on."""
+    """The machine and versions that figures depend on."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return f"torch {torch.__version__}, {_processor()}, commit {commit}"
 
 
 def logitmix(*words: str, processes: int = 1) -> str:
-    """What the command line printed, each process with one thread unless the words say
-    otherwise; ends the benchmark with all that it said where it failed."""
+    """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
+    with all output if it fails."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
         command += ["--processes", str(processes)]

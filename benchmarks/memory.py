@@ -1,11 +1,11 @@
-"""Peak memory of each rank through train, evaluate, checkpoint and export, on a dataset made for it.
+"""Peak memory of each rank in train, evaluate, checkpoint and export, on a generated dataset.
 
     python -m benchmarks.memory [--items 8000000] [--feature-rows 0] [--processes 2] [--folder DIR] [--json]
 
-What counts is anonymous memory (RssAnon and RssShmem of /proc/PID/status, sampled every 2 ms): what a process has
-allocated. Pages of mapped files, such as the libraries' code and an export's items, are not counted: they are the
-system's to drop. The bound is 0.65 x (tables + optimizer state) + 2 GB, for two ranks: half of them, 15 % more, and
-what does not grow with the corpus. The model is demo-mol's with row-wise Adagrad; users are few and their histories
+The measure is anonymous memory (RssAnon and RssShmem of /proc/PID/status, sampled every 2 ms): what a process has
+allocated. Pages of mapped files, such as the libraries' code and an export's items, are not counted, because the system
+can drop them. The bound is 0.65 x (tables + optimizer state) + 2 GB, for two ranks: half of them plus 15 %, and memory
+that does not grow with the corpus. The model is demo-mol's with row-wise Adagrad; users are few and their histories
 short. With --feature-rows the items have a feature whose table has so many rows.
 """
 
@@ -46,12 +46,12 @@ SETTINGS = {
 class Options:
     items: int = 8_000_000
     feature_rows: int = 0
-    """Rows of the table of a feature of the items; without one where 0."""
+    """Rows of the table of an item feature; 0 for no such feature."""
     users: int = 2_000
     processes: int = 2
     folder: str = ""
-    """Where the dataset, the run and the export are made, and removed; the system's place for temporary files when not
-    given. 8 million items take 20 GB."""
+    """Folder where the dataset, the run and the export are made, and removed; by default the system's folder for
+    temporary files. 8 million items take 20 GB."""
     json: bool = False
 
 
@@ -180,7 +180,7 @@ class Watch:
 
 
 def run_rank(folder: Path, words: list[str]) -> None:
-    """One process of a command, watched."""
+    """One process of a command, with its memory sampled."""
     watch = Watch(words[0])
     from logitmix.trainer import checkpoint, cli, evaluate, loop
 

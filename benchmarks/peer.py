@@ -1,9 +1,9 @@
 """The MoL module of RAILS (github.com/bailuding/rails, by authors of the paper), driven from its own checkout.
 
-It is imported as it is; its layers are chosen as ours are: 8x8 components of 32, SwiGLU projections of 512, gates of
+It is imported unchanged; its layers are configured like ours: 8x8 components of 32, SwiGLU projections of 512, gates of
 hidden width 128, dropout 0.1 on item embeddings and 0.2 on gates. Its loss draws negatives for each position, which
-costs several times more; here it scores shared negatives, as it also can. Its loss that balances the gates is computed,
-as always in its training, but has no backward here.
+costs several times more; here it scores shared negatives, which it also supports. Its loss that balances the gates is
+computed, as always in its training, but has no backward here.
 """
 
 import sys
@@ -50,7 +50,7 @@ def _loss(module: nn.Module, query_TD: Tensor, target_T: Tensor, negative_N: Ten
 
 
 def _module(path: str, dim: int) -> nn.Module:
-    # `logitmix` is a namespace, so no name of that checkout can hide one of ours.
+    # `logitmix` is a namespace, so no name in that checkout can hide one of ours.
     sys.path.insert(0, str(Path(path).resolve()))
     from rails.similarities.layers import SwiGLU
     from rails.similarities.mol.item_embeddings_fns import RecoMoLItemEmbeddingsFn

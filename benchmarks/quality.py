@@ -1,16 +1,16 @@
-"""What BF16 and the FP8 wire cost in quality and gain in speed: trained to the end, paired over seeds.
+"""The cost in quality and gain in speed of BF16 and the FP8 wire: trained to the end, paired over seeds.
 
     python -m benchmarks.quality [--arms "bf16,bf16 + fp8 wire"] [--datasets ml-100k,demo] [--seeds 5] [--out DIR]
 
-Every run is two processes with one thread each, so that embeddings and their gradients cross the wire. Runs of a seed
-start from the same weights and see the same batches; the table gives each arm's means over the seeds and, for the arms
-after the first, the mean difference to the first with its 95 % confidence interval (Student's t over the seeds).
-A CPU without BF16 arithmetic computes in FP32 in every arm. «Examples/s» is the median over runs of their medians, and
-means something where nothing else ran (--jobs 1).
-The sets: ml-100k trains a dot product, ml-100k-mol the mixture of logits at the paper's size, both to where validation
-has levelled off, and test that last state, for choosing among checkpoints adds noise of its own; demo is the recipe
-demo-mol as it is. A run whose results.json lies in --out is not repeated: after a change of code or recipe give another
---out. `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, ml-100k is downloaded.
+Every run has two processes with one thread each, so that embeddings and their gradients are sent over the wire. Runs of
+a seed start from the same weights and see the same batches; the table gives each arm's means over the seeds and, for
+the arms after the first, the mean difference to the first with its 95 % confidence interval (Student's t over the
+seeds). A CPU without BF16 arithmetic computes in FP32 in every arm. "Examples/s" is the median over runs of their
+medians, and is meaningful only if nothing else ran (--jobs 1). The sets: ml-100k trains a dot product, ml-100k-mol the
+mixture of logits at the paper's size. Both train until validation has leveled off, and test that last state, because
+choosing among checkpoints adds noise. demo is the unchanged recipe demo-mol. A run whose results.json is in --out is
+not repeated: after a change of code or recipe give another --out. `--source` (or LOGITMIX_REAL_DATA) is the folder with
+ml-100k.zip; without it, ml-100k is downloaded.
 """
 
 import json
@@ -105,7 +105,7 @@ def prepare(path: Path, dataset: str, source: str) -> None:
 
 
 def train(out: Path, dataset: str, arm: str, seed: int, words_of_arm: Sequence[str]) -> Results:
-    """Results of a run, which is trained where there is none yet."""
+    """Results of a run, which is trained if there is none yet."""
     run = out / f"{dataset}-{arm}-{seed}"
     if not (run / "results.json").exists():
         words = [
@@ -125,8 +125,8 @@ def train(out: Path, dataset: str, arm: str, seed: int, words_of_arm: Sequence[s
 def compared(
     runs: Sequence[Results], reference: Sequence[Results], metrics: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Median speed; of each metric its mean over the seeds, mean paired difference to the reference, and the half
-    width of its interval."""
+    """Median speed, and for each metric its mean over the seeds, its mean paired difference to the reference, and the
+    half width of the difference's interval."""
     found = {"examples_per_second": {"mean": statistics.median(run["examples_per_second"] for run in runs)}}
     for metric in metrics:
         differences = [run[metric] - other[metric] for run, other in zip(runs, reference, strict=True)]

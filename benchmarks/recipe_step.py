@@ -1,7 +1,7 @@
-"""Where the time of a recipe's training step goes: `python -m benchmarks.train_step --recipe NAME`.
+"""Time of each part of a recipe's training step: `python -m benchmarks.train_step --recipe NAME`.
 
-The training step itself, in BF16 and one process, with the graph cut behind each part, so that each part's backward
-runs by itself. The fused loss makes its gradients in forward; only their scaling is left to its backward.
+The training step itself, in BF16 and one process, with the graph cut after each part, so that each part's backward
+runs separately. The fused loss computes its gradients in forward; its backward only scales them.
 """
 
 import json
@@ -51,7 +51,7 @@ def main(recipe: str, data: str, steps: int, plot: str, as_json: bool) -> None:
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """CPU seconds of each part and direction a step, and what the batches name."""
+    """CPU seconds per step of each part and direction, and the sizes of the batches."""
     dataset = load_dataset(config.data.path)
     parts, counts = Parts(), Counter[str]()
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
@@ -86,11 +86,11 @@ class Parts:
     seconds: Counter[tuple[str, str]] = field(default_factory=Counter)
     cuts: list[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=list)
     within: float = 0.0
-    """What parts within the one that is timed have taken."""
+    """Seconds taken by parts within the one that is timed."""
 
     @contextmanager
     def time(self, part: str, direction: str) -> Iterator[None]:
-        """What is timed within counts for its own part alone."""
+        """Times a part, without the parts that are timed within it."""
         start, before, self.within = time.process_time(), self.within, 0.0
         yield
         spent = time.process_time() - start
@@ -106,7 +106,7 @@ class Parts:
 
     @contextmanager
     def cutting(self, tower: Tower) -> Iterator[None]:
-        """Every part of the tower ends its own graph until `backward`."""
+        """Every part of the tower has a separate graph until `backward`."""
         similarity, hindexer = tower.similarity, tower.hindexer
         parts = {
             "encoder": [(tower.query_tower.encoder, "forward")],
@@ -134,7 +134,7 @@ class Parts:
         return timed
 
     def backward(self) -> None:
-        """From the cuts' gradients to what lies before them, last part first."""
+        """Backward from each cut's gradient through the part before it, last part first."""
         for part, outputs, leaves in reversed(self.cuts):
             with self.time(part, "backward"):
                 torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
@@ -186,7 +186,7 @@ def _total(seconds: dict[str, dict[str, float]]) -> float:
 
 
 def _draw(result: dict[str, Any], title: str, setting: str, file: str) -> None:
-    """One bar a part, forward and backward end to end."""
+    """One bar per part, forward and backward end to end."""
     import matplotlib
 
     matplotlib.use("agg")

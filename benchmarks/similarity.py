@@ -2,11 +2,11 @@
 
     python -m benchmarks.similarity [--minutes 1] [--seeds 3] [--json]
 
-The demo's users and items meet in hundreds of narrow places (high rank); the control's log-odds are one inner product
-(rank 16), where a dot product has all it needs. Each model trains for the same time on one process with one thread,
-its best checkpoint is chosen on validation, and the table gives the median and the range of the test metrics over the
-seeds. `dot` is shown at the widths 48, 128 and 256; the best of them on validation is the one to compare `mol` with.
-`mol` is shown alone and co-trained with an h-indexer, as the paper has it. All else is the recipe demo-mol's.
+In the demo, users and items match in hundreds of narrow regions (high rank); the control's log-odds are one inner
+product (rank 16), which a dot product can represent. Each model trains for the same time on one process with one
+thread, its best checkpoint is chosen on validation, and the table gives the median and the range of the test metrics
+over the seeds. `dot` is shown at the widths 48, 128 and 256; the best of them on validation is the one to compare `mol`
+with. `mol` is shown alone and co-trained with an h-indexer, as the paper has it. All else is the recipe demo-mol's.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""What the h-indexer costs the similarity that it is trained with, and how good it is: by the weight of its loss, and
-with that loss kept from the tables, the towers and the encoder (`hindexer.detach`).
+"""The h-indexer's quality, and its cost to the similarity that it is trained with: by the weight of its loss, and with
+that loss detached from the tables, the towers and the encoder (`hindexer.detach`).
 
     python -m benchmarks.stage1 [--arms "0,0.1,0.3,1,detach"] [--datasets ml-100k-mol,demo] [--seeds 3] [--out DIR]
 
-Runs are as in benchmarks.quality, in BF16 with the FP8 wire. The table gives means over the seeds, and beside hr@10 and
-mrr of the similarity the mean difference to the first arm with its 95 % confidence interval; a run whose results.json
-lies in --out is not repeated.
+Runs are as in benchmarks.quality, in BF16 with the FP8 wire. The table gives means over the seeds and, for hr@10 and
+mrr of the similarity, the mean difference to the first arm with its 95 % confidence interval. A run whose results.json
+is in --out is not repeated.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Examples (positions) a second of a recipe, on all cores: by precision, and by how processes and threads share them.
+"""Examples (positions) a second of a recipe, on all cores: by precision, and by numbers of processes and threads.
 
     python -m benchmarks.throughput --data data/ml-1m [--recipe ml-1m-mol] [--minutes 1] [--repeats 3]
 
-Each line trains for --minutes by the command line, the lines in turn; the figure is the median over a run's rows after
-the first quarter, and over the repeats. Lines with several processes have one thread each. A CPU without BF16
-arithmetic computes in FP32 in every line.
+Each setup trains for --minutes through the command line, the setups in turn; the figure is the median over a run's rows
+after the first quarter, and over the repeats. Setups with several processes have one thread each. A CPU without BF16
+arithmetic computes in FP32 in every setup.
 """
 
 import os

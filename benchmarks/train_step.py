@@ -1,15 +1,15 @@
-"""A training step of MoL: the fused loss beside other forms, how it scales, and where the time of a recipe's step goes.
+"""A training step of MoL: the fused loss compared with other forms, how it scales, and the time of a recipe's parts.
 
     python -m benchmarks.train_step [--peer PATH] [--json]
     python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET [--plot FILE.svg]
 
-The first compares what it takes, on one thread, to make sampled softmax and all gradients from query and item
-embeddings: both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are
-shared by a sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout
-of github.com/bailuding/rails: its MoL module runs beside ours at the same sizes, in FP32 and 16 parts, with negatives
-shared by the batch (benchmarks/peer.py says what exactly runs). A second table times the loss alone, without towers,
-over positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone. CPU seconds and peak memory are
-those of fresh processes, run in turn.
+The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
+both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
+sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
+github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
+shared by the batch (benchmarks/peer.py has the details). A second table times the loss alone, without towers, over
+positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone. CPU seconds and peak memory are those
+of fresh processes, run in turn.
 """
 
 import json
@@ -37,7 +37,7 @@ DIM, ITEMS, LENGTH = 64, 3706, 200
 POSITIONS = (3200, 6400, 12800, 25600)
 NEGATIVES = (128, 512, 2048, 8192)
 FEW = 800
-"""Positions where the negatives are many."""
+"""Positions with many negatives."""
 
 Share = Literal["sequence", "batch"]
 Precision = Literal["fp32", "bf16"]
@@ -51,11 +51,11 @@ class Options:
     negatives: int = 128
     repetitions: int = 3
     only: Literal["", "forms", "scaling"] = ""
-    """Measure this table alone."""
+    """Measure only this table."""
     recipe: str = ""
-    """Show where the time of this recipe's training step goes, instead."""
+    """Instead, show the time of each part of this recipe's training step."""
     data: str = ""
-    """The recipe's prepared dataset, where it is not data.path."""
+    """The recipe's prepared dataset, if it is not data.path."""
     steps: int = 5
     """Training steps of the recipe, after two to warm up."""
     plot: str = ""
@@ -125,7 +125,7 @@ def step(fused: bool, share: Share, precision: Precision, parts: int, options: O
                     loss = mol.sampled_softmax(query, item, examples, noise)
                 else:
                     loss = blockwise_loss(softmax, mol, query, item, examples, noise, mol.config.gate_dropout)
-            # Freed before the next part, as each leaves its function in a training loop.
+            # Freed before the next part, as in a training loop.
             del query, item
             loss.backward()
             gradient_XD.index_add_(0, id_V, leaf_VD.grad)
@@ -140,7 +140,7 @@ def loss_alone(positions: int, negatives: int) -> Spent:
     torch.manual_seed(0)
     mol, noise = MoL(DIM, MoLConfig()), Noise(1)
     id_V, named = _batch(torch.arange(positions), negatives, "sequence")
-    # All items, so that their own share of memory is the same everywhere.
+    # All items, so that their share of memory is the same everywhere.
     examples = replace(named, target_T=id_V[named.target_T], negatives_GN=id_V[named.negatives_GN])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=BF16):
         query = mol.query(torch.randn(positions, DIM), torch.arange(positions))

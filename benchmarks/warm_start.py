@@ -1,11 +1,11 @@
-"""A warm start beside training anew, on a dataset that has grown.
+"""A warm start compared with training anew, on a dataset that has grown.
 
     python -m benchmarks.warm_start [--epochs 12] [--warm-epochs 4] [--recipe ml-1m-dot] [--json]
 
 The first 90 % of MovieLens-1M's actions by time are one dataset, all of them another. A run on the first gives its
-weights to one on the second; beside it stands a run on the second that begins with nothing. Each is tested on its own
-dataset's targets (leave-one-out); the first run was trained on none of the second's. `--source` (or LOGITMIX_REAL_DATA)
-is the folder with ml-1m.zip; without it, it is downloaded.
+weights to a run on the second, which is compared with a run on the second from random weights. Each is tested on its
+own dataset's targets (leave-one-out); the first run was trained on none of the second's. `--source` (or
+LOGITMIX_REAL_DATA) is the folder with ml-1m.zip; without it, it is downloaded.
 """
 
 import csv
@@ -32,7 +32,7 @@ METRICS = ("hr@10", "hr@50", "mrr")
 class Options:
     recipe: str = "ml-1m-dot"
     epochs: int = 12
-    """Of the runs that begin with nothing."""
+    """Epochs of the runs that start from random weights."""
     warm_epochs: int = 4
     batch_size: int = 32
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
@@ -63,7 +63,7 @@ def main(options: Options) -> None:
 
 
 def _datasets(folder: Path, options: Options) -> str:
-    """Prepares both; says how large they are."""
+    """Prepares both datasets; returns a description of their sizes."""
     given = ["--source", str(Path(options.source) / "ml-1m.zip")] if options.source else []
     logitmix("prepare", "ml-1m", *given, "--out", str(folder / "ml-1m"))
     whole = load_dataset(folder / "ml-1m")
