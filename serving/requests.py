@@ -25,7 +25,7 @@ def read_requests(path: Path) -> list[Request]:
         try:
             found = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if isinstance(found, list):
             requests.append({"history": found})
         elif isinstance(found, dict):

@@ -7,8 +7,8 @@
     api.export("runs/clicks", "exports/clicks")
     api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
 
-All raise ValueError for what the caller can mend, with one line that says what and how. Several processes train
-together where `logitmix train --processes N`, torchrun or torchx starts them.
+All raise ValueError for the caller's mistakes, with one line that says what is wrong and what to do. To train with
+several processes, start them with `logitmix train --processes N`, torchrun or torchx.
 """
 
 import sys
@@ -30,15 +30,15 @@ __all__ = ["Retriever", "evaluate", "export", "prepare", "train"]
 
 
 def prepare(name: str, **options: Any) -> dict[str, Any]:
-    """Writes a dataset directory and gives the content of its dataset.json. The options are those of `PrepareOptions`:
-    source, out, items, users, …"""
+    """Writes a dataset directory and returns the content of its dataset.json. The options are those of
+    `PrepareOptions`: source, out, items, users, …"""
     return preparing.prepare(PrepareOptions(name, **options))
 
 
 @quietly()
 def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Trains a recipe (its name, or the path of a TOML file) into a run directory, or goes on with the run; gives the
-    test metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
+    """Trains a recipe (its name, or the path of a TOML file) into a run directory, or resumes the run; returns the test
+    metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
     settings = settings or {}
     config, sizes = load_sized(recipe, str(settings.get("data.path", "")))
     if sizes:
@@ -54,5 +54,5 @@ def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", thr
 
 @quietly()
 def export(run: str | Path, out: str | Path, overwrite: bool = False) -> dict[str, Any]:
-    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; gives its manifest."""
+    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest."""
     return exporting.export(Path(run), Path(out), overwrite)

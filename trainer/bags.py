@@ -1,4 +1,4 @@
-"""The exchange of pooled rows: for bags of many ids, the owners of rows add them up and send one row for each bag.
+"""The exchange of pooled rows: the owner ranks sum the rows of each bag and send one row for each bag.
 
 Axes: S ids of all bags, R bags, D width of a table's rows.
 """
@@ -17,7 +17,7 @@ from logitmix.modules.embeddings import bag_lookup
 
 @dataclass(frozen=True)
 class PooledTable:
-    """A table whose bags are pooled where its rows lie."""
+    """A table whose bags are pooled by the owners of its rows."""
 
     module: ShardedEmbeddingBagCollection
     name: str
@@ -30,8 +30,8 @@ class PooledTable:
 
 
 def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) -> Any:
-    """The ids that all ranks ask this one for. On CUDA they come on a `stream` of their own, on which the rest of what
-    was `made` for them lies as well: the current stream waits for it, and keeps the memory of all."""
+    """The ids that all ranks ask this one for. On CUDA they arrive on a separate `stream`, which also `made` other
+    tensors for them: the current stream waits for it, and the memory of all of them is kept for the current stream."""
     with torch.cuda.stream(stream):
         ids = in_flight.wait()
     if stream:
@@ -43,7 +43,7 @@ def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) ->
 
 
 class PooledRows:
-    """The mean row of each bag of one table, zero where a bag is empty; used as a part of a RowExchange."""
+    """The mean row of each bag of one table, zero for empty bags; used as a part of a RowExchange."""
 
     def __init__(self, table: PooledTable, bags: Bags, device: torch.device) -> None:
         self.table, self.context = table, table.module.create_context()
@@ -64,11 +64,11 @@ class PooledRows:
         rows[self.table.name].copy_(self.sum_RD.detach() / self.count_R1)
 
     def send_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """The backward as far as the wire."""
+        """The backward up to sending the gradients."""
         self.split = split_backward(self.sum_RD)
         gradient_RD = gradients[self.table.name] / self.count_R1
         self.gradient_in_flight = torch.autograd.grad(self.sum_RD, [self.split], gradient_RD)
 
     def apply_gradients(self) -> None:
-        """The rest of the backward."""
+        """The rest of the backward: receives the gradients and updates the rows."""
         torch.autograd.backward([self.split], self.gradient_in_flight)

@@ -1,5 +1,5 @@
-"""What a model is to be judged by: popularity and item-kNN, fitted to the same training actions and ranked by the same
-rules as the model.
+"""Baselines for a model: popularity and item-kNN, fitted to the same training actions and ranked by the same rules as
+the model.
 
 Popularity scores an item by its training actions. Item-kNN scores it by the sum of its similarities to the items of the
 user's history, each action counting RECENCY of the one after it; similarity is the cosine of the sets of users whose
@@ -135,7 +135,7 @@ def _neighbors(user_E: Ints, item_E: Ints, num_users: int, num_items: int) -> It
     count_X = torch.from_numpy(np.bincount(item_E, minlength=num_items)).double()
     first_X = np.searchsorted(item_E, np.arange(num_items + 1))
     pairs_E = np.concatenate([[0], np.cumsum(np.bincount(user_E, minlength=num_users)[user_E])])
-    # A block is the items that begin within as many pairs.
+    # A block is the items whose pairs begin within the same range of that many pairs.
     _, starts = np.unique(pairs_E[first_X[:-1]] // BLOCK_PAIRS, return_index=True)
     for start, stop in zip(starts, [*starts[1:], num_items], strict=True):
         part = slice(first_X[start], first_X[stop])

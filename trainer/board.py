@@ -1,8 +1,8 @@
-"""What a run writes for TensorBoard, and under which names, all on rank 0.
+"""A run's output for TensorBoard and its names, all on rank 0.
 
-TensorBoard sorts groups of charts by name, and the names here put what people look for first on top: loss, metrics
-(validation), metrics_hindexer, metrics_test, optimizer, similarity, speed, wire, wire_by_table. Where a value has a
-unit, its name says it. What does not change during a run is text, never a curve.
+TensorBoard sorts groups of charts by name, and the names here put the most wanted ones on top: loss, metrics
+(validation), metrics_hindexer, metrics_test, optimizer, similarity, speed, wire, wire_by_table. If a value has a unit,
+its name says so. Values that do not change during a run are text, never a curve.
 
 Axes: X items of the corpus, V of them that are shown, D width of an embedding.
 """
@@ -33,7 +33,7 @@ TRAINING_TAGS = {
     "time": "speed/seconds_per_step",
     "memory": "speed",
 }
-"""By the first part of a metric's name; what the similarity reports has other names."""
+"""By the first part of a metric's name; the similarity's diagnostics have other names."""
 SIDE_BY_SIDE = {
     "quality": {"hit rates on validation": ["Multiline", ["^metrics/hr@"]]},
     "loss": {"losses": ["Multiline", ["^loss/"]]},
@@ -46,10 +46,10 @@ PROJECTED_ITEMS = 5000
 
 
 class Board:
-    """The event file of a run while it trains; the configuration is in it as text."""
+    """The event file of a run while it trains; it holds the configuration as text."""
 
     def __init__(self, run: Path, config: Config, first_step: int) -> None:
-        """`first_step` of what is going to be written: what a killed attempt has left of it or later is hidden."""
+        """`first_step` is the first to be written: what a killed attempt wrote from this step on is hidden."""
         self.config = config
         self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
         self.writer.add_text("configuration", _preformatted(dump_toml(config)), first_step)
@@ -59,7 +59,7 @@ class Board:
         self.writer.close()
 
     def add_row(self, kind: str, step: int, row: Mapping[str, float]) -> None:
-        """A row of metrics.jsonl: the curves among it."""
+        """Writes the curves in a row of metrics.jsonl."""
         for name, value in row.items():
             if tag := self._tag(kind, name, row):
                 self.writer.add_scalar(tag, value, step)
@@ -69,7 +69,7 @@ class Board:
         self.writer.add_histogram(f"similarity/{name}", values, step)
 
     def _tag(self, kind: str, name: str, row: Mapping[str, float]) -> str | None:
-        """What a metric is drawn as; None where it is not."""
+        """The tag of a metric's curve; None if it is not drawn."""
         first, _, rest = name.partition("/")
         if first in CONSTANT:
             return None
@@ -99,8 +99,8 @@ def _preformatted(text: str) -> str:
 
 
 def write_results_to_board(run: Path, config: Config, results: Mapping[str, float]) -> None:
-    """Test metrics and examples per second, beside the configuration as hyperparameters, on which the baselines do not
-    depend."""
+    """Writes test metrics and examples per second, with the configuration as hyperparameters, but not the baselines,
+    which do not depend on it."""
     left_out = (*CONSTANT, "step", "seconds", "popularity", "item_knn")
     found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
     tags = {f"metrics_test/{name}": value for name, value in found.items()}
@@ -110,7 +110,7 @@ def write_results_to_board(run: Path, config: Config, results: Mapping[str, floa
     with SummaryWriter(str(run / "tensorboard")) as writer:
         for tag, value in tags.items():
             writer.add_scalar(tag, value, int(results["step"]))
-        # SummaryWriter.add_hparams would make a run of its own.
+        # SummaryWriter.add_hparams would make a separate run.
         for summary in hparams(settings, tags):
             writer.file_writer.add_summary(summary)
 

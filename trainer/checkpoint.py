@@ -1,10 +1,11 @@
 """Checkpoints: sharded, complete or absent, checked when read.
 
 A checkpoint is a directory `checkpoints/step-N` that PyTorch's distributed checkpointing (DCP) wrote, plus
-`checkpoint.json` with the digests of its files. It is written under another name and renamed when it is whole, and no
+`checkpoint.json` with the digests of its files. It is written under another name and renamed when complete, and no
 directory is written twice.
 
-No rank has more of the table in memory than its own rows: it is saved and loaded in blocks, and read by ranges of rows.
+No rank has more of a table in memory than its own rows: tables are saved and loaded in blocks, and read by ranges of
+rows.
 """
 
 import json
@@ -40,25 +41,26 @@ from logitmix.trainer.sharded_rows import ShardedRows, own_range
 MANIFEST = "checkpoint.json"
 FORMAT_VERSION = 2
 BLOCK_BYTES = 2**25
-"""Rows that are saved together: DCP copies whole blocks when it writes them, and reads whole ones."""
+"""Rows of a block: DCP copies whole blocks when it writes them, and reads whole blocks."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint as evaluation and export take it: the tower, on the CPU in FP32, and the tables to be read."""
+    """A checkpoint for evaluation and export: the tower, on the CPU in FP32, and the tables, which are read on
+    demand."""
 
     config: Config
     step: int
     tower: Tower
     read_rows: Callable[[str, int, int], Tensor]
-    """Of the table of that name, the rows [R, D] from one on, before another."""
+    """The rows [R, D] of a table from `start` to `stop`, excluded."""
 
     @property
     def num_items(self) -> int:
         return self.tower.schema.num_items
 
     def sharded_rows(self, ranks: Ranks) -> dict[str, ShardedRows]:
-        """The tables in memory, of which each rank reads an equal share."""
+        """The tables in memory; each rank reads an equal share of their rows."""
         return {table.name: self._shared(table, ranks) for table in self.tower.schema.tables}
 
     def _shared(self, table: Table, ranks: Ranks) -> ShardedRows:
@@ -67,7 +69,7 @@ class SavedModel:
 
 
 def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
-    """A new checkpoint; then drops all but the best and the `keep` newest. Collective."""
+    """Saves a new checkpoint, then removes all but the best and the `keep` newest. Collective."""
     folder = run / "checkpoints"
     ranks, config = model.ranks, model.config
     out = folder / f"step-{progress.step}"
@@ -81,7 +83,7 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
         raise OSError(f"no checkpoint could be written to {folder} (rank {rank}: {failure})") from None
     if ranks.rank == 0:
         _write_manifest(staging, progress)
-        # Only a damaged one can be in its place: an intact one would have been continued from.
+        # Only a damaged checkpoint can be there: the run would have resumed from an intact one.
         publish(staging, out)
         _prune(run, keep, config.evaluate.metric)
     barrier(ranks)
@@ -90,7 +92,7 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
-    A run without one starts from step 0. Raises ValueError where there are checkpoints but none is intact.
+    A run without one starts from step 0. Raises ValueError if there are checkpoints but none is intact.
     """
     ranks = model.ranks
     found = broadcast_object(_newest_intact(run) if ranks.rank == 0 else None, ranks)
@@ -106,7 +108,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
 
 
 def restore_best(run: Path, model: ParallelModel) -> int:
-    """Loads the weights of the best checkpoint in place, and gives its step. The optimizers keep their state, so
+    """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
     path = _choose(run, model.config.evaluate.metric, "best", model.ranks)
     weights = {"tables": dict(model.shards()), "tower": model.tower.state_dict()}
@@ -115,9 +117,9 @@ def restore_best(run: Path, model: ParallelModel) -> int:
 
 
 def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> SavedModel:
-    """The best checkpoint of a run by its validation metric (or the last one); of the tables nothing is read yet.
+    """The best checkpoint of a run by its validation metric (or the last one); the tables are not read yet.
 
-    With ranks, rank 0 chooses for all. Raises ValueError for a run that is not one, has no checkpoint, or whose
+    With ranks, rank 0 chooses for all. Raises ValueError if `run` is not a run directory, has no checkpoint, or its
     checkpoint is damaged.
     """
     config = read_config(run)
@@ -129,7 +131,7 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
 
 
 def _choose(run: Path, metric: str, which: Literal["best", "last"], ranks: Ranks | None) -> Path:
-    """The intact checkpoint that was asked for; rank 0 looks."""
+    """The requested checkpoint, checked by rank 0."""
     path: Path | str = ""
     if ranks is None or ranks.rank == 0:
         try:
@@ -157,7 +159,7 @@ def _read_rows(path: Path, schema: Schema, table: str, start: int, stop: int) ->
 
 
 class _RowRange(DefaultLoadPlanner):
-    """Loads as many rows as the one tensor has that is to hold them, from row `start` on."""
+    """Loads rows from row `start` on into the given tensor, as many as it has."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class _RowRange(DefaultLoadPlanner):
 
 
 def best_checkpoint(run: Path, metric: str) -> Path:
-    """The checkpoint with the best validation metric, the earliest of equals; the last one where none was evaluated."""
+    """The checkpoint with the best validation metric, the earliest of equals; the last one if none was evaluated."""
     evaluated = [path for path in _complete(run) if metric in _progress(path).validation]
     if not evaluated:
         return _last(run)
@@ -184,7 +186,7 @@ def best_checkpoint(run: Path, metric: str) -> Path:
 
 
 def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds, by reference: loading into it in place restores the model."""
+    """The content of a checkpoint, by reference: loading into it in place restores the model."""
     state: dict[str, dict[str, Any]] = {
         "tables": dict(model.shards()),
         "table_optimizers": dict(model.table_optimizers.state_dict()),
@@ -193,7 +195,7 @@ def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, 
             name: dict(optimizer.state[parameter]) for name, parameter in model.tower.named_parameters()
         },
     }
-    # DCP would take an empty mapping for an entry; a rank without shards has some, and so has SGD.
+    # Without empty mappings, which DCP would take for an entry: a rank without shards has some, and so has SGD.
     entries = {part: {name: value for name, value in content.items() if value != {}} for part, content in state.items()}
     return {part: content for part, content in entries.items() if content}
 
@@ -261,7 +263,7 @@ def _complete(run: Path) -> list[Path]:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """checkpoint.json of a checkpoint; None where it is missing or damaged, which its own digest tells."""
+    """checkpoint.json of a checkpoint; None if it is missing, or damaged by its own digest."""
     try:
         content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         digest = content.pop("manifest_sha256")
@@ -288,7 +290,7 @@ def _newest_intact(run: Path) -> tuple[Path, RunProgress] | str | None:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files; DCP itself would load flipped bits without a word."""
+    """What is wrong with a checkpoint's files; DCP itself would silently load flipped bits."""
     manifest = _manifest(path)
     if manifest is None:
         return f"{path / MANIFEST} is damaged or missing; remove {path} to go on from an older checkpoint"

@@ -83,7 +83,7 @@ class PrepareCommand(PrepareOptions):
 
 @dataclass(frozen=True)
 class TrainCommand(Config):
-    """Train a recipe, or go on with its run from the last complete checkpoint."""
+    """Train a recipe, or resume its run from the last complete checkpoint."""
 
     run: str = ""
     """Run directory; runs/RECIPE when left empty."""
@@ -101,9 +101,9 @@ class EvaluateCommand:
     """Run directory."""
     split: Literal["test", "validation"] = "test"
     exclude_history: HistoryRule | None = None
-    """Leave a user's history out of the ranking; as the run was configured when not given."""
+    """Leave a user's history out of the ranking; default: the run's setting."""
     users: int | None = None
-    """Users ranked, a fixed sample of them; 0 ranks all. As the run was configured when not given."""
+    """Number of users ranked, a fixed sample; 0 ranks all. Default: the run's setting."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
@@ -136,7 +136,7 @@ class ExportCommand:
     overwrite: bool = False
     """Replace the serving directory that is already there."""
     item_cache: bool = True
-    """Store what the item tower makes of the items; if not, their rows and features, which take fewer bytes but pass
+    """Store the item tower's outputs. Otherwise store the items' rows and features, which take fewer bytes but pass
     through the tower for each request."""
     processes: int = 1
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
@@ -153,8 +153,8 @@ class RetrieveCommand:
     history: str = ""
     """Raw item ids, oldest first, separated by commas."""
     timestamps: str = ""
-    """Times of these items, whole numbers in the unit of the dataset's, separated by commas. A model that uses recency
-    takes it from them; others do not use them."""
+    """Times of these items, whole numbers in the unit of the dataset's times, separated by commas. A model that uses
+    recency derives it from them; other models ignore them."""
     user: str = "{}"
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
@@ -164,18 +164,18 @@ class RetrieveCommand:
     blocked: str = ""
     """Raw item ids, separated by commas, that are left out."""
     histories: str = ""
-    """File of requests, JSON a line: a list of raw item ids, or an object with history, timestamps, user, events,
-    allowed and blocked. Answers them all, into the file --out."""
+    """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, user,
+    events, allowed and blocked. The answers go to the file --out."""
     out: str = ""
-    """File to write, where --histories is given: JSON a line, the list of items for each request."""
+    """File to write with --histories: one JSON list per line, the items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
-    """Ids of the history that are not known: an error, left out, or an unknown item."""
+    """What to do with unknown ids of the history: refuse them, skip them, or use an unknown item for them."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """How many items."""
     stage1: int | None = None
     """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
     exclude_history: HistoryRule = "auto"
-    """Leave items of the history out; auto: as the run was evaluated."""
+    """Leave items of the history out; auto: as in the run's evaluation."""
     json: bool = False
     """Print JSON."""
 
@@ -189,7 +189,7 @@ class UpdateItemsCommand:
     items: str
     """CSV or Parquet table of the items, with the features' names as columns."""
     item_column: str = "item"
-    """Column with the item ids; the first where there is none of this name."""
+    """Column with the item ids; the first column if there is none of this name."""
     json: bool = False
     """Print JSON."""
 
@@ -271,7 +271,7 @@ def _train(words: list[str]) -> None:
 
 
 def _with_similarity(config: Config, words: list[str]) -> Config:
-    """The recipe with the kind of similarity that the words name: what settings there are depends on it."""
+    """The recipe with the kind of similarity in `words`: which settings exist depends on it."""
     prefix = "--model.similarity."
     flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
     names = [name.removeprefix("no-").replace("-", "_") for name, _, _ in flags]
@@ -360,7 +360,7 @@ def _retrieve(words: list[str]) -> None:
 
 
 def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool | None) -> int:
-    """Answers all requests of a file; gives how many."""
+    """Answers all requests of a file; returns their number."""
     from logitmix.serving.requests import answer_file, read_requests
 
     if not (command.histories and command.out):
@@ -397,7 +397,8 @@ def _update_items(words: list[str]) -> None:
 
 
 def _start_ranks(command: str, words: list[str], count: int) -> None:
-    """Starts the ranks that the words ask for, and ends with their exit status; does nothing in a rank, or for one."""
+    """Starts the ranks that `words` ask for, and ends with their exit status; does nothing within a rank, or for one
+    rank."""
     require(count >= 1, "processes", count, "at least 1")
     if launched():
         world_size = os.environ.get("WORLD_SIZE", "")
@@ -422,14 +423,14 @@ def _json(flag: str, text: str, kind: type[T]) -> T:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{flag} is no JSON: {error}") from None
+        raise ValueError(f"{flag} is not JSON: {error}") from None
     if not isinstance(found, kind):
         raise ValueError(f"{flag} is {text}; it must be a JSON {'object' if kind is dict else 'list'}")
     return found
 
 
 def _parse(kind: type[T], command: str, words: list[str], default: T | None = None) -> T:
-    """tyro's parser, but what is wrong with the words comes as a ValueError of one line."""
+    """tyro's parser, but an error in the words is a ValueError of one line."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -451,7 +452,7 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
 
 
 def _plainly(problem: str, command: str) -> str:
-    """tyro's words for what is wrong, without those for Python programmers."""
+    """tyro's error message, without the parts for Python programmers."""
     refused = re.match(r"Error parsing (\S+): (.*)", problem)
     if refused is None:
         problem = problem.removesuffix(f" logitmix {command} --help")
@@ -497,19 +498,19 @@ def _number(value: float) -> str:
 
 
 def _lost_peer(error: RuntimeError) -> bool:
-    """Whether gloo or the store says that another rank is gone: what that rank says is the cause."""
+    """Whether gloo or the store reports that another rank is gone: the cause is in that rank's message."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
     return any(sign in str(error) for sign in signs)
 
 
 def _let_threads_sleep() -> None:
-    """To be called before torch is loaded. Threads of OpenMP spin while they wait for work: on cores that others use,
-    too, ranking took three times as long."""
+    """Call before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three times
+    as long on shared cores."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
-    """The modules that are missing and the line that installs them; a module of logitmix is missing by our mistake."""
+    """The missing modules and the command that installs them; a missing module of logitmix is our own bug."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "logitmix"):
         raise error

@@ -1,8 +1,8 @@
 """The norm of all gradients, those of the tables' rows included, and the scale that clips them to a norm.
 
-A row's gradient is the sum over the ranks and is whole where its owner has received all of them; but the tables update
-their rows inside the backward of the lookup. With clipping, the graph is therefore cut at the lookup's output:
-gradients stop there until the norm is known.
+A row's gradient is the sum over the ranks, which is known only when the row's owner has received all parts. But the
+tables update their rows inside the backward of the lookup. With clipping, the graph is therefore cut at the lookup's
+output: gradients stop there until the norm is known.
 
 Axes: S ids that a lookup names, R bags, U unique ids, C columns that a rank has of a table.
 """
@@ -21,8 +21,8 @@ Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
 
 
 class CutLookup(NamedTuple):
-    """One lookup of a rank's shards: `output` has the graph that updates them, `leaf` its values, of which the rest of
-    the step computes the gradient. Both [S, C], or for bags [R, C of all tables]."""
+    """One lookup of a rank's shards: `output` has the graph that updates them; `leaf` has its values, and gets its
+    gradient from the rest of the step. Both [S, C], or for bags [R, C of all tables]."""
 
     kernel: Kernel
     features: KeyedJaggedTensor
@@ -30,7 +30,8 @@ class CutLookup(NamedTuple):
     leaf: Tensor
 
     def squares(self) -> Tensor:
-        """The sum of squares of the rows' gradients; a row that was asked for several times has the sum of them."""
+        """The sum of squares of the rows' gradients; the gradients of a row that was asked for several times are summed
+        first."""
         ids = self.features.values().long().split(self.features.length_per_key())
         total = torch.zeros((), dtype=torch.float64, device=self.leaf.device)
         for ids_S, gradient_SC in zip(ids, self._gradients(), strict=True):
@@ -44,7 +45,7 @@ class CutLookup(NamedTuple):
         torch.autograd.backward([self.output], [self._gradient * scale])
 
     def _gradients(self) -> Iterable[Tensor]:
-        """Of each id that a feature names [S, C], feature by feature."""
+        """The gradients of each feature's ids [S, C], feature by feature."""
         if isinstance(self.kernel, BaseBatchedEmbedding):
             return self._gradient.split(self.features.length_per_key())
         tables = self.kernel.config.embedding_tables
@@ -70,7 +71,7 @@ class LookupCuts:
                     kernel.register_forward_hook(cast(Any, self._cut))
 
     def pop(self) -> list[CutLookup]:
-        """Those since the last call."""
+        """The cut lookups since the last call."""
         cuts, self._cuts = self._cuts, []
         return cuts
 
@@ -81,5 +82,5 @@ class LookupCuts:
 
 
 def clip_scale(norm: Tensor, clip: float) -> Tensor:
-    """What gradients of this norm are multiplied by, as torch.nn.utils.clip_grad_norm_ does it."""
+    """The factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_."""
     return (clip / (norm + 1e-6)).clamp(max=1.0)

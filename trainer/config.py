@@ -21,10 +21,10 @@ class DataConfig:
     path: str = "data/demo"
     """Dataset directory, as `logitmix prepare` writes it."""
     split: Literal["leave-one-out", "time"] = "leave-one-out"
-    """What is held out: each user's last two actions; or the last actions of all users by time, of which each user's
-    first is ranked, given all that the user did before."""
+    """What is held out: each user's last two actions; or, with time, the latest actions of all users. Then each user's
+    first action in the validation or test part is ranked, given all the user's earlier actions."""
     held_out: float = 0.1
-    """With split time: the share of all actions, the latest, that is for the test; as many before them are for
+    """With split time: share of all actions, the latest ones, that is for the test; as many before them are for
     validation."""
 
     def __post_init__(self) -> None:
@@ -36,13 +36,13 @@ class TableSettings:
     """One sharded embedding table."""
 
     sharding: Literal["auto", "row_wise", "table_wise", "column_wise"] = "auto"
-    """Where its rows lie; auto leaves it to TorchRec's planner, with a word from trainer/plan.py."""
+    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of trainer/plan.py."""
     dim: int = 0
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
+    """Precision of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
     pooled: bool = False
-    """For bags of many ids: the owners of rows add them up and send a sum for each bag, rather than its rows."""
+    """For bags of many ids: the owners of rows send one sum for each bag, rather than its rows."""
     optimizer: Literal["adam", "rowwise_adagrad", "sgd"] = "adam"
     """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
     lr: float = 1e-3
@@ -72,7 +72,7 @@ class TablesConfig(TableSettings):
     """The sharded embedding tables. A table by itself: --tables.NAME.SETTING, or a section [tables.NAME]."""
 
     by_name: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=OTHER_SECTIONS)
-    """Settings of single tables, where they are not those of all."""
+    """Settings of single tables that differ from those of all."""
 
     def __post_init__(self) -> None:
         self.check("tables")
@@ -95,7 +95,7 @@ class DenseConfig:
     beta2: float = 0.98
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Decoupled (AdamW)."""
+    """Decoupled weight decay (AdamW)."""
 
     def __post_init__(self) -> None:
         require(0 < self.lr < inf, "dense.lr", self.lr, "above 0 and finite")
@@ -108,37 +108,37 @@ class DenseConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     seed: int = 0
-    """Initial weights, dropout, negatives and batch order follow from it, whatever the number of ranks."""
+    """Determines initial weights, dropout, negatives and batch order, for any number of ranks."""
     batch_size: int = 128
     """B: users of a global batch, divided among the ranks."""
     epochs: int = 40
     minutes: float = 0.0
     """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
     patience: int = 0
-    """Stop after this many evaluations in a row without a better evaluate.metric on validation; 0 never does."""
+    """Stop after this many evaluations in a row without a better evaluate.metric on validation; 0 never stops early."""
     schedule: ScheduleName = "constant"
     """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
     clip: float = 0.0
-    """Largest norm of all gradients together, those of the tables' rows included: larger ones are scaled down to it. 0
-    clips nothing. With it, no row is updated before all gradients are there."""
+    """Largest norm of all gradients together, including those of the tables' rows: larger gradients are scaled down to
+    it. 0 clips nothing. With clipping, no row is updated before all gradients have arrived."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of encoder and similarity; weights and tables stay FP32. bf16 is autocast, but on a CPU without BF16 arithmetic.
-    auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
+    """Precision of encoder and similarity; weights and tables stay FP32. bf16 is autocast, except on a CPU without BF16
+    arithmetic. auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     """CPU threads of a rank; bit-equal reruns need the same number."""
     log_every: int = 10
     """Steps between two rows of metrics."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints; 0 makes one at each evaluation."""
+    """Steps between two checkpoints; 0 saves one at each evaluation."""
     keep: int = 2
-    """Newest checkpoints kept, beside the best."""
+    """Number of newest checkpoints kept, in addition to the best."""
     projector: bool = False
     """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
     profile: int = 0
-    """Steps that a torch profiler's trace holds, after a warm-up, in RUN/profile/; 0 traces none."""
+    """Number of steps in torch's profiler trace, after a warm-up, in RUN/profile/; 0 traces none."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
@@ -151,7 +151,7 @@ class TrainConfig:
 
 HistoryRule = Literal["auto", "yes", "no"]
 BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
-"""What results call the methods that a model is judged by, and what people do."""
+"""Names of the baselines in results, and for people."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +159,16 @@ class EvaluateConfig:
     every_epochs: int = 1
     """Epochs between two evaluations on the validation items; 0 evaluates nothing, neither these nor the test items."""
     metric: Literal["hr@10", "hr@50", "hr@200", "ndcg@10", "mrr"] = "hr@10"
-    """What the best checkpoint is chosen by, on validation."""
+    """Validation metric that chooses the best checkpoint."""
     exclude_history: HistoryRule = "auto"
-    """Leave all items of a user's history out of that user's ranking, and of what is served. auto: yes, as the paper's
-    relatives do, unless repeats are common in the dataset."""
+    """Leave all items of a user's history out of that user's ranking, in evaluation and serving. auto: yes, as in
+    related work, unless repeats are common in the dataset."""
     users: int = 0
-    """Users ranked, a sample that train.seed chooses; 0 ranks all."""
+    """Number of users ranked, a sample chosen by train.seed; 0 ranks all."""
     batch_size: int = 64
     """Users ranked at once."""
     baselines: bool = True
-    """At the end, popularity and item-kNN beside the test metrics: what a model must be better than."""
+    """At the end, also evaluate the baselines popularity and item-kNN, which a model should beat."""
 
     def __post_init__(self) -> None:
         require(self.every_epochs >= 0, "evaluate.every_epochs", self.every_epochs, "0 or more")
@@ -181,8 +181,8 @@ class Config:
     """A named run: defaults < recipe < command line."""
 
     warm_start: str = ""
-    """Run whose best checkpoint gives the first weights, also where the dataset has grown since. Rows of tables are
-    matched by raw ids and values of features, so the dataset of that run must still be there."""
+    """Run whose best checkpoint gives the initial weights, even if the dataset has grown since. Rows of tables are
+    matched by raw ids and values of features, so that run's dataset must still be in its place."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
@@ -254,7 +254,7 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     """The words of a command line without `--tables.NAME.SETTING VALUE`, and these settings by the table's name: the
     command line's parser cannot know the names of tables.
 
-    Raises ValueError for a setting that there is not, a value that is missing, and a number that is none.
+    Raises ValueError for an unknown setting, a missing value, or a value that is not a number.
     """
     left: list[str] = []
     by_name: dict[str, dict[str, Any]] = {}
@@ -273,13 +273,13 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with these settings on top: {"train.epochs": 8}. Of a similarity or encoder whose kind changes,
-    what is not named takes its default.
+    """The configuration with these settings on top: {"train.epochs": 8}. If the kind of a similarity or encoder
+    changes, its other settings take their defaults.
 
-    Raises ValueError for an unknown setting, and a value that cannot be.
+    Raises ValueError for an unknown setting or an impossible value.
     """
     tree = to_mapping(config)
-    # The kind first: it resets what stands beside it.
+    # The kind first, because it resets the other settings of its section.
     for name, value in sorted(settings.items(), key=lambda setting: not setting[0].endswith(".kind")):
         *sections, key = name.split(".")
         node = tree
@@ -293,7 +293,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -> Config:
-    """The configuration with these settings of single tables on top of those that it has."""
+    """The configuration with these settings of single tables on top of its own."""
     before = config.tables.by_name
     merged = before | {name: before.get(name, {}) | settings for name, settings in by_name.items()}
     return dataclasses.replace(config, tables=dataclasses.replace(config.tables, by_name=merged))

@@ -1,4 +1,4 @@
-"""Items and queries as the tower embeds them, from tables whose rows lie on several ranks.
+"""Embeddings of items and queries by the tower, from tables whose rows are on several ranks.
 
 Axes: V items, B users, T positions of their histories, packed.
 """
@@ -28,7 +28,7 @@ class Embedder:
     tower: Tower
     tables: Mapping[str, ShardedRows]
     columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
-    """The dataset's features, by owner and name; not asked for where the tower uses none."""
+    """The dataset's features, by owner and name; not read if the tower uses none."""
 
     @property
     def ranks(self) -> Ranks:

@@ -41,7 +41,7 @@ HIT_RATES = (1, 10, 50, 100, 200, 500)
 RECOMMENDED = 10
 """Items at the top of a user's ranking that count as recommended."""
 RECALL_OF = (10, 100)
-"""How many of the similarity's best items are looked for among those that the h-indexer keeps."""
+"""Numbers of the similarity's best items that are looked up among those that the h-indexer keeps."""
 RECALL_AT = (100, 500, 1000, 5000, 10_000, 50_000, 100_000)
 """How many items the h-indexer keeps, the paper's k'."""
 
@@ -56,7 +56,7 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks.
 
-    `exclude_history` and `users` stand in for the run's settings of these names.
+    `exclude_history` and `users` override the run's settings of these names.
     """
     torch.set_num_threads(threads)
     config = read_config(run)
@@ -73,12 +73,12 @@ def evaluate_run(
 
 
 def held_out(config: Config, dataset: Dataset) -> HeldOut:
-    """What the run neither trains on nor is told before it is ranked; ValueError where nobody can be ranked by time."""
+    """The held-out actions of the run's split; ValueError if a split by time leaves nobody to rank."""
     return split_by_time(dataset, config.data.held_out) if config.data.split == "time" else leave_one_out(dataset)
 
 
 def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
-    """Whether a user's history is left out of what is ranked for that user, in evaluation and in serving alike."""
+    """Whether a user's history is left out of that user's ranking, in evaluation and in serving."""
     if (rule := config.evaluate.exclude_history) != "auto":
         return rule == "yes"
     share = dataset.repeated_targets["validation"]
@@ -212,5 +212,5 @@ METRICS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "ndcg@10": partial(_gain, k=10),
     "mrr": _reciprocal_rank,
 }
-"""By name, what each user's rank of the target, from 1, counts [U]; the metric is the mean over the users. A target
-that is left out of the ranking has rank NOT_SERVED, which is above all others and must count nothing."""
+"""By name, each user's value [U] from the rank of the target, from 1; the metric is the mean over the users. A target
+that is left out of the ranking has rank NOT_SERVED, above all others, and its value must be 0."""

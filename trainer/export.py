@@ -1,7 +1,6 @@
-"""Checkpoint -> serving directory, file by file: no rank has more of the tables or items in memory than a file holds.
-
-The tables of features are written first. The items' features are then looked up in these files, mapped into memory:
-every rank must see what the others wrote.
+"""Checkpoint -> serving directory, file by file: no rank has more rows or items in memory than one file holds. The
+tables of features are written first. The items' features are then looked up in these files, mapped into memory, so
+every rank must see the other ranks' files.
 
 Axes: R items of a shard, W width of a table.
 """
@@ -46,14 +45,14 @@ CHUNK_ITEMS = 2**13
 
 @dataclass(frozen=True)
 class DatasetItems:
-    """What an export takes from the dataset: its features, and ids and texts that are read when they are asked for."""
+    """The dataset's part of an export: features, and ids and texts that are read on demand."""
 
     raw_ids: Callable[[], pa.ChunkedArray]
     titles: Callable[[], pa.ChunkedArray | None]
     features: Mapping[str, Column] = field(default_factory=dict)
-    """The items', by name."""
+    """The items' features, by name."""
     vocabulary: Callable[[str], pa.ChunkedArray] = lambda table: pa.chunked_array([[]], pa.string())
-    """The values of a table of features by row, null for what is unknown."""
+    """The values of a table of features by row, null for unknown."""
 
 
 def export(
@@ -63,13 +62,11 @@ def export(
     which: Literal["best", "last"] = "best",
     item_cache: bool = True,
 ) -> dict[str, Any]:
-    """Writes a serving directory of a run's best checkpoint (or its last one) and gives its manifest; alone, or under
-    torchrun, where the ranks share out the shards. Without `item_cache` the shards hold the items' rows and features,
-    and the Retriever passes them through the item tower for each request.
-
-    The raw ids and titles come from the dataset directory that the run names. Raises ValueError where `out` is there
-    and is not to be overwritten, where the run has no intact checkpoint, or where the dataset is not there or is
-    not the one that the run was trained on.
+    """Writes a serving directory of a run's best checkpoint (or its last one) and returns its manifest; alone, or under
+    torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
+    the Retriever passes them through the item tower for each request. The raw ids and titles come from the dataset
+    directory that the run names. Raises ValueError if `out` exists and must not be overwritten, if the run has no
+    intact checkpoint, or if the dataset is missing or is not the one that the run was trained on.
     """
     with process_group("cpu", read_config(run).comm.timeout_seconds) as ranks:
         model = load_saved(run, which, ranks)
@@ -92,11 +89,9 @@ def export_model(
     overwrite: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; gives
-    its manifest. Collective.
-
-    Raises ValueError where `out` must not be overwritten, for weights that are not finite and for raw ids or values of
-    features that are there twice, and OSError where the disk is full or forbids it.
+    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
+    its manifest. Collective. Raises ValueError if `out` must not be overwritten, for weights that are not finite and
+    for duplicate raw ids or values of features, and OSError if the disk is full or forbids it.
     """
     out = out.resolve()
 
@@ -138,12 +133,12 @@ def _write_tables(model: SavedModel, about: About, staging: Path, ranks: Ranks) 
 
 
 def _table_files(about: About) -> list[dict[str, tuple[int, int]]]:
-    """What rows of which tables each file holds, from one on and before another: table after table, cut where a file is
+    """The range of rows (first, last excluded) of each table in each file: table after table, cut where a file is
     full."""
     files: list[dict[str, tuple[int, int]]] = [{}]
     room = SHARD_BYTES
     for name, (count, W) in row_shapes(about.model, about.schema).items():
-        # Of the items' table, the last row alone.
+        # Only the last row of the item table.
         start, stop = (about.num_items, about.num_items + 1) if name == ITEM else (0, count)
         while start < stop:
             if files[-1] and room < 4 * W:
@@ -229,7 +224,7 @@ def _cache(tower: Tower, inputs: ItemInputs, tables: Mapping[str, Pieces]) -> di
 
 
 def texts_of(column: pa.ChunkedArray) -> Texts:
-    """Arrow's texts, "" for what is null."""
+    """Arrow's texts, "" for null."""
     array = column.fill_null("").cast(pa.large_string()).combine_chunks()
     _, offsets, data = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
@@ -238,7 +233,8 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
 
 
 def in_order(texts: Texts, what: str) -> Texts:
-    """Texts that can be found; ValueError where two are the same. `what` they name: «raw_ids name an item»."""
+    """Texts with the order for finding them; ValueError if two are the same. `what` they name: "raw_ids name an
+    item"."""
     buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
     array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
     order = pc.sort_indices(array)

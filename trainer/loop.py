@@ -33,9 +33,8 @@ from logitmix.trainer.warm_start import warm_start
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
-    """Trains, or continues, the run; returns the test metrics of its best checkpoint. Collective.
-
-    Raises ValueError for what the user can mend: no dataset, another run's directory, a loss that is not finite.
+    """Trains or resumes the run; returns the test metrics of its best checkpoint. Collective. Raises ValueError for a
+    user's mistake (no dataset, another run's directory) and for a loss that is not finite.
     """
     torch.set_num_threads(config.train.threads)
     set_up_memory()
@@ -74,7 +73,7 @@ def _steps(
     done: RunProgress,
     evaluation: Evaluation | None,
 ) -> RunProgress:
-    """Every step from `done` to the end of the run."""
+    """Trains all steps from `done` to the end of the run."""
     config = model.config
     total = config.train.epochs * batches.steps_per_epoch
     evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
@@ -110,14 +109,14 @@ def _steps(
 
 
 def _out_of_time(pipeline: Pipeline) -> bool:
-    """Whether the run has taken its train.minutes, on any rank. Collective."""
+    """Whether the run has used up its train.minutes, on any rank. Collective."""
     minutes = pipeline.model.config.train.minutes
     return minutes > 0 and agreed(pipeline.clock.total >= minutes * 60, pipeline.model.ranks)
 
 
 def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> bool:
-    """Whether the last train.patience evaluations were not better than one before them. Rank 0 reads it from the run's
-    rows, so a continued run decides as an uninterrupted one. Collective."""
+    """Whether none of the last train.patience evaluations was better than the best before them. Rank 0 reads this from
+    the run's rows, so a resumed run decides as an uninterrupted one. Collective."""
     patience, metric = model.config.train.patience, model.config.evaluate.metric
     if patience == 0:
         return False
@@ -132,14 +131,14 @@ def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> b
 
 
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of the best checkpoint on the test items, and the baselines': computed once, at the end. It takes the
-    model's place."""
+    """Metrics of the best checkpoint on the test items, and the baselines': computed once, at the end. The checkpoint
+    is loaded into the model."""
     step = checkpoint.restore_best(run, model)
     return evaluation("test", model.tower, model.sharded_rows()) | evaluation.baselines("test") | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
-    """This rank's part of the batches that the configuration asks for."""
+    """This rank's part of the configured batches."""
     schema = model_schema(dataset.schema, config)
     return TrainingBatches(
         dataset,

@@ -1,7 +1,7 @@
 """Optimizers of the sharded tables and of the dense part.
 
-Tables: TorchRec fuses most optimizers into the backward of the lookup, but FBGEMM has no fused Adam on CPU. There,
-tables take another route with the same meaning.
+TorchRec fuses most table optimizers into the backward of the lookup, but FBGEMM has no fused Adam on CPU. There,
+TouchedRowsAdam does the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "sgd": torch.optim.SGD,
 }
-"""What TorchRec knows FBGEMM's fused optimizers by."""
+"""TorchRec's classes for FBGEMM's fused optimizers."""
 
 
 def table_kernel(settings: TableSettings, device: torch.device) -> EmbeddingComputeKernel:
@@ -46,7 +46,7 @@ def state_per_row(settings: TableSettings, dim: int) -> int:
 
 
 def set_fused_optimizer(weight: nn.Parameter, settings: TableSettings) -> None:
-    """Tells TorchRec, before it shards a table, what FBGEMM's fused kernel is to be told."""
+    """Sets FBGEMM's fused optimizer for a table, before TorchRec shards it."""
     kwargs: dict[str, Any] = {"learning_rate": settings.lr}
     if settings.optimizer != "sgd":
         kwargs["eps"] = settings.eps
@@ -63,7 +63,7 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay
     )
-    # The moments exist from the start, so that a checkpoint has tensors to be loaded into.
+    # The moments exist from the start, so that a checkpoint has tensors to load into.
     for parameter in module.parameters():
         zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
@@ -92,7 +92,7 @@ class TableOptimizers:
                     _take_over(kernel, self.adam)
 
     def begin_step(self, rate: float) -> None:
-        """Before the gradients of a step are applied: each learning rate is `rate` times the configured one."""
+        """Call before the gradients of a step are applied: each learning rate is `rate` times the configured one."""
         for touched in self.adam.values():
             touched.begin_step(rate)
         for optimizer in self.fused:
@@ -101,18 +101,18 @@ class TableOptimizers:
                 lr = self.config.of(table_name(next(iter(part.params)))).lr
                 for group in part.param_groups:
                     group["lr"] = rate * lr
-            # FBGEMM takes the rates over here; the rows move in the backward that follows.
+            # FBGEMM reads the rates here; the rows are updated in the backward that follows.
             optimizer.step()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Sharded state by table, by reference: what is loaded into its tensors in place takes effect."""
+        """Sharded state by table, by reference: loading into its tensors in place takes effect."""
         state = {name: touched.state_dict() for name, touched in self.adam.items()}
         for optimizer in self.fused:
             state |= {table_name(key): of_table for key, of_table in optimizer.state_dict()["state"].items()}
         return state
 
     def restore(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """Takes up the state that was loaded into `state_dict()`, after this many steps."""
+        """Adopts the state that was loaded into `state_dict()`, after this many steps."""
         for touched in self.adam.values():
             touched.steps = steps
         for optimizer in self.fused:
@@ -124,17 +124,17 @@ class TableOptimizers:
 
 
 def table_name(key: str) -> str:
-    """The table of a name in a state dict, such as «embeddings.TABLE.weight»."""
+    """The table of a name in a state dict, such as "embeddings.TABLE.weight"."""
     return key.split(".")[-2]
 
 
 class TouchedRowsAdam:
     """Adam over this rank's shards of a table, inside the backward of a lookup: rows that no rank looked up, and their
-    moments, stay as they are.
+    moments, do not change.
 
-    As FBGEMM's on CUDA, with eps added after the bias correction (torch.optim.SparseAdam adds it before). Rows are
-    gathered, as many at once as a core's cache holds, and go through torch's fused Adam: one pass over them where
-    SparseAdam takes a dozen.
+    Like FBGEMM's on CUDA, it adds eps after the bias correction (torch.optim.SparseAdam adds it before). Rows are
+    gathered, as many at once as a core's cache holds, and go through torch's fused Adam: one pass over them instead of
+    SparseAdam's dozen.
     """
 
     def __init__(self, weight: ShardedTensor, settings: TableSettings) -> None:
@@ -142,7 +142,7 @@ class TouchedRowsAdam:
         self.shards: list[_Shard] = []
 
     def add_shard(self, row: Tensor) -> "_Shard":
-        """Rows of this rank, with moments of their own."""
+        """Adds rows of this rank, with new moments."""
         self.shards.append(_Shard(row, torch.zeros_like(row), torch.zeros_like(row)))
         return self.shards[-1]
 
@@ -150,7 +150,7 @@ class TouchedRowsAdam:
         self.lr, self.steps = rate * self.settings.lr, self.steps + 1
 
     def update(self, shard: "_Shard", ids: Tensor, gradient: Tensor) -> None:
-        """Of a shard's rows that were looked up, maybe several times."""
+        """Updates a shard's rows that were looked up; ids may repeat."""
         summed = torch.sparse_coo_tensor(ids[None], gradient, shard.row.shape, check_invariants=False).coalesce()
         for ids_R, gradient_RC in zip(summed.indices()[0].split(_ROWS), summed.values().split(_ROWS), strict=True):
             row_RC, first_RC, second_RC = (table.index_select(0, ids_R) for table in shard)
@@ -199,14 +199,14 @@ class _Shard(NamedTuple):
 
 
 class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
-    """TorchRec's dense kernel, whose rows are updated in its backward."""
+    """TorchRec's dense kernel, with rows that are updated in its backward."""
 
     _shards: list[tuple[TouchedRowsAdam, _Shard]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
         shards = [self._shards[table] for table in self._feature_table_map]
-        # Something has to ask for a gradient, that there be a backward.
+        # There is a backward only if an input requires a gradient.
         asks = torch.empty(0, requires_grad=True)
         rows = [_Lookup.apply(*shard, ids, asks) for shard, ids in zip(shards, values, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -265,8 +265,8 @@ def _take_over(
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[table.name] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
-    # TorchRec builds its kernels itself and offers no place to name another class. The optimizers stay out of its
-    # module tree, so that its state dict keeps the sharded names.
+    # TorchRec builds its kernels itself and has no option for another class. The optimizers stay out of its module
+    # tree, so that its state dict keeps the sharded names.
     kernel.__class__ = _UpdatedRows if isinstance(kernel, BatchedDenseEmbedding) else _UpdatedBags
     object.__setattr__(kernel, "_shards", shards)
 

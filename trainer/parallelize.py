@@ -1,7 +1,7 @@
 """The only file that shards or wraps a model.
 
-The tables are model-parallel: TorchRec shards them. The tower is data-parallel. Between them the rows of a batch change
-sides (rows.py) through the wire's codec, and so do their gradients on the way back.
+The tables are model-parallel: TorchRec shards them. The tower is data-parallel. Between them, a batch's rows are
+exchanged (rows.py) through the wire's codec, and so are their gradients on the way back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,14 +52,14 @@ class ParallelModel:
     cuts: LookupCuts | None
     """With gradient clipping: where the backward of lookups waits for the norm."""
     stream: torch.cuda.Stream | None
-    """CUDA: where the next batch is brought to the device while one is trained on."""
+    """CUDA: the stream that copies the next batch to the device while one is trained on."""
 
     @property
     def tower(self) -> Tower:
         return cast(SampledLosses, self.replicated.module).tower
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
-        """Begins the exchange of the rows that a batch needs, as RowExchange takes them; collective."""
+        """Begins the exchange of the rows that a batch needs; collective."""
         return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream, self.cuts)
 
     def to_device(self, batch: Batch) -> Batch:
@@ -80,22 +80,20 @@ class ParallelModel:
         (loss * self.ranks.world_size).backward()
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """The tables by name, of which each rank holds its shards; by reference."""
+        """The tables by name, with this rank's shards; by reference."""
         modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
         states = [module.state_dict() for module in modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
     def sharded_rows(self) -> dict[str, ShardedRows]:
-        """The tables' rows, to be fetched in FP32 past the codec."""
+        """The tables' rows, to be fetched in FP32 without the codec."""
         return {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in self.shards().items()}
 
 
 def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
-    """Plan, shard, attach the codecs, initialise, replicate a model of the dataset's `schema`, of which it uses what
-    `model.features` names. The weights depend on the seed alone.
-
-    Raises ValueError for settings of a table that there is not, that the device does not have, or that leave the
-    planner no room.
+    """Plans, shards, attaches the codecs, initializes and replicates a model that uses the features of the dataset's
+    `schema` named in `model.features`. The weights depend only on the seed. Raises ValueError for settings of an
+    unknown table, settings that the device does not support, and settings that leave the planner no room.
     """
     schema = model_schema(schema, config)
     embedded = embedding_tables(schema.tables, config, ranks.device)
@@ -128,9 +126,9 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
 
 
 def model_schema(schema: Schema, config: Config) -> Schema:
-    """What the model uses of a dataset's schema, with the widths that the tables are configured to have.
+    """The part of a dataset's schema that the model uses, with the configured widths of tables.
 
-    Raises ValueError for a feature or a table that there is not.
+    Raises ValueError for an unknown feature or table.
     """
     used = schema.only(config.model.features)
     names = [table.name for table in used.tables]
@@ -142,9 +140,9 @@ def model_schema(schema: Schema, config: Config) -> Schema:
 
 
 def embedding_tables(tables: Sequence[Table], config: Config, device: torch.device) -> list[EmbeddingTable]:
-    """The tables of a model's schema with the precisions that they are configured to have.
+    """The tables of a model's schema with their configured precisions.
 
-    Raises ValueError for what the device does not have.
+    Raises ValueError for settings that the device does not support.
     """
     for table in tables:
         _require_supported(table.name, config, device)
@@ -182,7 +180,7 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks
 
 
 def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    # By its own name DDP grants the hook to NCCL only; gloo adds BF16 as well.
+    # DDP accepts the hook under its own name only with NCCL, but gloo adds BF16 too.
     return bf16_compress_hook(group, bucket)
 
 
@@ -193,13 +191,13 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether a CPU has arithmetic for BF16 (without, it takes several times as long as for FP32); GPUs count as having
-    it."""
+    """Whether the device has BF16 arithmetic: true for GPUs; a CPU without it takes several times as long as in
+    FP32."""
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
 def _initialise(tables: Mapping[str, ShardedTensor], config: Config) -> None:
-    """Rows from a truncated normal, each number a function of the seed and its place."""
+    """Fills rows from a truncated normal, each number a function of the seed and its place."""
     for name, sharded in tables.items():
         key, std = derive_key("table", name, config.train.seed), config.tables.of(name).init_std
         for shard in sharded.local_shards():
@@ -212,4 +210,4 @@ def _initialise(tables: Mapping[str, ShardedTensor], config: Config) -> None:
 
 
 _ROWS = 2**16
-"""Rows initialised at once."""
+"""Rows initialized at once."""

@@ -1,8 +1,8 @@
-"""One training step after the other, and the exchange of the next batch's rows meanwhile.
+"""One training step after the other, with the prefetch of the next batch's rows.
 
-The order of a step is that of Pipeline's methods. While a batch is trained on, the ids of the next one are in flight
-and a thread makes the batch after that. The next batch's rows are sent part by part, each part as soon as its rows in
-the table are updated, so no row is stale.
+The order of a step is that of Pipeline's methods. While batch t is trained on, the ids of batch t + 1 are in flight,
+and a thread makes batch t + 2. The rows of batch t + 1 are sent part by part, each part as soon as its rows in the
+table are updated, so no row is stale.
 
 Axes: V unique ids of a table that a batch names, D width of its rows.
 """
@@ -31,9 +31,9 @@ State = Literal[
 ]
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
-"""Parts of a step. all_to_all is the exchange of rows both ways: ids and rows out, gradients back, codec, waiting for
-the other ranks, and the tables' own lookup and update. forward holds most of the loss's backward, which is made there
-block by block; backward is what remains: the towers, the encoder and the sum of gradients over ranks."""
+"""Phases of a step. all_to_all is the exchange of rows in both directions: ids and rows out, gradients back, codec,
+waiting for other ranks, and the tables' lookup and update. forward includes most of the loss's backward, which runs
+there block by block; backward is the rest: the towers, the encoder and the sum of gradients over ranks."""
 
 
 class Clock:
@@ -47,8 +47,8 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        # Waiting for the device costs time, so only steps that are logged do it; what the device had still to do then
-        # counts as their data phase.
+        # Waiting for the device costs time, so only logged steps do it; the device's earlier work then counts as their
+        # data phase.
         if self.exact and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         spent = time.perf_counter() - start
@@ -69,24 +69,24 @@ class Pipeline:
     """Trains a model step by step, on all ranks together.
 
     Each step calls `receive_rows`, `loss`, `backward`, `check_gradients` and `apply_gradients`, in this order; any
-    other order is an AssertionError. `train_step` calls all five. What a step computed is in the attributes until the
-    next `receive_rows`.
+    other order is an AssertionError. `train_step` calls all five. The attributes hold a step's results until the next
+    `receive_rows`.
 
-    To be left as a context manager, so that the ranks end together what they have begun for the next batch.
+    Use as a context manager: on exit, the ranks together finish the transfers that they began for the next batch.
     """
 
     batch: Batch
     rows: dict[str, Tensor]
     """The batch's rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
     losses: dict[str, Tensor]
-    """By name; «loss» is what is minimized."""
+    """By name; "loss" is minimized."""
     gradient_norm: Tensor
-    """Of the dense gradients."""
+    """Norm of the dense gradients."""
     total_norm: Tensor | None
-    """Of all gradients, the rows' included, before they are clipped; None without clipping."""
+    """Norm of all gradients, including the rows', before clipping; None without clipping."""
     learning_rates: dict[str, float]
     wire_counts: Tensor | None
-    """What `Wire.pop_counts` gave, where the step is logged."""
+    """The result of `Wire.pop_counts`, if the step is logged."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class Pipeline:
         total: int,
         done: RunProgress | None = None,
     ) -> None:
-        """`make_batch` gives this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
-        is how far the run is already."""
+        """`make_batch` returns this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
+        is the run's progress so far."""
         done = done or RunProgress()
         self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
         self.total, self.step, self.examples = total, done.step, done.examples
@@ -123,16 +123,16 @@ class Pipeline:
 
     @property
     def progress(self) -> RunProgress:
-        """How far the run is, after a step."""
+        """The run's progress, after a step."""
         return RunProgress(self.step, self.clock.total, self.examples)
 
     @property
     def logged(self) -> bool:
-        """Whether this step's metrics are asked for."""
+        """Whether this step's metrics are logged."""
         return self._is_logged(self.step)
 
     def train_step(self) -> dict[str, Tensor]:
-        """A whole step; gives its losses."""
+        """A whole step; returns its losses."""
         self.receive_rows()
         self.loss()
         self.backward()
@@ -163,7 +163,7 @@ class Pipeline:
         with self.clock("forward"):
             self.losses = self.model.loss(self.rows, self.batch)
             if self._next:
-                # A CUDA device is busy by now, and sending ids waits for it until these rows are there.
+                # Sending ids waits for the CUDA device, which by now has the forward pass to work on.
                 self._next.rows.send_ids()
         self.state = "loss computed"
 
@@ -175,8 +175,8 @@ class Pipeline:
         self.state = "gradients computed"
 
     def check_gradients(self) -> None:
-        """Stops all ranks where a rank's loss or a gradient is not finite: on CPU, before any weight moves. A CUDA
-        device would have to be waited for, so it is asked only in steps that are logged and by `require_finite`."""
+        """Stops all ranks if a rank's loss or gradient is not finite: on CPU, before any weight moves. On CUDA, where
+        this would wait for the device, only logged steps and `require_finite` check."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
             parameters = self.model.tower.parameters()
@@ -193,7 +193,7 @@ class Pipeline:
         self.state = "gradients checked"
 
     def require_finite(self) -> None:
-        """ValueError on all ranks where a loss or gradient of a step so far was not finite. Collective."""
+        """ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
         if step := largest(int(self._first_nonfinite), self.model.ranks):
             raise ValueError(
                 f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
@@ -220,7 +220,8 @@ class Pipeline:
         self.state = "rows sent" if following else "no rows sent"
 
     def _clip_gradients(self, rows: RowExchange) -> Tensor:
-        """Scales the dense gradients; gives the scale for those of the rows, once they are with the rows' owners."""
+        """Waits for the rows' gradients at their owners and scales the dense gradients; returns the scale for the
+        rows'."""
         squares = all_reduce_sum(rows.receive_gradients(), self.model.ranks)
         self.total_norm = (squares + self.gradient_norm.double().square()).sqrt().float()
         scale = clip_scale(self.total_norm, self.model.config.train.clip)
@@ -230,7 +231,7 @@ class Pipeline:
         return scale
 
     def _send_rows(self) -> None:
-        """The rows of the next batch, where no step before has sent them."""
+        """Sends the rows of the next batch, if no earlier step has sent them."""
         if self._next is None:
             with self.clock("data"):
                 self._next = self._prefetch(self.step)
@@ -240,7 +241,7 @@ class Pipeline:
             self._next.rows.send_rows()
 
     def _prefetch(self, number: int) -> Prefetched | None:
-        """Batch `number`, for whose rows the owners hear how many will be asked for; a thread makes the one after."""
+        """Batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
         if number >= self.total:
             return None
         making = self._making or self._thread.submit(self.make_batch, number)

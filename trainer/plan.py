@@ -1,10 +1,10 @@
 """Which rank holds which rows and columns of which table.
 
-TorchRec's planner places all tables together. Where `tables.sharding` is auto, it chooses between row_wise and
-table_wise for each, but for a table that is more than a rank's share of all bytes: that one is row_wise, because the
-rank that held it whole would hold most of everything. column_wise has to be asked for: it sends each id to all owners
-of its columns, and the FP8 wire gives the columns of each a scale of their own. A table with too few rows for all ranks
-is table_wise where row_wise is asked for.
+TorchRec's planner places all tables together. If `tables.sharding` is auto, it chooses between row_wise and table_wise
+for each table. But a table larger than one rank's share of all bytes is always row_wise, because a rank that held it
+whole would hold most of everything. column_wise is used only on request: it sends each id to all owners of its columns,
+and the FP8 wire gives each shard's columns their own scale. A table with too few rows for all ranks is table_wise
+instead of row_wise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from logitmix.trainer.config import TablesConfig, TableSettings
 from logitmix.trainer.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 
 _IDS = 10_000
-"""Rows that a batch is taken to ask for; of a smaller table, all."""
+"""Rows that a batch is assumed to ask for; all rows of a smaller table."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Where a table lies and how it is trained."""
+    """Where a table is placed and how it is trained."""
 
     rows: int
     dim: int
@@ -51,7 +51,7 @@ class TablePlan:
     precision: str
     pooled: bool
     bytes: int
-    """Of its rows and the state of their optimizer."""
+    """Bytes of its rows and their optimizer's state."""
     shards: tuple[ShardPlace, ...]
 
 
@@ -60,9 +60,8 @@ Plans = Mapping[str, ParameterSharding]
 
 
 def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks) -> Plans:
-    """The planner's choice within what the configuration allows; the same on all ranks, collective.
-
-    Raises ValueError where the devices have no room.
+    """The planner's choice within the configuration's limits; the same on all ranks, collective. Raises ValueError if
+    the devices have no room.
     """
     hbm_bytes = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(
@@ -72,12 +71,13 @@ def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: R
             compute_device=ranks.device.type,
             hbm_cap=hbm_bytes,
         ),
-        # Its grid search takes seconds for a dozen tables.
+        # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
         constraints=_constraints(tables, config, ranks),
     )
-    # Pooled tables like the others: on CPU the planner knows of no row_wise EmbeddingBagCollection, but there is one.
+    # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
+    # EmbeddingBagCollection exists.
     collections = embedding_collections([replace(table, pooled=False) for table in tables])
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, config.of(table_name(key)))
@@ -85,7 +85,9 @@ def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: R
         whole = planner.collective_plan(collections, [EmbeddingCollectionSharder()], ranks.group)
     except PlannerError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"the tables find no place with tables.sharding {config.sharding}: {reason}") from None
+        raise ValueError(
+            f"the planner cannot place the tables with tables.sharding {config.sharding}: {reason}"
+        ) from None
     plans: dict[str, ParameterSharding] = {}
     for collection in collections:
         plans |= cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
@@ -95,7 +97,7 @@ def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: R
 
 
 def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: TablesConfig) -> dict[str, TablePlan]:
-    """The plans in words of our own, by table."""
+    """The plans by table, as TablePlans."""
     return {table.name: _describe(plans[table.name], table, config.of(table.name)) for table in tables}
 
 
@@ -155,7 +157,7 @@ def _constraints(
 def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool, world_size: int) -> list[str]:
     if settings.sharding in ("table_wise", "column_wise"):
         return [settings.sharding]
-    # FBGEMM's kernels want a row of some table, and the last ranks of a few rows may have none.
+    # FBGEMM's kernels need a row of at least one table, and the last ranks may get none of a table with few rows.
     if (world_size - 1) * -(-table.rows // world_size) >= table.rows:
         return ["table_wise"]
     return ["row_wise"] if settings.sharding == "row_wise" or large else ["row_wise", "table_wise"]

@@ -1,6 +1,6 @@
 """`--processes N`: the ranks of a command on this host, started together and ended together.
 
-Rank 0 has the terminal. What another rank says is shown where that rank is the first to fail.
+Rank 0 has the terminal. Another rank's output is shown if that rank is the first to fail.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 GRACE = 10.0
-"""Seconds that ranks have to end by themselves, once one of them has failed or the command is stopped."""
+"""Seconds for ranks to end by themselves, once one of them has failed or the command is stopped."""
 USER_ERROR = 2
-"""Exit status for what the user can mend: mostly every rank finds it, and rank 0 says it."""
+"""Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 LOST_PEER = 3
 """Exit status of a rank that lost the connection to another."""
 
@@ -45,7 +45,7 @@ def remove_logs_of_no_run() -> None:
 
 
 def run_ranks(words: Sequence[str], count: int) -> int:
-    """Runs `logitmix WORDS` as `count` ranks of this host; gives the exit status of the first that failed, or 0."""
+    """Runs `logitmix WORDS` as `count` ranks of this host; returns the exit status of the first that failed, or 0."""
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
         ranks = stack.enter_context(_ranks(words, count, said))
@@ -57,11 +57,11 @@ def run_ranks(words: Sequence[str], count: int) -> int:
             if status != USER_ERROR:
                 _tell(failed, status, said)
             _wait(ranks, GRACE)
-            # Where rank 0 has found it as well, it has said so.
+            # If rank 0 has found it too, it has reported it.
             if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
                 _tell(failed, status, said)
         except KeyboardInterrupt:
-            # The terminal has sent it to the ranks as well.
+            # The terminal has sent the signal to the ranks too.
             _wait(ranks, GRACE)
             return 128 + signal.SIGINT
         return status if status > 0 else 128 - status
@@ -69,11 +69,11 @@ def run_ranks(words: Sequence[str], count: int) -> int:
 
 @contextmanager
 def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes; on the way out none of them runs any more."""
+    """The processes; none of them runs any more on exit."""
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in [name for _, name in socket.if_nameindex()]:
-        # No port that another host could reach.
+        # Only a port that other hosts cannot reach.
         common |= {"GLOO_SOCKET_IFNAME": "lo"}
     ranks: list[subprocess.Popen[bytes]] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -99,20 +99,20 @@ def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterato
 
 
 def _end_with_parent() -> None:
-    """A rank does not outlive what started it, even where that is killed; on Linux."""
+    """Ends this rank when its parent process ends, even if that is killed; on Linux."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Waits until a rank has failed, or all have ended."""
+    """Waits until a rank has failed or all have ended."""
     alone = 0.0
     while True:
         statuses = [process.poll() for process in ranks]
         failed = [rank for rank, status in enumerate(statuses) if status]
         causes = [rank for rank in failed if statuses[rank] != LOST_PEER]
-        # One that only lost another: the cause shows in a moment.
+        # This rank only lost another one, whose failure will show in a moment.
         if causes or alone > 2:
             return (causes or failed)[0]
         if None not in statuses and not failed:

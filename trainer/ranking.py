@@ -1,12 +1,12 @@
 """The whole corpus ranked for many users, with the table sharded: no rank has more of the items than a chunk at a time.
 
-Each rank takes a range of the corpus in chunks, makes the items' sides of a chunk and scores all users with it; what
-the users' ranks follow from are counts, which are summed over the ranks. Users are few and small beside the items:
-every rank has the queries of some thousands at once, each of them encoded by one rank.
+Each rank takes a range of the corpus in chunks, computes the items' sides of a chunk and scores all users with it.
+Users' ranks follow from counts, which are summed over the ranks. Users are few and small compared with items: every
+rank has the queries of some thousands at once, each encoded by one rank.
 
-Where chunks and batches of users are cut depends on the corpus and on the configuration, not on the number of ranks,
-and all products have one shape. So a pair's score is the same to the last bit whoever computes it, and the figures do
-not depend on the number of ranks.
+Chunks and batches of users are cut by the corpus and the configuration, not by the number of ranks, and all products
+have one shape. So a pair's score is the same to the last bit on any rank, and the figures do not depend on the number
+of ranks.
 
 Axes: U users of a round, B users of a batch, E excluded items of a batch's users, X items in the corpus, N items of a
 chunk, S stages, K items at the top, Q numbers in a query's sides.
@@ -29,13 +29,13 @@ from logitmix.trainer.embed import Embedder
 from logitmix.trainer.sharded_rows import own_range
 
 NOT_SERVED = torch.iinfo(torch.int64).max
-"""Rank of an item that is excluded: it stands below every other."""
+"""Rank of an excluded item: below every other item."""
 TOP = 100
-"""Items of the similarity's ranking that are looked for in the h-indexer's."""
+"""Best items by the similarity whose ranks by the h-indexer are found."""
 CHUNK_ITEMS = (2**8, 2**13)
-"""Fewest and most items whose sides are made at once."""
+"""Fewest and most items whose sides are computed at once."""
 CHUNKS = 64
-"""Chunks that a corpus has at least, but for small ones: they are shared out among the ranks."""
+"""Fewest chunks of a corpus, except small ones: the chunks are divided among the ranks."""
 PAIRS = 2**14
 """Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
 ROUND = 2**13
@@ -44,16 +44,16 @@ ROUND = 2**13
 
 @dataclass(frozen=True)
 class Rankings:
-    """What came of ranking U users, on the CPU."""
+    """The results of ranking U users, on the CPU."""
 
     similarity_U: Tensor
-    """Rank of each user's target, from 1 (int64); NOT_SERVED where the target is excluded."""
+    """Rank of each user's target, from 1 (int64); NOT_SERVED if the target is excluded."""
     hindexer_U: Tensor | None = None
-    """Likewise by the h-indexer."""
+    """The same ranks by the h-indexer."""
     stage1_UK: Tensor | None = None
-    """Rank by the h-indexer of the similarity's best K items (int64); NOT_SERVED where there are fewer items."""
+    """Rank by the h-indexer of the similarity's best K items (int64); NOT_SERVED if there are fewer items."""
     best_UK: Tensor | None = None
-    """The similarity's best K items, where they were asked for (int64); -1 where there are fewer."""
+    """The similarity's best K items, if requested (int64); -1 if there are fewer."""
 
 
 @torch.no_grad()
@@ -68,8 +68,8 @@ def rank_corpus(
 ) -> Rankings:
     """Ranks the corpus for all users, and finds the `best` items of each, at most TOP. Collective; equal on all ranks.
 
-    Ties count against the model, and so does NaN: whatever is not below the target stands above it. Excluded items
-    stand below everything.
+    Ties count against the model, and so does NaN: whatever is not below the target counts as above it. Excluded items
+    are below everything.
     """
     ranking = _Ranking(embedder, num_items, batch_size, exclude_history, best)
     rounds = [ranking.round(part, advance) for part in users.batches(max(1, ROUND // batch_size) * batch_size)]
@@ -83,7 +83,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class _Ranking:
-    """How the corpus is ranked: whose stages, where chunks are cut, what is left out."""
+    """How the corpus is ranked: the stages, the chunks, the exclusions."""
 
     def __init__(self, embedder: Embedder, num_items: int, batch_size: int, exclude_history: bool, best: int) -> None:
         self.embedder, self.ranks, self.num_items = embedder, embedder.ranks, num_items
@@ -98,7 +98,7 @@ class _Ranking:
     def round(
         self, users: RankingUsers, advance: Callable[[int], None]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """What Rankings holds."""
+        """The fields of Rankings for these users."""
         batches, ranked = self._encode(users), 0
         for number, chunk in enumerate(self._chunks(self.stages), start=1):
             for batch in batches if chunk.count else ():
@@ -120,7 +120,7 @@ class _Ranking:
 
     @property
     def steps(self) -> int:
-        """Chunks of the rank that has the most."""
+        """Number of chunks of the rank that has the most."""
         return -(-self.chunks // self.ranks.world_size)
 
     @property
@@ -128,7 +128,8 @@ class _Ranking:
         return -(-self.num_items // self.chunk)
 
     def _encode(self, users: RankingUsers) -> list["_Batch"]:
-        """Every rank encodes some of the batches and scores their targets; then all know all."""
+        """Every rank encodes some of the batches and scores their targets; a sum then gives all of them to every
+        rank."""
         parts, none = list(users.batches(self.batch_size)), users.of(slice(0, 0))
         sides_0 = self._queries(self.embedder.queries(none))
         known_UQ = torch.zeros(len(users), _flat(sides_0).shape[1] + len(self.stages), device=self.ranks.device)
@@ -153,7 +154,7 @@ class _Ranking:
         return [stage.query_side(query, row_B) for stage in self.stages]
 
     def _items(self, items: Embedded, stages: list[Similarity]) -> list[Side]:
-        """The items' sides, of as many as a chunk has: zeros follow the items."""
+        """The items' sides, padded with zeros to the size of a chunk."""
         padded = Embedded(self._padded(items.vector_RD), [self._padded(group_ND) for group_ND in items.groups])
         row_N = torch.arange(self.chunk, device=padded.vector_RD.device)
         return [stage.item_side(padded, row_N) for stage in stages]
@@ -162,7 +163,7 @@ class _Ranking:
         return F.pad(of_ND, (0, 0, 0, self.chunk - len(of_ND)))
 
     def _score_targets(self, queries: list[Side], targets: Embedded) -> Tensor:
-        """Scores [B, S] of each query with its target, by products of the shape that all others have."""
+        """Scores [B, S] of each query with its target, by products of the same shape as all others."""
         scores, count = [], len(targets.vector_RD)
         for start in range(0, count, self.chunk):
             part = _taken(targets, slice(start, start + self.chunk))
@@ -180,7 +181,8 @@ class _Ranking:
         return torch.cat(blocks, dim=1)[:, :count]
 
     def _chunks(self, stages: list[Similarity]) -> Iterator["_Chunk"]:
-        """This rank's range of the corpus, chunk by chunk; empty ones where other ranks have more. Collective."""
+        """This rank's range of the corpus, chunk by chunk; then empty chunks while other ranks have more.
+        Collective."""
         first, last = own_range(self.chunks, self.ranks.rank, self.ranks.world_size)
         for number in range(first, first + self.steps):
             start = min(number * self.chunk, self.num_items)
@@ -189,7 +191,7 @@ class _Ranking:
             yield _Chunk(start, stop - start, self._items(items, stages) if stop > start else [])
 
     def _rank(self, batch: "_Batch", chunk: "_Chunk") -> None:
-        """Counts what stands above the targets, and keeps the best items."""
+        """Counts the items above the targets, and keeps the best items."""
         sides = zip(self.stages, batch.query, chunk.items, strict=True)
         score_SBN = torch.stack([self._score(*of_stage, chunk.count) for of_stage in sides])
         out = batch.excluded_in(chunk)
@@ -203,7 +205,7 @@ class _Ranking:
             batch.top_SBK = _best(torch.cat([batch.top_SBK, key_SBN], dim=2), self.kept)
 
     def _rank_in_stage1(self, batches: list["_Batch"], key_UK: Tensor) -> Tensor:
-        """Ranks by the h-indexer [U, K] of the similarity's best items, which have these keys there."""
+        """Ranks by the h-indexer [U, K] of the similarity's best items, given their keys by the h-indexer."""
         ordered_UK, order_UK = key_UK.sort(dim=1)
         above_UK = torch.zeros_like(ordered_UK)
         for chunk in self._chunks(self.stages[1:]):
@@ -231,12 +233,13 @@ class _Chunk:
 
 
 class _Batch:
-    """Users who are ranked together, and what is found for them."""
+    """Users who are ranked together, and their results."""
 
     def __init__(
         self, users: RankingUsers, query: list[Side], score_SB: Tensor, exclude_history: bool, kept: int
     ) -> None:
-        """`query` are their sides for each stage, `score_SB` the scores of their targets; `kept` items are found."""
+        """`query` are the users' sides for each stage, `score_SB` the scores of their targets; `kept` items are
+        found."""
         device = score_SB.device
         self.query, self.score_SB = query, score_SB
         self.target_B = torch.from_numpy(users.target).to(device)
@@ -247,10 +250,10 @@ class _Batch:
         self.above_SB = torch.zeros_like(score_SB, dtype=torch.int64)
         """Items above the target so far."""
         self.top_SBK = torch.full((*score_SB.shape, kept), NOTHING, device=device)
-        """Keys for each stage of the similarity's best items so far."""
+        """Keys of the similarity's best items so far, for each stage."""
 
     def excluded_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-        """Users and places in the chunk of what is excluded there."""
+        """Users and places of the items excluded in the chunk."""
         first, last = np.searchsorted(self.item_E, [chunk.start, chunk.start + chunk.count])
         row_E, item_E = (of[first:last] for of in self.excluded)
         return row_E, item_E - chunk.start
@@ -273,18 +276,18 @@ def _flat(sides: list[Side]) -> Tensor:
 def _unflat(flat_BQ: Tensor, like: list[Side]) -> list[Side]:
     sizes = [part.shape[1:].numel() for side in like for part in side]
     pieces = iter(flat_BQ.split(sizes, dim=1))
-    # In one piece again: a product may round otherwise where its rows lie further apart.
+    # Contiguous again, because products may round differently with another stride.
     return [tuple(next(pieces).unflatten(1, part.shape[1:]).contiguous() for part in side) for side in like]
 
 
 def _best(key_SUN: Tensor, kept: int) -> Tensor:
-    """Keys of the items that are best by the first stage, the best one first [S, U, K]."""
+    """Keys of the best items by the first stage, the best one first [S, U, K]."""
     index_UK = key_SUN[0].topk(kept, dim=1).indices
     return key_SUN.gather(2, index_UK.expand(len(key_SUN), -1, -1))
 
 
 def _count_above(key_BN: Tensor, ordered_BK: Tensor) -> Tensor:
-    """How many of the keys are above each of some others that come in rising order [B, K]."""
+    """How many of the keys are above each of some others, given in ascending order [B, K]."""
     B, K = ordered_BK.shape
     # A key is above the first `place` of them.
     place_BN = torch.searchsorted(ordered_BK, key_BN)
@@ -293,5 +296,5 @@ def _count_above(key_BN: Tensor, ordered_BK: Tensor) -> Tensor:
 
 
 def _power_of_two(number: int, least: int, most: int) -> int:
-    """The largest that is no larger than the number, within bounds that are powers of two."""
+    """The largest power of two up to the number, within bounds that are powers of two."""
     return max(least, min(most, 2 ** max(0, number.bit_length() - 1)))

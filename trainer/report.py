@@ -1,6 +1,6 @@
 """`logitmix report`: runs as one HTML page that needs no network and no script.
 
-The page is well-formed XML, so that what is wrong with it can be found by a parser.
+The page is well-formed XML, so that a parser can find errors in it.
 """
 
 import json
@@ -20,20 +20,20 @@ from logitmix.trainer.config import BASELINES, Config, flatten
 from logitmix.trainer.run import read_config, read_rows
 
 COLORS = 8
-"""Runs with a color of their own; further ones take the same again."""
+"""Number of colors; further runs reuse them."""
 NONE = "-"
-"""What a table shows where there is nothing."""
+"""An empty cell of a table."""
 POPULARITY = ("top 1 %", "next 9 %", "other 90 %")
 """Parts of the corpus."""
 POINTS = 300
-"""Most points of a curve; where there are more rows, a point is the mean of several."""
+"""Most points of a curve; with more rows, a point is the mean of several."""
 Z95 = 1.959964
-"""Of a normal distribution: 95 % lie within so many standard deviations."""
+"""95 % of a normal distribution lie within this many standard deviations."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds of interest here."""
+    """The parts of a run directory that the report shows."""
 
     path: Path
     config: Config
@@ -41,11 +41,11 @@ class Run:
     training: Sequence[Mapping[str, float]]
     validation: Sequence[Mapping[str, float]]
     results: Mapping[str, float]
-    """Empty where the run has not finished."""
+    """Empty if the run has not finished."""
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """ValueError where there is no run."""
+        """Reads a run directory; ValueError if there is none."""
         config = read_config(path)
         rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
         results = path / "results.json"
@@ -59,12 +59,12 @@ class Run:
         )
 
     def minutes_at(self, step: int) -> float:
-        """Training time until a step, from the seconds per step of the rows; evaluation is not in it."""
+        """Training time until a step, from the rows' seconds per step, without evaluation."""
         return float(np.interp(step, *self._timeline))
 
     @cached_property
     def _timeline(self) -> tuple[list[float], list[float]]:
-        """Steps and minutes; after the last row, steps are taken to go on as fast."""
+        """Steps and minutes; steps after the last row are assumed to be as fast."""
         steps, minutes, seconds = [0.0], [0.0], 0.0
         for row in self.training:
             seconds = row["time/step"]
@@ -75,7 +75,7 @@ class Run:
 
 
 def write_report(paths: Sequence[Path], out: Path) -> None:
-    """The runs' page, into the file `out`. ValueError where a path is no run directory, or none is given."""
+    """Writes the runs' page into the file `out`. ValueError if a path is not a run directory, or none is given."""
     if not paths:
         raise ValueError("report needs run directories: logitmix report RUN ...")
     runs = [Run.read(path) for path in paths]
@@ -154,7 +154,7 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
-    """Name and metrics of the methods that the runs are judged by; the same ones once."""
+    """Name and metrics of the runs' baselines, without duplicates."""
     found: list[tuple[str, Mapping[str, float]]] = []
     for prefix, label in BASELINES.items():
         for run in runs:
@@ -176,7 +176,7 @@ def _with_interval(name: str, value: float | None, users: int) -> str:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """95 % interval of a probability of which `share` of `count` independent trials are known (Wilson, 1927)."""
+    """95 % interval of a probability, from the `share` of successes in `count` independent trials (Wilson, 1927)."""
     center = share + Z95**2 / (2 * count)
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     scale = 1 + Z95**2 / count
@@ -205,7 +205,7 @@ def _over_steps_and_time(runs: Sequence[Run], title: str, rows_of: Rows, name: s
 
 
 def _popularity(runs: Sequence[Run]) -> str:
-    """How popular the recommended items are, beside the items that users took."""
+    """How popular the recommended items are, compared with the items that users took."""
     rows = []
     for number, run in enumerate(runs):
         if "recommended/top_1_percent" not in run.results:
@@ -259,7 +259,7 @@ def _step(runs: Sequence[Run]) -> str:
 
 
 def _bar(parts: Sequence[tuple[str, float, str]], longest: float) -> str:
-    """A bar of parts with their names, sizes and texts; one of size `longest` takes the whole width."""
+    """A bar of parts with their names, sizes and texts; a bar of size `longest` takes the whole width."""
     spans = (
         f'<span class="part p{at % COLORS}" style="width:{100 * size / longest:.2f}%" '
         f'title="{escape(name)}: {escape(text)}"></span>'
@@ -269,7 +269,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], longest: float) -> str:
 
 
 def _key(at: int, name: str) -> str:
-    """The head of a column that is a part of a bar."""
+    """The heading of a column for a part of a bar."""
     return f'<span class="part key p{at % COLORS}"></span>{escape(name)}'
 
 
@@ -346,7 +346,7 @@ def _value(value: Any) -> str:
 
 Curve = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 460, 250, 56, 34, 10, 26
-"""Of a chart, in CSS pixels; the last four are the margins around what is drawn."""
+"""Sizes of a chart in CSS pixels; the last four are the margins around the plot."""
 
 
 def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
@@ -397,7 +397,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(curve: Curve, most: int) -> Curve:
-    """The same, or means of neighbors, so that there are at most so many points."""
+    """The points, or means of neighbors if there are more than the limit."""
     together = -(-len(curve) // most)
     if together <= 1:
         return curve
@@ -406,7 +406,7 @@ def thinned(curve: Curve, most: int) -> Curve:
 
 
 def _mean(rows: Iterable[Mapping[str, float]], name: str) -> float:
-    """Over steps: a row stands for those since the row before it. 0 where no row has the metric."""
+    """Mean over steps: a row counts for the steps since the previous row. 0 if no row has the metric."""
     known = [row for row in rows if name in row]
     weights = [after["step"] - before["step"] for before, after in pairwise([{"step": 0}, *known])]
     total = sum(weights)

@@ -20,7 +20,7 @@ from logitmix.trainer.clipping import CutLookup, LookupCuts
 
 
 class Shard(NamedTuple):
-    """Columns of a range of a table's rows, as a rank owns them: `owner` counts the ranges."""
+    """Columns of a range of a table's rows that a rank owns; `owner` is the number of the range."""
 
     table: str
     owner: int
@@ -28,7 +28,7 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank sends of one table: where it stands among the table's unique ids, and in their rows."""
+    """The part of one table that one rank sends: its range among the table's unique ids, and its columns."""
 
     table: str
     rows: slice
@@ -43,9 +43,9 @@ class Piece(NamedTuple):
 class ShardedTables:
     """The tables of one width, as TorchRec shards them, and how their rows are exchanged.
 
-    `exchanges` are the all-to-alls that TorchRec makes, one for each sharding type that the tables have: the shards in
-    the order in which their rows are received. `cuts` [owners, parts + 1] are the ids at which each table is cut, into
-    the ranges of its owners and each range into equal parts.
+    `exchanges` are TorchRec's all-to-alls, one for each sharding type of the tables, as lists of shards in the order in
+    which their rows are received. `cuts` [owners, parts + 1] are the ids that divide each table into the ranges of its
+    owners, and each range into equal parts.
     """
 
     module: ShardedEmbeddingCollection
@@ -78,7 +78,7 @@ class ShardedTables:
         return next(iter(self.cuts.values())).shape[1] - 1
 
     def slices(self, ids: Mapping[str, Tensor]) -> list[dict[str, list[slice]]]:
-        """For each part and table, where the ids of each owner lie among the table's sorted ids [V]."""
+        """For each part and table, the range of each owner's ids among the table's sorted ids [V]."""
         bounds = {name: torch.searchsorted(ids[name], cuts).tolist() for name, cuts in self.cuts.items()}
         return [
             {name: [slice(of[part], of[part + 1]) for of in owners] for name, owners in bounds.items()}
@@ -89,10 +89,10 @@ class ShardedTables:
 class RowExchange:
     """The rows of all tables that this rank needs for one batch.
 
-    Making one sends the owners the number of rows that they will be asked for. Then come `send_ids`, `send_rows`,
-    `wait`, `send_gradients` and `apply_gradients`, in this order. All are collective, none but `wait` and
-    `apply_gradients` blocks for long, and what a rank computes in between overlaps with the transfers. The rows are
-    exchanged in parts: while one part is in flight, another is looked up, encoded, decoded or updated.
+    The constructor begins the exchange of row counts between ranks. Call `send_ids`, `send_rows`, `wait`,
+    `send_gradients` and `apply_gradients` next, in this order. All are collective, only `wait` and `apply_gradients`
+    block for long, and a rank's computation in between overlaps with the transfers. The rows are exchanged in parts:
+    while one part is in flight, another is looked up, encoded, decoded or updated.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class RowExchange:
         stream: torch.cuda.Stream | None = None,
         cuts: LookupCuts | None = None,
     ) -> None:
-        """`ids` are those [V] that the batch names of each table: unique, sorted, on the CPU; none is an empty tensor.
-        Of a pooled table they are bags, and its rows [R, D] are their means. On CUDA, sizes and ids are made on a
-        `stream` of their own, so that they need not wait for the batch before. With `cuts`, `receive_gradients` comes
+        """`ids` has the batch's ids [V] of each table: unique, sorted, on the CPU, possibly an empty tensor. For a
+        pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, sizes and ids are made on a
+        separate `stream`, so that they need not wait for the previous batch. With `cuts`, call `receive_gradients`
         before `apply_gradients`."""
         dims = {name: dim for each in tables for name, dim in each.dims.items()}
         unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
@@ -128,7 +128,7 @@ class RowExchange:
         self.rows_sent = False
 
     def send_ids(self) -> None:
-        """Sends the ids to their owners, once these know how many; does nothing when called again."""
+        """Sends the ids to their owners, after the exchange of row counts; does nothing when called again."""
         with torch.cuda.stream(self.stream):
             for each in self._all():
                 each.send_ids()
@@ -158,17 +158,17 @@ class RowExchange:
             each.send_gradients(gradients)
 
     def receive_gradients(self) -> Tensor:
-        """With `cuts`: waits for the gradients of all ranks, without an update; gives the sum of squares of those of
-        the rows that this rank owns, FP64 scalar."""
+        """With `cuts`: waits for the gradients of all ranks, without an update; returns the sum of squares of the
+        gradients of this rank's own rows, FP64 scalar."""
         for each in self._all():
             each.apply_gradients()
         squares = torch.zeros((), dtype=torch.float64, device=next(iter(self.rows.values())).device)
         return sum((lookup.squares() for part in self.lookups for lookup in part), squares)
 
     def apply_gradients(self, following: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
-        """Adds up the gradients of all ranks and updates the rows. Those of the `following` batch are sent, each part
+        """Sums the gradients of all ranks and updates the rows. The rows of the `following` batch are sent, each part
         as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
-        are there already, and are multiplied by `scale`."""
+        have already arrived, and are multiplied by `scale`."""
         if following:
             following.send_ids()
             following.rows_sent = True
@@ -183,7 +183,8 @@ class RowExchange:
                 following._send_part(following.parts[number])
 
     def abandon(self) -> None:
-        """Ends what all ranks have begun before `wait`: gloo may hang where a rank leaves the group earlier."""
+        """Completes the transfers that all ranks began before `wait`: gloo may hang if a rank leaves the group
+        earlier."""
         if self.rows_sent:
             self.wait()
             return
@@ -203,7 +204,7 @@ class RowExchange:
 
 
 class _Part:
-    """A part of the rows of some tables of one width: what is exchanged together."""
+    """A part of the rows of some tables of one width, which is exchanged together."""
 
     def __init__(
         self,
@@ -227,14 +228,14 @@ class _Part:
     def send_rows(self, stream: torch.cuda.Stream | None) -> None:
         ids = receive_ids(self.ids_in_flight, stream, self.context)
         for sharding in self.context.sharding_contexts:
-            # `pieces` say where the rows belong, for ids are sorted and owners hold ranges of them.
+            # `pieces` say where the rows belong, because ids are sorted and owners hold ranges of them.
             sharding.unbucketize_permute_tensor = None
         answer = cast(Any, self.module.compute_and_output_dist(self.context, ids))
-        # Before TorchRec cuts them by feature, which is right only for rows in the order of the ids.
+        # The rows before TorchRec splits them by feature, which would need rows in the order of the ids.
         self.rows_in_flight: list[Awaitable[Tensor]] = answer._awaitables_per_sharding
 
     def wait(self, rows: Mapping[str, Tensor]) -> None:
-        """Puts the rows in their place."""
+        """Copies the received rows to their places."""
         self.received = [in_flight.wait() for in_flight in self.rows_in_flight]
         for received_PD, pieces in zip(self.received, self.pieces, strict=True):
             lengths = [piece.length for piece in pieces]
@@ -242,7 +243,7 @@ class _Part:
                 rows[piece.table][piece.rows, piece.columns] = part_PD
 
     def send_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """The backward as far as the wire."""
+        """The backward up to sending the gradients."""
         self.splits, self.gradients_in_flight = [], []
         for received_PD, pieces in zip(self.received, self.pieces, strict=True):
             none = received_PD.new_empty(0, received_PD.shape[1])
@@ -253,13 +254,13 @@ class _Part:
             self.gradients_in_flight.append(torch.autograd.grad(received_PD, [split], gradient_PD))
 
     def apply_gradients(self) -> None:
-        """The rest of the backward."""
+        """The rest of the backward: receives the gradients and updates the rows."""
         for split, in_flight in zip(self.splits, self.gradients_in_flight, strict=True):
             torch.autograd.backward([split], in_flight)
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Without those of no rows, and neighbors on the wire that are neighbors in their table made one."""
+    """The pieces without empty ones; neighbors on the wire that are also neighbors in their table are merged."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

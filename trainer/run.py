@@ -1,4 +1,4 @@
-"""The run directory: who may write it, what it was started with, and its rows of metrics.
+"""The run directory: its lock, its settings and dataset, and its rows of metrics.
 
 config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
@@ -35,12 +35,12 @@ MAY_CHANGE = {
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
     "evaluate.baselines",
 }  # fmt: skip
-"""Settings that may differ when a run is continued; epochs only where the schedule does not depend on them."""
+"""Settings that may differ when a run is resumed; epochs only if the schedule does not depend on them."""
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
+    """A run's progress: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
     (if it was evaluated)."""
 
     step: int = 0
@@ -51,9 +51,8 @@ class RunProgress:
 
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Rank 0 makes the run directory and keeps other jobs out of it; what it made is removed again where the job fails
-    before it has anything to keep. ValueError on every rank where another job trains there or it cannot be made.
-    Collective."""
+    """Rank 0 makes the run directory and locks it; what it made is removed if the job fails before there is anything to
+    keep. ValueError on every rank if another job trains there or the directory cannot be made. Collective."""
     with ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
         yield
@@ -61,7 +60,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
     """Writes the configuration and the dataset's description into a new run, or checks that a run with checkpoints was
-    started with the same; ValueError on every rank where it was not. Collective."""
+    started with the same ones; ValueError on every rank if not. Collective."""
 
     def start() -> None:
         if checkpoint_paths(run):
@@ -74,7 +73,7 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
 
 
 def read_config(run: Path) -> Config:
-    """The configuration that a run was last started with; ValueError where there is no run."""
+    """The configuration that a run was last started with; ValueError if there is no run."""
     path = run / "config.toml"
     if not path.is_file():
         raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
@@ -82,12 +81,13 @@ def read_config(run: Path) -> Config:
 
 
 def read_schema(run: Path) -> Schema:
-    """The schema of the dataset that the run was started with; ValueError where there is no run."""
+    """The schema of the dataset that the run was started with; ValueError if there is no run."""
     return from_mapping(Schema, json.loads(noted_dataset(run))["schema"], str(run / "dataset.json"), "schema.")
 
 
 def require_same_dataset(run: Path, dataset: Dataset) -> None:
-    """ValueError where the dataset is not the one that the run was started with, or is prepared otherwise by now."""
+    """ValueError if the dataset is not the one that the run was started with, or has been prepared differently
+    since."""
     if noted_dataset(run) != dataset.description():
         raise ValueError(
             f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
@@ -95,7 +95,7 @@ def require_same_dataset(run: Path, dataset: Dataset) -> None:
 
 
 def noted_dataset(run: Path) -> str:
-    """The dataset.json of the dataset that the run was started with; ValueError where there is no run."""
+    """The dataset.json of the dataset that the run was started with; ValueError if there is no run."""
     noted = run / "dataset.json"
     if not noted.exists():
         raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
@@ -108,7 +108,7 @@ def checkpoint_paths(run: Path) -> list[Path]:
 
 
 def keep_rows(run: Path, last_step: int) -> None:
-    """Drops the rows of metrics of later steps, and a last line that was cut short."""
+    """Removes the rows of metrics of later steps, and an incomplete last line."""
     path = run / "metrics.jsonl"
     if path.exists():
         kept = [row for row in read_rows(run) if row["step"] <= last_step]
@@ -121,8 +121,8 @@ def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> N
 
 
 def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
-    """The rows of metrics in the order of writing, or those of a kind. A line that a killed job left half written is
-    left out."""
+    """The rows of metrics in the order of writing, or those of a kind. A line that a killed job left incomplete is
+    skipped."""
     rows = []
     path = run / "metrics.jsonl"
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
@@ -136,8 +136,8 @@ def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def evaluations_since_best(run: Path, metric: str) -> tuple[int, dict[str, Any]]:
-    """How many evaluations on validation there were since the best one, the earliest of equals, and its row; 0 and no
-    row where there were none."""
+    """The number of evaluations on validation since the best one (the earliest of equals), and the best one's row; 0
+    and no row if there were none."""
     rows = read_rows(run, "validation")
     if not rows:
         return 0, {}
@@ -203,4 +203,4 @@ def _require_same_settings(run: Path, config: Config) -> None:
     changed = [key for key in before | now if before.get(key) != now.get(key) and key not in may_change]
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
-        raise ValueError(f"{run} was started otherwise: {said}; give another --run, or the same settings")
+        raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")

@@ -1,8 +1,7 @@
 """How the learning rates change over a run. Imports no torch.
 
-A schedule is one function of (step, total): given that this is step `step`, from 1, of `total`, the factor that the
-configured learning rates are multiplied by. A new one is a function here, its name in ScheduleName and a line in
-SCHEDULES.
+A schedule is a function of (step, total): the factor of the configured learning rates in step `step`, from 1, of
+`total`. A new one is a function here, its name in ScheduleName and a line in SCHEDULES.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Rows of a table whose shards lie on several ranks, for evaluation: in FP32, past the wire's codec.
+"""Rows of a table whose shards are on several ranks, for evaluation: in FP32, without the wire's codec.
 
 Axes: V ids, D width of a row.
 """
@@ -24,12 +24,12 @@ class Block(NamedTuple):
     columns: int
 
     def inside(self, id_V: Tensor) -> Tensor:
-        """Which of the ids have their row here, bool [V]."""
+        """Which of the ids have their row in this block, bool [V]."""
         return (id_V >= self.row) & (id_V < self.row + self.rows)
 
 
 class ShardedRows:
-    """A table [X, D] in blocks, of which each rank holds some."""
+    """A table [X, D] in blocks; each rank holds some of them."""
 
     def __init__(self, blocks: Sequence[Block], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
         """`held` are the tensors of this rank's blocks, in the order of `blocks`."""
@@ -39,7 +39,7 @@ class ShardedRows:
 
     @classmethod
     def of_shards(cls, sharded: ShardedTensor, ranks: Ranks) -> "ShardedRows":
-        """The rows as they are while the table trains."""
+        """The rows of a table in training, by reference."""
         blocks = []
         for shard in sharded.metadata().shards_metadata:
             (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
@@ -51,7 +51,7 @@ class ShardedRows:
 
     @classmethod
     def of_ranges(cls, num_rows: int, held_RD: Tensor, ranks: Ranks) -> "ShardedRows":
-        """Rows of which rank r holds `own_range(num_rows, r, …)`."""
+        """Rows divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
         ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
         dim = held_RD.shape[1]
         blocks = [Block(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
@@ -74,14 +74,14 @@ class ShardedRows:
         return row_VD
 
     def _asked(self, id_V: Tensor, rank: int) -> Tensor:
-        """Places of the ids of which the rank holds anything."""
+        """Places of the ids of which the rank holds any column."""
         held = torch.zeros(len(id_V), dtype=torch.bool)
         for block in self.of_rank[rank]:
             held |= block.inside(id_V)
         return held.nonzero().flatten()
 
     def _answer(self, id_A: Tensor) -> Tensor:
-        """What this rank holds of the rows of some ids, block after block, flat."""
+        """This rank's columns of the rows of some ids, block after block, flat."""
         parts = [torch.empty(0, device=self.ranks.device)]
         for block, tensor in self.held:
             row_N = id_A[block.inside(id_A)] - block.row
@@ -90,5 +90,5 @@ class ShardedRows:
 
 
 def own_range(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and last (excluded) of `count` things that are a rank's: as many as any other's, or one less."""
+    """A rank's share of `count` things, first and last (excluded): ranks differ by at most one."""
     return count * rank // world_size, count * (rank + 1) // world_size

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a progress bar, metrics.jsonl and TensorBoard, all on rank 0."""
+"""A run's output while it trains: a progress bar, metrics.jsonl and TensorBoard, all on rank 0."""
 
 import math
 import resource
@@ -29,11 +29,11 @@ from logitmix.trainer.run import RunProgress, append_row, keep_rows
 from logitmix.trainer.trace import StepTrace
 
 SECONDS_BETWEEN_LINES = 15.0
-"""At least, where there is no terminal to show a bar on."""
+"""At least, without a terminal to show a bar on."""
 
 
 class Telemetry:
-    """Writes rows on rank 0; on the other ranks it takes part in the sums and is silent."""
+    """Writes rows on rank 0; on other ranks it only takes part in the sums."""
 
     def __init__(self, run: Path, model: ParallelModel, done: RunProgress, total_steps: int) -> None:
         """Rows after `done`, which a killed attempt may have left, are dropped first."""
@@ -81,8 +81,8 @@ class Telemetry:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def log_step(self, pipeline: Pipeline, epoch: float) -> None:
-        """After a step; where it is logged, a row of its losses over all ranks, and of rates since the last row.
-        Collective."""
+        """Call after each step. If the step is logged, writes a row with its losses over all ranks, and rates since the
+        last row. Collective."""
         if pipeline.wire_counts is not None:
             self._log_training(pipeline, pipeline.wire_counts, epoch)
         if not self.main:
@@ -129,7 +129,7 @@ class Telemetry:
             self.say(f"epoch {epoch:g}, step {step:,}: validation {shown}")
 
     def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
-        """The similarity's, of rank 0's first sequences; vectors become histograms."""
+        """The similarity's diagnostics of rank 0's first sequences; vectors become histograms."""
         with autocast(self.model.config, self.ranks.device):
             values = self.model.tower.diagnostics(pipeline.rows, pipeline.batch)
         if not all(value.isfinite().all() for value in values.values()):
@@ -145,7 +145,7 @@ class Telemetry:
 
 
 class Pace:
-    """How far training is and how long it will take, as one line."""
+    """Progress and remaining time of training, as one line."""
 
     def __init__(self, config: TrainConfig, done: RunProgress, total_steps: int) -> None:
         self.config, self.done, self.total_steps = config, done, total_steps
@@ -155,8 +155,8 @@ class Pace:
         self.started = time.monotonic()
 
     def line(self, step: int, trained: float, epoch: float, shown: str) -> str:
-        """After a step of this process, with the run's seconds in steps until now, `trained`. Evaluation and
-        checkpoints are counted in what remains as they took part so far."""
+        """Call after a step of this process; `trained` are the run's seconds in steps so far. The remaining time
+        includes evaluation and checkpoints, at their share so far."""
         elapsed, spent = time.monotonic() - self.started, trained - self.done.seconds
         left = (self.total_steps - step) * spent / (step - self.done.step)
         if self.config.minutes:
@@ -172,8 +172,8 @@ def _clock(seconds: float) -> str:
 
 
 def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "") -> str:
-    """What is going to be trained, and where: a line for each thing, and for each table. `why_precision`: why it was
-    chosen, where it was."""
+    """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
+    the precision, if it was chosen automatically."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
@@ -198,10 +198,9 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
-    """What `Wire.pop_counts` gave on all ranks together, in `steps` steps, as named numbers.
-
-    By table and direction: bytes, what FP32 would have taken, and of the values that were sampled the shares that were
-    clipped and flushed to zero, and the root mean square of the rounding relative to that of the values.
+    """The sums of `Wire.pop_counts` over all ranks, in `steps` steps, as named numbers. By table and direction: bytes,
+    the bytes in FP32, and for the sampled values the shares that were clipped and flushed to zero, and the root mean
+    square of the rounding errors relative to that of the values.
     """
     total = counts.sum(0)
     metrics = {"wire/bytes_per_step": float(total[:, 0].sum()) / steps}
@@ -234,7 +233,7 @@ def progress_bar(console: Console) -> Progress:
 
 @contextmanager
 def counting(title: str, total: int, shown: bool) -> Iterator[Any]:
-    """A progress bar over `total` things; yields a function that takes how many more are done."""
+    """A progress bar over `total` things; yields a function to call with the number of newly finished ones."""
     console = Console(stderr=True)
     visible = shown and console.is_terminal
     bar = progress_bar(console)

@@ -6,14 +6,14 @@ from pathlib import Path
 from torch.profiler import profile, schedule
 
 WARM_UP = 10
-"""Steps of this process before the first that is traced: the first ones compile, connect and allocate."""
+"""Steps of this process before the trace: the first ones compile, connect and allocate."""
 
 
 class StepTrace:
     """Traces steps WARM_UP + 1 to WARM_UP + `steps` of this process into the run's `profile/`."""
 
     def __init__(self, run: Path, steps: int, done: int, say: Callable[[str], None]) -> None:
-        """`done` steps of the run were before this process; `say` takes the line that names the file."""
+        """`done` steps of the run came before this process; `say` takes the line that names the file."""
         self.folder, self.steps, self.done, self.say = run / "profile", steps, done, say
         self.seen, self.written = 0, False
         phases = schedule(skip_first=WARM_UP - 1, wait=0, warmup=1, active=steps, repeat=1)
@@ -23,7 +23,7 @@ class StepTrace:
         self.profiler.start()
 
     def step(self) -> None:
-        """After each step."""
+        """Call after each step."""
         self.seen += 1
         self.profiler.step()
 

@@ -30,15 +30,14 @@ from logitmix.trainer.export import CHUNK_ITEMS, in_order, texts_of
 
 TITLE = "title"
 SEPARATOR = "|"
-"""Between the values of a list that is given as text."""
+"""Separator of the values of a list that is given as text."""
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
     """Adds the items of a CSV or Parquet table to a serving directory, which is replaced when the new one is complete;
-    gives how many were added, and how many were there already and stay as they are.
-
-    Raises ValueError for what is no intact serving directory, a table that cannot be read, and values that do not fit
-    the features of the model's schema.
+    returns how many were added, and how many were there already and are unchanged. Raises ValueError if there is no
+    intact serving directory, if the table cannot be read, and for values that do not fit the features of the model's
+    schema.
     """
     contents = serving.read(directory)
     retriever = Retriever(contents)
@@ -46,7 +45,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
     features = {feature.name: feature for feature in contents.about.schema.of("item") if feature.name != ITEM}
     if said and (unused := sorted(set(table.columns) - set(features) - {TITLE})):
         said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
-    # Of an id that is there several times the last row counts.
+    # If an id occurs several times, the last row counts.
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
     if new:
@@ -59,7 +58,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
 
 
 def _read(items: str, id_column: str, console: Console) -> SideTable:
-    """A table of items; ValueError where a row of it is malformed."""
+    """A table of items; ValueError if a row is malformed."""
     if not Path(items).exists():
         raise ValueError(f"no file or folder at {items}; give a CSV or Parquet table with --items")
     with (
@@ -87,7 +86,7 @@ def _shards(
 
 
 def _value(feature: Feature, value: Any) -> Any:
-    """As a request has it; CSV knows text alone."""
+    """The value as in a request; CSV has only text."""
     if not isinstance(value, str):
         return value
     if not value:
@@ -141,5 +140,5 @@ def _link(old: Path, new: Path) -> None:
     try:
         os.link(old, new)
     except OSError:
-        # Where the file system has no links.
+        # If the file system has no links.
         shutil.copyfile(old, new)

@@ -1,7 +1,7 @@
 """A run that starts from the weights of another, on a dataset that has grown since.
 
-Rows of tables go to the ids they stand for: raw ids of items, values of features. What is new begins as in any run, and
-so do the optimizers. A rank reads the other run's tables in blocks and keeps the rows that are its own.
+Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run,
+and so do the optimizers. A rank reads the other run's tables in blocks and keeps its own rows.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
@@ -26,10 +26,9 @@ from logitmix.trainer.run import noted_dataset, read_schema
 
 
 def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
-    """Gives the model the weights of the best checkpoint of `run`, and says in a line what it took. Collective.
-
-    Raises ValueError on every rank for a run that is not one or has no intact checkpoint, whose dataset is not there as
-    it was, or whose weights do not fit.
+    """Gives the model the weights of the best checkpoint of `run`, and returns a line that describes them. Collective.
+    Raises ValueError on every rank if `run` is not a run directory or has no intact checkpoint, if its dataset is
+    missing or changed, or if its weights do not fit.
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
@@ -47,8 +46,8 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
     there = path / "dataset.json"
     if not there.is_file() or there.read_text(encoding="utf-8") != noted_dataset(run):
         raise ValueError(
-            f"{path}, the dataset of {run}, is not there as it was then, and only its ids tell whose row is whose; "
-            "keep it, and prepare the grown dataset into a directory of its own"
+            f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
+            "restore it, and prepare the grown dataset into another directory"
         )
     if _shapes(saved.tower) != _shapes(model.tower):
         raise ValueError(f"the weights of {run} do not fit: {_differences(saved.config, model.config)}")
@@ -72,8 +71,8 @@ def _differences(before: Config, now: Config) -> str:
 
 
 def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:
-    """Fills this rank's shards of all tables; by table, how many of its rows the other run had. Rows that are split by
-    columns count where the first ones are."""
+    """Fills this rank's shards of all tables; returns, by table, how many of its rows the other run had. Rows split by
+    columns count on the rank of their first columns."""
     before, schema = Path(saved.config.data.path), read_schema(run)
     counts = {}
     for name, sharded in model.shards().items():
@@ -91,7 +90,7 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
 
 
 def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArray:
-    """Those from one place on, before another."""
+    """The values from place `start` to `stop`, excluded."""
     place, kept = 0, []
     for array in values:
         kept.append(array[max(0, start - place) : max(0, stop - place)])
@@ -100,7 +99,7 @@ def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArr
 
 
 def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
-    """Of each wanted value its place among `values`, int64 [R]; -1 where it is not there."""
+    """The place of each wanted value among `values`, int64 [R]; -1 if it is not there."""
     found_R, place = np.full(len(wanted), -1), 0
     for array in values:
         at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
@@ -110,7 +109,7 @@ def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
 
 
 def _blocks(saved: SavedModel, name: str) -> Iterator[tuple[int, Tensor]]:
-    """The rows [S, D] of a table, some at a time, and the place of the first of them."""
+    """The rows [S, D] of a table, some at a time, and the place of the first one."""
     table = saved.tower.schema.table(name)
     size = max(1, BLOCK_BYTES // (4 * table.dim))
     for start in range(0, table.rows, size):

@@ -121,5 +121,5 @@ def test_a_run_split_by_time_ranks_those_who_act_in_the_latest_part(tmp_path: Pa
     count = {split: int((places >= 0).sum()) for split, places in held_out.targets.items()}
     assert (row["users"], results["users"]) == (count["validation"], count["test"]) and results["users"] < 60
     assert evaluate_run(run, "test", None, None, "cpu", 1)["users"] == count["test"]
-    with pytest.raises(ValueError, match=r"was started otherwise: data\.held_out was 0\.2, is 0\.1"):
+    with pytest.raises(ValueError, match=r"was started with other settings: data\.held_out was 0\.2, is 0\.1"):
         train(small_config(data, settings | {"data.held_out": 0.1}), run)

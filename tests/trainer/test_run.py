@@ -68,7 +68,7 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
         # Without a checkpoint there is nothing that other settings could contradict.
         start_run(run, config, dataset, ranks)
         (run / "checkpoints/step-3").mkdir()
-        with pytest.raises(ValueError, match=r"was started otherwise: train\.seed was 0, is 7; give another --run"):
+        with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; give another --run"):
             start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
         longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5})
         start_run(run, longer, dataset, ranks)
@@ -83,7 +83,7 @@ def test_a_schedule_over_all_epochs_keeps_their_number(tmp_path: Path) -> None:
     dataset = load_dataset(data)
     (tmp_path / "checkpoints/step-3").mkdir(parents=True)
     (tmp_path / "config.toml").write_text(dump_toml(small_config(data, cosine)))
-    refused = pytest.raises(ValueError, match=r"was started otherwise: train\.epochs was 2, is 9")
+    refused = pytest.raises(ValueError, match=r"was started with other settings: train\.epochs was 2, is 9")
     with process_group("cpu", 60) as ranks, refused:
         start_run(tmp_path, small_config(data, cosine | {"train.epochs": 9}), dataset, ranks)
 

@@ -124,5 +124,5 @@ def test_a_dataset_that_was_prepared_anew_is_refused(tmp_path: Path) -> None:
     train(small_config(data, {"train.epochs": 1}), first)
     data.rename(tmp_path / "moved")
     write_dataset(data, seed=3)
-    with pytest.raises(ValueError, match="is not there as it was then"):
+    with pytest.raises(ValueError, match="is missing or has changed"):
         train(small_config(data, {"warm_start": str(first)}), tmp_path / "second")

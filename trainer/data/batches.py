@@ -1,7 +1,7 @@
 """Prepared dataset -> training batches and evaluation users.
 
-What a global batch holds is a function of (seed, epoch, step) alone; rank r of w takes a contiguous part of its
-sequences. So the data position is one integer, and a run can go on with another number of ranks.
+The content of a global batch is a function of (seed, epoch, step); rank r of w takes a contiguous part of its
+sequences. So the data position is one integer, and a run can resume with another number of ranks.
 
 Axes: B sequences, T positions, packed, G groups, N uniform negatives of a group and M drawn from the batch's targets, L
 history positions, V unique items, X items in the corpus.
@@ -26,24 +26,25 @@ Split = Literal["validation", "test"]
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """What training does not see, as places among the dataset's actions, one for each user."""
+    """The actions that training does not see, as places among the dataset's actions, one for each user."""
 
     train_end: Ints
     """The first action that is held out."""
     targets: Mapping[Split, Ints]
-    """The action to be ranked, given all of the user's before it; -1 where there is none."""
+    """The target, ranked given all of the user's earlier actions; -1 if there is none."""
 
 
 def leave_one_out(dataset: Dataset) -> HeldOut:
-    """A user's last action is the test target, the one before it the validation target."""
+    """A user's last action is the test target, and the one before it the validation target."""
     # Three actions give one of each: history, validation item, test item.
     end, enough = dataset.offsets[1:], np.diff(dataset.offsets) > 2
     return HeldOut(end - 2, {"validation": np.where(enough, end - 2, -1), "test": np.where(enough, end - 1, -1)})
 
 
 def split_by_time(dataset: Dataset, share: float) -> HeldOut:
-    """The latest `share` of all actions is for the test, as much before it for validation; actions of equal times stay
-    together, in the later part. A user's target is the first action within a part, where there is one before it."""
+    """The latest `share` of all actions is for the test, and as much before it for validation; actions at equal times
+    stay together, in the later part. A user's target is the first action in a part, if the user has an earlier
+    action."""
     start, end = dataset.offsets[:-1], dataset.offsets[1:]
     at = [int(len(dataset.items_flat) * (1 - parts * share)) for parts in (2, 1)]
     validation, test = (_first_since(dataset, time) for time in np.partition(dataset.timestamps_flat, at)[at])
@@ -61,7 +62,8 @@ def split_by_time(dataset: Dataset, share: float) -> HeldOut:
 
 
 def _first_since(dataset: Dataset, time: int) -> Ints:
-    """Of each user, the place of the first action at that time or later; the end of the user's where there is none."""
+    """For each user, the place of the first action at that time or later; the end of the user's actions if there is
+    none."""
     before = np.concatenate([[0], np.cumsum(dataset.timestamps_flat < time)])
     return dataset.offsets[:-1] + np.diff(before[dataset.offsets])
 
@@ -86,10 +88,10 @@ class TrainingBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """`schema` names the dataset's features that the batches are to have, `pooled` the tables whose bags are pooled
-        where their rows lie. Without `held_out` it is leave-one-out.
+        """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
+        ranks pool. Without `held_out` it is leave-one-out.
 
-        Raises ValueError where no user has the two actions that one training position takes, beside those held out."""
+        Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         self.columns, self.pooled = columns_of(dataset, schema), pooled
         self.batch_size, self.negatives, self.share = batch_size, negatives, share
@@ -139,8 +141,8 @@ class TrainingBatches:
         )
 
     def _negatives(self, key: list[int], users: Ints, bounds: Ints, part: slice) -> Ints:
-        """Negatives [G, N + M] of a part of a global batch's sequences, which are those of `users` and lie between
-        `bounds` among its positions; the key names the batch."""
+        """Negatives [G, N + M] of `part` of a global batch's sequences. The batch has the sequences of `users`, at
+        positions between `bounds`; the key names the batch."""
         lengths = self.length[users]
         uniform_GN = self._draw(key, lengths, part, self.dataset.num_items, self.negatives)
         if not self.in_batch:
@@ -151,9 +153,10 @@ class TrainingBatches:
         return np.concatenate([uniform_GN, target_GM], axis=1)
 
     def _draw(self, key: list[int], lengths: Ints, part: slice, below: int, count: int) -> Ints:
-        """Numbers below a bound [G, count] for a part of a global batch's sequences, of which `lengths` has all."""
+        """Random numbers below a bound [G, count] for `part` of a global batch's sequences; `lengths` has all of the
+        batch."""
         if self.share == "position":
-            # Each sequence from a key of its own: they are many, and no rank need draw those of others.
+            # One key per sequence: there are many numbers, and a rank need not draw those of others.
             places = range(part.start, part.stop)
             drawn = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
             return np.concatenate([np.zeros((0, count), np.int64), *drawn])
@@ -163,8 +166,8 @@ class TrainingBatches:
         return random.integers(0, below, (len(lengths), count))[part]
 
     def _log_q(self) -> NDArray[np.float32]:
-        """The logarithm of the probability that a negative is each of the items [X]. N of N + M are uniform; M are
-        targets, of which an epoch has each that the users' lengths leave once."""
+        """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are
+        targets, and an epoch has each training target once."""
         change = np.zeros(len(self.dataset.items_flat) + 1, np.int8)
         change[(self.end - self.length)[self.users]] += 1
         change[self.end[self.users]] -= 1
@@ -175,7 +178,7 @@ class TrainingBatches:
         return np.log(q_X).astype(np.float32)
 
     def _rows_of(self, items_V: Ints, step: int) -> Ints:
-        """The rows of the item table that stand for the items in this step: those of dropped ones are the unknown."""
+        """The items' rows of the item table in this step; dropped items have the unknown item's row."""
         if self.item_id_dropout == 0:
             return items_V
         key = derive_key("item_id_dropout", self.seed, step)
@@ -190,7 +193,7 @@ class TrainingBatches:
         return self._shuffled[1]
 
     def _part(self, bounds: Ints) -> tuple[int, int]:
-        """First and last sequence of this rank: contiguous, with about as many positions as the others'."""
+        """First and last (excluded) sequence of this rank; all ranks have about equally many positions."""
         cuts = np.arange(self.world_size + 1) * bounds[-1] / self.world_size
         nearest = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
         return int(nearest[self.rank]), int(nearest[self.rank + 1])
@@ -207,7 +210,7 @@ class RankingUsers:
     first: Ints
     place: Ints
     max_length: int
-    """L: of a longer history the last L are encoded."""
+    """L: the last L actions of a history are encoded."""
 
     def __len__(self) -> int:
         return len(self.place)
@@ -231,7 +234,7 @@ class RankingUsers:
 
     @property
     def encoded(self) -> Ints:
-        """Places of the actions that are encoded of the histories, user after user."""
+        """Places of the histories' encoded actions, user after user."""
         return ranges(self.place - self.lengths, self.lengths)
 
     @property
@@ -249,13 +252,13 @@ class RankingUsers:
             yield self.of(slice(start, start + size))
 
     def sample(self, count: int, seed: int) -> "RankingUsers":
-        """`count` users that the seed chooses, in their order; all where there are no more, or where it is 0."""
+        """`count` users chosen by the seed, in their order; all if there are no more, or if it is 0."""
         if count == 0 or count >= len(self):
             return self
         return self.of(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
     def repeats(self) -> NDArray[np.bool_]:
-        """Whose target stands in their history, [U]."""
+        """Whether each user's target is in their history [U]."""
         repeats = np.zeros(len(self), bool)
         for start in range(0, len(self), 2**14):
             part = self.of(slice(start, start + 2**14))

@@ -1,4 +1,4 @@
-"""What `logitmix prepare` can be told. Imports no torch."""
+"""Options of `logitmix prepare`. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,14 @@ class PrepareOptions:
     min_item_actions: int = 0
     """Leave out items with fewer actions, counted over all users; 0 keeps all."""
     items: str = ""
-    """File or folder with what is known about items. table: CSV or Parquet, by the item column, or else the first;
-    amazon-*: the metadata, JSON a line, plain or .gz."""
+    """File or folder with data about items. table: CSV or Parquet, with ids in the item column, or else the first;
+    amazon-*: the metadata, one JSON object per line, plain or .gz."""
     users: str = ""
-    """Likewise about users (table only)."""
+    """File or folder with data about users, with ids in the user column, or else the first (table only)."""
     schema: str = ""
-    """TOML file that says what columns are: [features.NAME] with owner, kind, table, use."""
+    """TOML file that describes columns: [features.NAME] with owner, kind, table, use."""
     min_feature_count: int = 1
-    """Values of features that occur less often become unknown."""
+    """Values of features with fewer occurrences become unknown."""
     max_rejects: float = 0.01
     """Share of malformed lines above which the job stops."""
     seed: int = 0
@@ -43,11 +43,11 @@ class PrepareOptions:
     """Column with the times (table only): whole numbers in any unit, or ISO 8601 dates and times, which are stored as
     seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
     delimiter: str = ""
-    """What separates the fields of CSV (table only): one character, \\t for a tab; left empty, the header tells which
-    of , ; | and tab it is."""
+    """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
+    one of , ; | and tab."""
     where: tuple[str, ...] = ()
-    """Keep only actions whose column fulfils this: --where "rating >= 4", with one of = != < <= > >=. Of several all
-    must hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""
+    """Keep only actions that fulfill this condition: --where "rating >= 4", with one of = != < <= > >=. Several must
+    all hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
 
@@ -75,5 +75,5 @@ class PrepareOptions:
 
     @property
     def directory(self) -> Path:
-        """Where the dataset goes."""
+        """The output directory."""
         return Path(self.out or f"data/{self.name}")

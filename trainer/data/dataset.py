@@ -1,4 +1,4 @@
-"""The dataset directory: plain Parquet that anything can write, and the side that reads it. Format version 2.
+"""The dataset directory: plain Parquet that anything can write, and its reader. Format version 2.
 
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
@@ -73,7 +73,7 @@ from logitmix.trainer.data.registry import source_of
 
 FORMAT_VERSION = 2
 COMMON_REPEATS = 0.1
-"""Share of repeated validation targets from which on evaluation does not leave the history out of its ranking, unless
+"""From this share of repeated validation targets on, evaluation does not leave the history out of its ranking unless
 told to."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
@@ -107,27 +107,27 @@ class Dataset:
     offsets: np.ndarray
     """int64 [num_users + 1]: user u's items are items_flat[offsets[u] : offsets[u + 1]]."""
     timestamps_flat: np.ndarray
-    """[actions], beside items_flat: int32 where all times fit, else int64."""
+    """[actions], parallel to items_flat: int32 if all times fit, else int64."""
     schema: Schema
-    """Of dataset.json, without recency."""
+    """The schema in dataset.json, without recency."""
     repeated_targets: Mapping[str, float]
     """"validation" and "test": share of the targets that are in their user's history before them."""
     item_features: Mapping[str, Column] = field(default_factory=dict)
-    """By name, without the item id, which is the index itself."""
+    """By name, without the item id, which is the index."""
     user_features: Mapping[str, Column] = field(default_factory=dict)
     event_features: Mapping[str, Column] = field(default_factory=dict)
-    """Beside items_flat: one row an action."""
+    """Parallel to items_flat: one row per action."""
 
     def description(self) -> str:
-        """The text of dataset.json, which tells this dataset from another: counts, schema, digests of the source."""
+        """The text of dataset.json, which identifies this dataset: counts, schema, digests of the source."""
         return (self.path / "dataset.json").read_text(encoding="utf-8")
 
     def raw_ids(self) -> list[str]:
-        """The source's ids by item index, read at each call. ValueError when items.parquet is not as documented."""
+        """The source's ids by item index, read at each call. ValueError if items.parquet is not as documented."""
         return self.raw_id_column().to_pylist()
 
     def raw_id_column(self) -> pa.ChunkedArray:
-        """The same as Arrow has it: in a third of the memory."""
+        """The same as an Arrow column, in a third of the memory."""
         with _reading(self.path, "items.parquet"):
             table = pq.read_table(self.path / "items.parquet", columns=list(ITEM_COLUMNS))
             _require_columns(table.schema.names, ITEM_COLUMNS)
@@ -137,15 +137,15 @@ class Dataset:
             return table["raw_id"]
 
     def title_column(self) -> pa.ChunkedArray | None:
-        """By item index, null where an item has none; None where the dataset has none at all. Read at each call."""
+        """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""
         file = self.path / "items.parquet"
         with _reading(self.path, file.name):
             return pq.read_table(file, columns=["title"])["title"] if "title" in pq.read_schema(file).names else None
 
     @cached_property
     def recency(self) -> Column:
-        """Of every action, int8: the row of table recency, from its time and that of the user's previous action.
-        Computed at the first use; ValueError where a user's timestamps fall."""
+        """For every action, int8: the row of table recency, from its time and that of the user's previous action.
+        Computed at first use; ValueError if a user's timestamps decrease."""
         # `prepare` needs no torch.
         import torch
 
@@ -153,7 +153,7 @@ class Dataset:
 
         rows = np.empty(len(self.timestamps_flat), np.int8)
         with _reading(self.path, "sequences"):
-            # Some users at a time: what is computed in between takes several times the memory of the rows.
+            # Some users at a time: intermediate results take several times the memory of the rows.
             for start in range(0, self.num_users, _USERS):
                 bounds = self.offsets[start : start + _USERS + 1]
                 actions = slice(bounds[0], bounds[-1])
@@ -163,13 +163,13 @@ class Dataset:
         return Column(rows)
 
     def vocabulary(self, table: str) -> list[str]:
-        """The values of a table by row, "" for the unknown one; raw ids for table item. Read at each call."""
+        """The values of a table by row, "" for unknown; raw ids for table item. Read at each call."""
         if table == ITEM:
             return [*self.raw_ids(), ""]
         return [value or "" for value in self.vocabulary_column(table).to_pylist()]
 
     def vocabulary_column(self, table: str) -> pa.ChunkedArray:
-        """The values of a table of features by row as Arrow has them, null for the unknown one. Read at each call."""
+        """The values of a table of features by row as an Arrow column, null for unknown. Read at each call."""
         if table == RECENCY and table not in [of.name for of in self.schema.tables]:
             return pa.chunked_array([[value or None for value in RECENCY_VALUES]], pa.string())
         file = self.path / "vocabularies" / f"{table}.parquet"
@@ -178,7 +178,7 @@ class Dataset:
 
 
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
-    """What the rows of a table stand for in the dataset at `path`: raw ids of items, values of features, "" for what is
+    """What each row of a table stands for in the dataset at `path`: raw ids of items, values of features, "" for
     unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
     if table == RECENCY and table not in [of.name for of in schema.tables]:
         yield pa.array(RECENCY_VALUES, pa.large_string())
@@ -192,16 +192,16 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a directory is ours to replace: it has a dataset.json and nothing beside what the format knows."""
+    """Whether a directory may be replaced: it has a dataset.json and nothing that the format does not know."""
     return (path / "dataset.json").is_file() and {entry.name for entry in path.iterdir()} <= ENTRIES
 
 
 def load_dataset(path: str | Path) -> Dataset:
     """Reads a dataset directory.
 
-    ValueError, naming the path and the command to run, when there is none, when it is of another format version, or
-    when it is not as the module's docstring says: missing columns, users out of order, indices out of range, lists that
-    are not parallel.
+    ValueError, naming the path and the command to run, if there is none, if it has another format version, or if it is
+    not as the module's docstring says: missing columns, users out of order, indices out of range, lists that are not
+    parallel.
     """
     path = Path(path)
     description = _read_description(path)
@@ -239,7 +239,7 @@ def load_dataset(path: str | Path) -> Dataset:
 
 
 class _SequenceReader:
-    """Fills what the files of sequences/ hold, some users at a time."""
+    """Collects the content of the files of sequences/, some users at a time."""
 
     def __init__(self, schema: Schema, num_users: int, num_items: int, actions: int) -> None:
         self.num_users, self.num_items, self.actions = num_users, num_items, actions
@@ -287,7 +287,7 @@ def _fits(values: np.ndarray, limits: np.iinfo) -> bool:
 
 
 class _ColumnReader:
-    """Fills the column of a feature, some rows at a time. ValueError for what the feature does not allow."""
+    """Collects the column of a feature, some rows at a time. ValueError for values that the feature does not allow."""
 
     def __init__(self, feature: Feature, schema: Schema, rows: int) -> None:
         self.feature, self.filled = feature, 0
@@ -326,7 +326,7 @@ class _ColumnReader:
 
 
 def index_type(count: int) -> type[np.signedinteger[Any]]:
-    """What holds indices below a count."""
+    """The integer type that holds indices below a count."""
     return np.int32 if count <= 2**31 else np.int64
 
 
@@ -427,7 +427,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        _broken(path, "dataset.json is no JSON")
+        _broken(path, "dataset.json is not JSON")
     version = description.get("format_version") if isinstance(description, dict) else None
     if version != FORMAT_VERSION:
         _broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT_VERSION}")
@@ -456,7 +456,7 @@ def _shares(shares: Any) -> dict[str, float]:
 
 @contextmanager
 def _reading(path: Path, file: str) -> Iterator[None]:
-    """Names the dataset and the file in what goes wrong."""
+    """Adds the names of the dataset and the file to errors."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -470,7 +470,7 @@ def _broken(path: Path, problem: str) -> NoReturn:
 
 
 def _command(path: Path) -> str:
-    """What makes a dataset here: as far as what is there tells, the same."""
+    """The command that makes a dataset here: the same one, as far as the files tell."""
     try:
         before = json.loads((path / "dataset.json").read_text(encoding="utf-8"))
         name, source, filters = before["name"], before["source"], before["filters"]
@@ -486,7 +486,7 @@ def _command(path: Path) -> str:
 
 
 def _nearby(path: Path, name: str) -> Path:
-    """Where prepare puts what it downloads, if it is there; else the name alone."""
+    """Where prepare puts a download, if it exists; else the name alone."""
     return path.parent / name if (path.parent / name).exists() else Path(name)
 
 

@@ -1,4 +1,4 @@
-"""Delimited text of one action a line, as `ActionBlock`s; and small side files, row by row.
+"""Delimited text with one action per line, as `ActionBlock`s; and small side files, row by row.
 
 Lines end in LF or CRLF; blank lines are skipped. Only one block of a file is in memory at a time. A timestamp is a
 whole number in the unit of the source (`12.0` is whole).
@@ -23,7 +23,7 @@ LONGEST_LINE = 64 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """A text format of one action a line."""
+    """A text format with one action per line."""
 
     delimiter: str
     """Empty: any run of white space."""
@@ -33,13 +33,13 @@ class Layout:
     timestamp: int | None = None
     """Field with the time; None takes the line number."""
     header: str = ""
-    """First line that has to be there."""
+    """Required first line."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """Fields with a number that is known of an action, by the name of its column."""
+    """Fields with a number about the action, by the name of its column."""
 
 
 def read_delimited(file: InputFile, layout: Layout, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
-    """The actions of a text file. ValueError when a header is missing or the file is no text."""
+    """The actions of a text file. ValueError if a header is missing or the file is not text."""
     for first, raw in line_blocks(file, progress):
         numbers = np.arange(first, first + len(raw))
         lines, numbers = _decode(file.label, raw, numbers, rejects)
@@ -59,7 +59,7 @@ def read_rows(
     progress: Progress,
     header: bool = False,
 ) -> Iterator[list[str]]:
-    """The rows of a small side file (titles, users), which may quote as CSV does where the delimiter is a comma."""
+    """The rows of a small side file (titles, users), with CSV quoting if the delimiter is a comma."""
     with file.open(progress) as stream:
         for number, raw in enumerate(stream, start=1):
             line = raw.rstrip(b"\r\n")
@@ -79,7 +79,7 @@ def read_rows(
 
 
 def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, pa.BinaryArray]]:
-    """Lines with their ends, many at a time without a Python object each, and the number of the first (from 1)."""
+    """Lines with their line ends, many in one bytes object, and the number of the first (from 1)."""
     first, carry = 1, b""
     with file.open(progress) as stream:
         while block := stream.read(BLOCK_BYTES):

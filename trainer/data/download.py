@@ -1,4 +1,4 @@
-"""Fetches the public sources that have a published digest, and refuses anything else that arrives."""
+"""Downloads the public sources that have a published digest, and refuses files with another digest."""
 
 import http.client
 import urllib.error
@@ -30,9 +30,9 @@ def find_source(
     reason: str = "",
     page: str = "",
 ) -> Path:
-    """The --source that was given, or else the download of that name, which is put beside the output.
+    """The given --source, or else the download of that name, which is put beside the output.
 
-    Where there is neither: ValueError with the reason why this name is not downloaded, and the page to get it from.
+    If there is neither, ValueError with the reason why this name is not downloaded, and the page to get it from.
     """
     if options.source:
         return Path(options.source)
@@ -46,10 +46,10 @@ def find_source(
 
 
 def download(wanted: Download, path: Path, progress: Progress, timeout: float = 30.0) -> None:
-    """Fetches `wanted.url` to `path`, which appears only once it is complete and its digest matches.
+    """Downloads `wanted.url` to `path`, which appears only once it is complete and its digest matches.
 
-    `timeout` in seconds is for each wait on the network. A `path` that already holds the right bytes is left as it is.
-    Raises ValueError, leaving no part behind, when the server refuses, breaks off or sends other bytes, and when `path`
+    `timeout`, in seconds, is for each wait on the network. A `path` that already holds the right bytes is left alone.
+    Raises ValueError, and leaves no partial file, if the server refuses, breaks off or sends other bytes, and if `path`
     holds other bytes.
     """
     algorithm, _, published = wanted.digest.partition(":")

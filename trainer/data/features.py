@@ -6,11 +6,11 @@ A kind that neither the source nor --schema states is inferred from the values:
                                   (not those with leading zeros, which are codes), and text is not used
     true and false                id
     other numbers                 number
-    text with «|»                 ids, the parts, where a part occurs at least twice on average
+    text with "|"                 ids, the parts, where a part occurs at least twice on average
     lists of text or integers     ids
     lists of other numbers        vector, where all are equally long
 
-A column is not used either where it has one value everywhere, or where it is of another type.
+A column is also not used if all its values are the same, or if it has another type.
 """
 
 import re
@@ -29,26 +29,26 @@ from logitmix.trainer.data.raw import as_numbers, as_numpy, order_of_texts
 
 SEPARATOR = "|"
 RESERVED = {ITEM, "title", "raw_user_id", *ITEM_COLUMNS, *SEQUENCE_COLUMNS}
-"""Names that the dataset directory has for other columns."""
+"""Names that the dataset directory uses for other columns."""
 
 _INTEGER = "^(-?[1-9][0-9]{0,17}|0)$"
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """What --schema can say about a column."""
+    """The settings of a column in --schema."""
 
     owner: Literal["auto", "item", "user", "event"] = "auto"
-    """A column of the actions can be given to their items or users, who take its last value in time."""
+    """A column of the actions can be assigned to their items or users, which take its last value in time."""
     kind: Literal["auto", "id", "ids", "number", "vector"] = "auto"
     table: str = ""
-    """Of an id or ids; the feature's name when left empty. Features that name the same one share it."""
+    """Table of an id or ids; the feature's name when left empty. Features that name the same table share it."""
     use: bool = True
 
 
 @dataclass(frozen=True)
 class FeaturesOptions:
-    """The file that --schema names: a section [features.NAME] for each column that it says something about."""
+    """The file that --schema names: a section [features.NAME] for each column that it describes."""
 
     features: dict[str, FeatureOptions] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class RawColumn:
     owner: Owner
     values: pa.Array
     kind: Kind | None = None
-    """None: to be inferred."""
+    """None: inferred."""
     table: str = ""
     """The feature's name when left empty."""
 
@@ -75,11 +75,12 @@ class Features:
     vocabularies: dict[str, pa.Array]
     """Of all tables but the items', null in row 0."""
     unused: list[str]
-    """Columns whose kind is neither known nor told by their values."""
+    """Columns whose kind is neither stated nor clear from their values."""
 
 
 def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_count: int) -> Features:
-    """Values that occur less than `min_count` times, over all features that share the table, become unknown.
+    """Encodes columns as features. Values with fewer than `min_count` occurrences, over all features that share the
+    table, become unknown.
 
     Raises ValueError where values do not fit the kind that was stated.
     """
@@ -117,9 +118,9 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
 
 
 def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
-    """The columns under names that features can have: letters, digits and underscores; and OWNER_NAME where two owners
-    have a column of one name, or where the name is taken by the dataset's own columns. ValueError where one owner's
-    columns come to the same name."""
+    """The columns under valid feature names: letters, digits and underscores; and OWNER_NAME if two owners have a
+    column of that name, or if the dataset's own columns use the name. ValueError if two columns of one owner get the
+    same name."""
     plain = [re.sub(r"\W+", "_", column.name).strip("_") for column in columns]
     plain = [name if name.isidentifier() else f"_{name}" for name in plain]
     named = []
@@ -136,11 +137,10 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
 def apply_options(
     columns: Sequence[RawColumn], options: FeaturesOptions, source: str, of_owner: Callable[[pa.Array, Owner], pa.Array]
 ) -> list[RawColumn]:
-    """What the file `source` says about the columns; those that it does not use are left out. `of_owner` gives a column
-    of the actions to their items or users.
+    """The columns as the file `source` describes them, without those that it does not use. `of_owner` turns a column of
+    the actions into one of their items or users.
 
-    ValueError where it names a column that is not there or an owner that cannot be, or where a kind is neither stated
-    nor can be inferred.
+    ValueError if it names an unknown column or an impossible owner, or if a kind is neither stated nor can be inferred.
     """
     names = [column.name for column in columns]
     for name in options.features:
@@ -168,17 +168,17 @@ def apply_options(
 
 
 def last_values(values: pa.Array, owners: np.ndarray, timestamps: np.ndarray, count: int) -> pa.Array:
-    """The value of each owner's last action in time that has one; null for owners without."""
+    """The value of each owner's last action in time that has a value; null for owners without one."""
     there = np.flatnonzero(as_numpy(_filled(values).is_valid()))
     there = there[np.argsort(timestamps[there], kind="stable")]
     rows = np.full(count, -1)
-    # Of several assignments to one place the last holds.
+    # The last of several assignments to one place wins.
     rows[owners[there]] = there
     return values.take(pa.array(rows, mask=rows < 0))
 
 
 def infer_kind(values: pa.Array) -> Kind | None:
-    """By the rules above; None where the column is not used."""
+    """The kind by the rules above; None if the column is not used."""
     kind = values.type
     if values.null_count == len(values):
         return None
@@ -215,7 +215,7 @@ def _all_match(texts: pa.StringArray, pattern: str) -> bool:
 
 def _comes_again(values: pa.Array) -> bool:
     """Whether a value occurs at least twice on average."""
-    # Arrow's unique takes several times the memory of numpy's where all are distinct.
+    # Arrow's unique takes several times the memory of numpy's if all values are distinct.
     distinct = np.unique(as_numpy(_plain(values).drop_null()))
     return 2 * len(distinct) <= len(values) - values.null_count
 
@@ -263,7 +263,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _lengths(values: pa.Array) -> np.ndarray:
-    """Of lists; 0 where there is none."""
+    """The width of the lists; 0 if there is none."""
     return pc.fill_null(pc.list_value_length(values), 0).to_numpy().astype(np.int64)
 
 
@@ -324,7 +324,7 @@ def _code_text_lists(values: pa.DictionaryArray) -> _Codes:
 
 
 def _vocabulary(features: Sequence[_Codes], min_count: int) -> pa.StringArray:
-    """The values that all features of a table together have often enough, in order."""
+    """The values with enough occurrences in all features of a table together, in order."""
     counts = [np.bincount(each.codes[each.codes >= 0], minlength=len(each.texts)) for each in features]
     table = pa.table(
         {"value": pa.concat_arrays([each.texts for each in features]), "count": np.concatenate(counts)},
@@ -336,7 +336,7 @@ def _vocabulary(features: Sequence[_Codes], min_count: int) -> pa.StringArray:
 
 
 def _look_up(coded: _Codes, vocabulary: pa.StringArray, table: Table) -> Column:
-    """Rows of the table: after the unknown one but for items."""
+    """Rows of the table: they follow the unknown one, except for items."""
     first = 0 if table.name == ITEM else 1
     rows = pc.index_in(coded.texts, value_set=vocabulary).cast(pa.int64())
     rows_of_codes = pc.fill_null(pc.add(rows, first), table.unknown).to_numpy()
@@ -388,7 +388,7 @@ def _floats(values: pa.Array) -> np.ndarray:
 
 
 def _statistics(numbers: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of those that are there; 0 and 1 where that says nothing."""
+    """Mean and standard deviation of the values present; 0 and 1 if these are undefined."""
     there = numbers[np.isfinite(numbers)]
     if not len(there):
         return 0.0, 1.0

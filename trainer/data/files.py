@@ -1,7 +1,7 @@
 """Source files as byte streams: plain, gzip, a member of a zip, or part of a folder.
 
-A compressed file is told by its first bytes, not by its name; a byte-order mark is left out. Reading moves a bar in a
-rich `Progress`.
+A compressed file is recognized by its first bytes, not by its name; a byte-order mark is skipped. Reading advances a
+bar in a rich `Progress`.
 """
 
 import codecs
@@ -20,28 +20,28 @@ from rich.progress import Progress
 from logitmix.common.files import file_digest
 
 _DAMAGE = (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
-"""What gzip and zipfile raise for a truncated, corrupt or encrypted archive."""
+"""Errors of gzip and zipfile for a truncated, corrupt or encrypted archive."""
 
 
 @dataclass(frozen=True)
 class InputFile:
     path: Path
     member: str = ""
-    """Name inside the zip at `path`; empty for a file of its own."""
+    """Name inside the zip at `path`; empty for a plain file."""
 
     @property
     def label(self) -> str:
-        """How messages call it: the base name."""
+        """Its name in messages: the base name."""
         return Path(self.member).name if self.member else self.path.name
 
     @contextmanager
     def open(self, progress: Progress) -> Iterator[BinaryIO]:
-        """The decompressed bytes of a text. ValueError for UTF-16, and where the archive is truncated or damaged, here
-        or while reading."""
+        """The decompressed bytes of a text. ValueError for UTF-16, and for a truncated or damaged archive, here or
+        while reading."""
         with ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             task = progress.add_task(self.label, total=self.path.stat().st_size)
-            # The bar follows the compressed bytes: only their number is known beforehand.
+            # The bar counts compressed bytes: only their number is known beforehand.
             counted = progress.wrap_file(raw, task_id=task)
             try:
                 plain: BinaryIO = counted
@@ -65,15 +65,15 @@ class InputFile:
 
 
 def magic(path: Path) -> bytes:
-    """The first 4 bytes; fewer where the file is shorter."""
+    """The first 4 bytes; fewer if the file is shorter."""
     with path.open("rb") as stream:
         return stream.read(4)
 
 
 def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
-    """Those of `names` that are in a zip, a folder or its immediate subfolders, by name.
+    """Those of `names` that exist in a zip, a folder or its immediate subfolders, by name.
 
-    ValueError when the zip is truncated, or when a name is there twice.
+    ValueError if the zip is truncated, or if a name exists twice.
     """
     if source.is_dir():
         candidates = [InputFile(path) for path in [*sorted(source.glob("*")), *sorted(source.glob("*/*"))]]
@@ -93,14 +93,14 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
 
 
 def single_file(source: Path) -> InputFile:
-    """For formats of one file. ValueError where it is a folder or a zip."""
+    """The file of a format of one file. ValueError if it is a folder or a zip."""
     if source.is_dir() or magic(source)[:2] == b"PK":
         raise ValueError(f"{source}: this format is one text file, plain or .gz; give that file with --source")
     return InputFile(source)
 
 
 def digests(source: Path, files: Sequence[InputFile] = ()) -> dict[str, str]:
-    """sha256 of the source file, or of those files of a source folder that were read (all where none is named), by name
+    """sha256 of the source file, or of the files of a source folder that were read (all if none is named), by name
     relative to it."""
     if not source.is_dir():
         return {source.name: file_digest(source)}

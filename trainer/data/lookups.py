@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Lookups:
-    """The sorted unique ids of each table (int64), or bags of those of a pooled one, and the features as indices into
+    """The sorted unique ids of each table (int64), or bags of ids for a pooled table, and the features as indices into
     them."""
 
     ids: dict[str, Tensor | Bags]
@@ -29,9 +29,8 @@ class Lookups:
 
 
 def columns_of(dataset: Dataset, schema: Schema) -> dict[Owner, Mapping[str, Column]]:
-    """The dataset's features, by owner and name; with recency where `schema`, the model's, has it.
-
-    ValueError that names the dataset where its timestamps fall, and recency follows from them.
+    """The dataset's features, by owner and name; with recency if `schema`, the model's, has it. ValueError that names
+    the dataset if recency is derived from its timestamps and they decrease.
     """
     events = dataset.event_features
     if RECENCY_FEATURE in schema.features and RECENCY not in events:
@@ -48,11 +47,10 @@ def look_up(
     actions_T: Ints,
     pooled: Collection[str] = (),
 ) -> Lookups:
-    """What the features of `schema` need for these items, users (by index) and actions (by place in the dataset).
+    """The lookups of the features of `schema` for these items, users (by index) and actions (by place in the dataset).
 
-    The items are unique and sorted. `columns` has these features. `item_row_V` are the rows of the item table that
-    stand for the items: their own, or the unknown one's. Of a table that is `pooled`, the features' bags are asked for
-    rather than the rows in them.
+    The items are unique and sorted. `columns` has these features. `item_row_V` are the items' rows of the item table:
+    their own, or the unknown item's. For a `pooled` table, the features' bags are looked up rather than their rows.
     """
     rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
     named: dict[str, dict[str, Ints]] = {table.name: {} for table in schema.tables}
@@ -74,7 +72,7 @@ def look_up(
             values |= of_table
             continue
         if list(by_feature) == [ITEM] and item_row_V is items_V:
-            # Sorted and unique as they are.
+            # Already sorted and unique.
             ids[table], values[ITEM] = torch.from_numpy(items_V), Values(torch.arange(len(items_V)))
             continue
         unique, inverse = unique_inverse(np.concatenate([*by_feature.values()]), schema.table(table).rows)
@@ -89,8 +87,8 @@ def look_up(
 
 
 def _pooled(named: Mapping[str, Ints], offsets: Mapping[str, Ints | None]) -> tuple[Bags, dict[str, Values]]:
-    """The bags of all features that look up a pooled table, and each feature as the numbers of its bags: what is pooled
-    is the one row in a bag. An id by itself is a bag of one."""
+    """The bags of all features that look up a pooled table, and each feature as the numbers of its bags, each a bag of
+    one pooled row. A single id is a bag of one."""
     lengths, values, first = [], {}, 0
     for name, ids in named.items():
         bags = offsets[name]
@@ -103,7 +101,7 @@ def _pooled(named: Mapping[str, Ints], offsets: Mapping[str, Ints | None]) -> tu
 
 
 def taken_rows(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
-    """The values of rows, one after the other, and where each row's begin if a row has several."""
+    """The values of rows, one after the other, and the offsets of each row's values if rows have several."""
     if column.offsets is None:
         return column.values[rows], None
     starts = column.offsets[rows].astype(np.int64)
@@ -112,7 +110,7 @@ def taken_rows(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
 
 
 def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
-    """Sorted unique numbers, all from 0 to count - 1, and where each of the named ones stands among them."""
+    """Sorted unique numbers, all from 0 to count - 1, and the place of each of `named` among them."""
     if count > 4 * len(named):
         unique, inverse = np.unique(named, return_inverse=True)
         return unique.astype(np.int64), inverse

@@ -1,10 +1,10 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
-One pass over the source codes users and items as integers; then the conditions of --where, the item filter and the user
-filter (each once: this is no iterated core), a stable sort by user and time, the features (features.py), and the
-writing. Nothing is cut off here: a trainer takes the last actions it wants. Memory peaks at about 60 bytes an action
-and 15 for each further column of the actions, beside every distinct raw id (about 150 bytes each) and one block of the
-file; there is no Python object per action.
+One pass over the source codes users and items as integers. Then come the conditions of --where, the item filter and the
+user filter (each once, not iterated to a k-core), a stable sort by user and time, the features (features.py), and the
+writing. Sequences are not truncated here: a trainer takes the last actions it wants. Memory peaks at about 60 bytes an
+action and 15 for each further column of the actions, plus every distinct raw id (about 150 bytes each) and one block of
+the file; there is no Python object per action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
 """
@@ -52,8 +52,8 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     """Writes the dataset at `options.directory` and returns the content of its dataset.json.
 
     Progress and malformed lines go to `console` (standard error).
-    Raises ValueError with one line for whatever is wrong with the options or the source; then nothing is left behind
-    but, where malformed lines stopped the job, their list at `<out>.rejects.tsv`.
+    Raises ValueError with one line for anything wrong with the options or the source. Then nothing is left behind,
+    except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job.
     """
     console = console or Console(stderr=True)
     out = options.directory
@@ -108,7 +108,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
                 f"there is a dataset at {out} already; replace it with --overwrite, or choose another --out"
             )
     elif out.exists():
-        raise ValueError(f"{out} is there and holds more than a dataset, or none; choose another --out")
+        raise ValueError(f"{out} exists and is not only a dataset; choose another --out")
 
 
 def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
@@ -166,7 +166,7 @@ def _write(
 
 
 def _say(console: Console, unused: list[str], repeated: float) -> None:
-    """What a user may want to act upon."""
+    """Prints notes that a user may want to act on."""
     messages = []
     if unused:
         names = ", ".join(unused)
@@ -192,7 +192,7 @@ class _Ordered:
     items: np.ndarray
     timestamps: np.ndarray
     rows: np.ndarray
-    """The places of the actions in the source, where it knows more of them; otherwise empty."""
+    """The places of the actions in the source, if it has more columns of them; otherwise empty."""
     user_ids: pa.StringArray
     item_ids: pa.StringArray
     removed: dict[str, dict[str, int]]
@@ -200,7 +200,7 @@ class _Ordered:
 
 
 def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
-    """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as it is done with."""
+    """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as possible."""
     kept, user_kept, removed = _filter(actions, options)
     user_order = _order_of_ids(actions.user_ids, user_kept)
     item_order = _order_of_ids(actions.item_ids, np.bincount(actions.items[kept], minlength=len(actions.item_ids)) > 0)
@@ -230,7 +230,8 @@ def _features(
     options: PrepareOptions,
     said: FeaturesOptions,
 ) -> Features:
-    """Of the columns of items, which are in the order of the dataset, and of the source's users and actions."""
+    """Features of the columns of items, which are in the order of the dataset, and of the source's users and
+    actions."""
     known: dict[Owner, dict[str, pa.Array]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
     columns = raw.actions.columns
     known["event"] = {name: columns.pop(name).take(pa.array(ordered.rows)) for name in list(columns)}
@@ -249,12 +250,12 @@ def _features(
     try:
         return make_features(chosen, ordered.item_ids, options.min_feature_count)
     except ValueError as error:
-        # A column may have been called what it cannot be.
+        # A stated kind may not fit its column.
         raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None
 
 
 def _titles(of_items: pa.Array | None, of_actions: pa.Array | None, ordered: _Ordered) -> pa.StringArray | None:
-    """Of a table of items, and where that has none, of the item's last action that has one."""
+    """Titles from the table of items, else from the item's last action that has one."""
     known = [_as_texts("items", of_items)] if of_items is not None else []
     if of_actions is not None:
         texts = _as_texts("actions", of_actions).take(pa.array(ordered.rows))
@@ -298,7 +299,7 @@ def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.n
 
 
 def _columns(actions: Actions, options: PrepareOptions) -> dict[str, pa.Array]:
-    """All that is known of an action, by the names in the source."""
+    """All columns of the actions, by their names in the source."""
     ids = (
         (options.user_column, actions.users, actions.user_ids),
         (options.item_column, actions.items, actions.item_ids),

@@ -1,4 +1,4 @@
-"""What a source hands to `prepare`: actions with users and items as codes, and tables of what it says about them.
+"""The output of a source: actions with users and items as codes, and tables of features of users and items.
 
 There is no Python object per action: a source reads blocks of rows into Arrow arrays (`ActionBlock`), and `gather`
 joins them as integers, and columns of text as dictionaries.
@@ -31,7 +31,7 @@ class ActionBlock:
     timestamps: np.ndarray
     """int64"""
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
-    """What else is known of an action."""
+    """Other columns of the actions."""
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Actions:
 
 @dataclass(frozen=True)
 class SideTable:
-    """What a source says about users or about items, whether they act or not."""
+    """A source's table of users or of items, including those without actions."""
 
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
-    """Of the last row counts, where an id is there several times."""
+    """If an id occurs several times, the last row counts."""
     columns: dict[str, pa.Array] = field(default_factory=dict)
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
-        """The columns with one value for each of `ids`, null where the table has none."""
+        """The columns with one value for each of `ids`, null if the table has none."""
         backwards = pc.index_in(ids, value_set=self.ids.take(pa.array(np.arange(len(self.ids))[::-1])))
         rows = pc.subtract(len(self.ids) - 1, backwards)
         return {name: column.take(rows) for name, column in self.columns.items()}
@@ -68,13 +68,13 @@ class SideTable:
 class RawDataset:
     actions: Actions
     source: Path | None = None
-    """What was read; None where it was generated."""
+    """What was read; None if it was generated."""
     files: list[InputFile] = field(default_factory=list)
-    """Those in `source` that were read."""
+    """The files in `source` that were read."""
     generator: dict[str, Any] | None = None
-    """The entry of dataset.json where it was generated."""
+    """The entry of dataset.json if it was generated."""
     items: SideTable = field(default_factory=SideTable)
-    """A column named title is text to show, no feature."""
+    """A column named title is text to show, not a feature."""
     users: SideTable = field(default_factory=SideTable)
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     """Kinds of columns by name; the others are inferred from the values."""
@@ -97,14 +97,14 @@ class IdCodes:
 
 
 class ColumnBuilder:
-    """Columns that grow block by block. Text becomes dictionaries, so that a value that comes again takes 4 bytes."""
+    """Columns that grow block by block. Text becomes dictionaries, so that a repeated value takes 4 bytes."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._parts: dict[str, list[pa.Array]] = {}
 
     def append(self, columns: Mapping[str, pa.Array], rows: int) -> None:
-        """Some more rows; a column that is missing here, or was before, has nulls there."""
+        """Adds rows; a column that is missing here, or was missing before, has nulls there."""
         for name in columns:
             if name not in self._parts:
                 self._parts[name] = [pa.nulls(self.rows)]
@@ -113,10 +113,10 @@ class ColumnBuilder:
         self.rows += rows
 
     def join(self) -> dict[str, pa.Array]:
-        """ValueError where blocks have values of types that cannot be one column."""
+        """Joins the blocks. ValueError if their types cannot be one column."""
         joined = {}
         while self._parts:
-            # The parts would otherwise live on beside the whole until the last column is joined.
+            # Otherwise the parts would stay in memory with the whole until the last column is joined.
             name, parts = self._parts.popitem()
             joined[name] = _concatenate(name, parts)
         return dict(reversed(joined.items()))
@@ -132,7 +132,7 @@ def _compact(values: pa.Array) -> pa.Array:
 def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
     types = {part.type for part in parts if not pa.types.is_null(part.type)}
     if len(types) > 1:
-        # CSV beside Parquet, or integers of two widths: what is a number is told from the text again.
+        # CSV and Parquet, or integers of two widths: numbers are recognized from the text again.
         if any(pa.types.is_nested(kind) for kind in types):
             raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(str, types)))} there")
         parts = [part.cast(pa.string()).dictionary_encode() for part in parts]
@@ -173,10 +173,10 @@ def accept(
     columns: Mapping[str, pa.Array] | None = None,
     time: str = "a whole number",
 ) -> ActionBlock:
-    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`, and with `time` as
-    what a time has to be.
+    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`. `time` says what a
+    time must be.
 
-    `numbers` are the rows' places in the file `label`, and the times where `stamps` is None.
+    `numbers` are the rows' places in the file `label`, and also the times if `stamps` is None.
     """
     user_ok, item_ok = filled(users), filled(items)
     times, time_ok = (numbers, np.ones(len(numbers), bool)) if stamps is None else _whole_numbers(stamps)
@@ -197,12 +197,12 @@ def accept(
 
 
 def filled(ids: pa.StringArray) -> np.ndarray:
-    """Where there is an id."""
+    """Which rows have an id."""
     return as_numpy(pc.fill_null(pc.not_equal(ids, ""), False))
 
 
 def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """int64 values, and which of them are what the source says."""
+    """int64 values, and which of them are valid."""
     kind = stamps.type
     if pa.types.is_floating(kind):
         values = stamps.to_numpy(zero_copy_only=False)
@@ -218,7 +218,7 @@ def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:
-    """Of type `kind`, null where a text is no number."""
+    """Values of type `kind`, null for text that is not a number."""
     return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(kind)
 
 
@@ -227,7 +227,7 @@ def as_numpy(array: pa.Array) -> np.ndarray:
 
 
 def is_encodable(text: str) -> bool:
-    """False for the stand-ins of undecodable bytes, and for lone surrogates."""
+    """False for texts with placeholders of undecodable bytes, or with lone surrogates."""
     if text.isascii():
         return True
     try:

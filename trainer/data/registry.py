@@ -1,4 +1,4 @@
-"""The sources that `logitmix prepare` can read, a line each. Imports none of them, so that --help is fast.
+"""The sources that `logitmix prepare` can read, one line each. Imports none of them, so that --help is fast.
 
 `sources/MODULE.py` has one function that prepare calls:
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class Source:
     module: str
     names: tuple[str, ...]
-    """What NAME of `logitmix prepare` may be."""
+    """Values of NAME of `logitmix prepare`."""
     takes: tuple[str, ...] = ("source",)
-    """The settings with files for it."""
+    """The file settings that it takes."""
     others: str = ""
     """Regular expression of further names."""
 
@@ -34,7 +34,7 @@ NAMES = tuple(name for source in SOURCES for name in source.names)
 
 
 def source_of(name: str) -> Source | None:
-    """The source that reads data of this name; None where there is none."""
+    """The source that reads data of this name; None if there is none."""
     return next((source for source in SOURCES if name in source.names or _matches(source, name)), None)
 
 

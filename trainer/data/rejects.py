@@ -1,4 +1,4 @@
-"""Lines that no reader could make sense of: shown, written down, counted."""
+"""Malformed lines: shown, written to a file, counted."""
 
 from pathlib import Path
 from typing import TextIO
@@ -26,7 +26,7 @@ class Rejects:
         self.console = console
         self.count = 0
         self.lines = 0
-        """Lines read so far, malformed ones too."""
+        """Lines read so far, including malformed ones."""
         self._file: TextIO | None = None
 
     def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
@@ -39,14 +39,14 @@ class Rejects:
             self._say(f"{file}:{line}: {_escape(reason)}")
 
     def check_format(self, file: str) -> None:
-        """Stops early where nothing at all could be read: that is another format, not a few bad lines."""
+        """Stops early if no line could be read: that is another format, not a few bad lines."""
         if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
             raise TooManyRejects(
                 f"{file}: all of the first {self.lines:,} lines are malformed; is it of another format?"
             )
 
     def finish(self) -> None:
-        """Raises TooManyRejects when the share of malformed lines is above the limit."""
+        """Raises TooManyRejects if the share of malformed lines is above the limit."""
         self.close()
         if self.count > SHOWN:
             self._say(f"… and {self.count - SHOWN:,} more malformed lines")

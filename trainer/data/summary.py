@@ -1,4 +1,4 @@
-"""What `logitmix prepare` shows of a dataset, for people."""
+"""The summary of a dataset that `logitmix prepare` prints."""
 
 import shlex
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def _values(feature: Feature, schema: Schema) -> str:
 
 
 def _next(directory: Path) -> str:
-    """The command that trains on the dataset: with the recipe that is made for it, or else one that sizes itself."""
+    """The command that trains on the dataset, with its own recipe or else one that sizes itself."""
     for recipe in recipe_names():
         if load_recipe(recipe).data.path == str(directory):
             return f"logitmix train {recipe}"

@@ -1,7 +1,7 @@
 """CSV with a header, or Parquet, in blocks of rows.
 
-CSV is what Python's csv module reads. Arrow reads most of it many times as fast; blocks that it might read otherwise
-(quotes in the middle of a field, lone carriage returns, bytes that are not UTF-8) go to that module, line by line.
+CSV is defined by Python's csv module. Arrow reads most of it many times faster; blocks that it might read differently
+(quotes in the middle of a field, lone carriage returns, bytes that are not UTF-8) go to the csv module, line by line.
 """
 
 import csv
@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 20
 DELIMITERS = ",;\t|"
 
 Keys = Callable[[str, list[str]], list[str]]
-"""From a file's name and header, the columns that a row cannot do without. ValueError where one is missing."""
+"""From a file's name and header, the columns that every row must have. ValueError if one is missing."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class TableBlock:
     numbers: np.ndarray
     """Line (CSV) or row (Parquet) of each, from 1."""
     keys: list[pa.Array]
-    """The columns that were asked for, in that order."""
+    """The requested columns, in that order."""
     columns: dict[str, pa.Array]
-    """All others that have a name of their own."""
+    """All other columns that have a name."""
     text: Callable[[int], str]
     """A row as text."""
 
@@ -49,9 +49,9 @@ class TableBlock:
 def read_blocks(
     file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str = ""
 ) -> Iterator[TableBlock]:
-    """All columns of a file. In CSV they are text, between `delimiter`s or whichever of DELIMITERS gives the `keys` or
-    else the most columns; rows with another number of fields, and those whose keys are not UTF-8, are rejected.
-    ValueError where it is no Parquet that can be read."""
+    """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
+    or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected.
+    ValueError if the file is not readable Parquet."""
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
         return
@@ -60,7 +60,7 @@ def read_blocks(
 
 
 def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
-    """ValueError where a column cannot be ids."""
+    """ValueError if a column cannot be ids."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise ValueError(f"{label}: column {name} is of type {column.type}; ids must be integers or text")
@@ -73,7 +73,7 @@ class _CsvReader:
     def __init__(self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, delimiter: str) -> None:
         self.stream, self.label, self.rejects = stream, label, rejects
         self.carry = b""
-        """What was read and belongs to the next block."""
+        """Bytes already read that belong to the next block."""
         block = self.next()
         self.delimiter = delimiter or _sniff(block, label, keys)
         lines = _Lines(block)
@@ -112,7 +112,7 @@ class _CsvReader:
         return block
 
     def _parse(self, lines: "_WellFormed") -> TableBlock | None:
-        """By Arrow; None where a field is longer than the csv module takes."""
+        """Reads the block with Arrow; None if a field is longer than the csv module allows."""
         numbers = self.line + lines.lines_before
         columns, malformed = _parse_with_arrow(lines.block, self.delimiter, len(self.header))
         longest = max((pc.max(pc.binary_length(column)).as_py() or 0 for column in columns), default=0)
@@ -130,7 +130,7 @@ class _CsvReader:
         )
 
     def _read_line_by_line(self, block: bytes) -> TableBlock:
-        """By the csv module, up to the end of the row that the block ends in."""
+        """Reads the block with the csv module, up to the end of the row that the block ends in."""
         rows: list[list[str]] = []
         numbers: list[int] = []
         lines = _Lines(block, self.next)
@@ -149,7 +149,7 @@ class _CsvReader:
         return self._table(np.array(numbers, np.int64), columns, lambda row: self.delimiter.join(rows[row]))
 
     def _reject(self, number: int, lines: int, row: list[str]) -> None:
-        # A stray quote swallows lines up to the next one: they are all lost, and so all count.
+        # A stray quote swallows all lines up to the next quote; they all count as malformed.
         self.rejects.lines += lines - 1
         self.rejects.count += lines - 1
         reason = f"has {len(row)} fields, not {len(self.header)}"
@@ -197,7 +197,7 @@ def _lines(block: bytes) -> list[str]:
 
 
 def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
-    """First line, number of lines and fields of each row that is not blank; no fields where it is no CSV."""
+    """First line, number of lines and fields of each row that is not blank; no fields if it is not CSV."""
     reader = csv.reader(lines, delimiter=delimiter)
     while lines.left:
         before = lines.taken
@@ -230,7 +230,7 @@ def _refuse_twins(label: str, header: list[str]) -> None:
 
 @dataclass(frozen=True)
 class _WellFormed:
-    """Whole rows that every reader of CSV splits alike."""
+    """Whole rows that every CSV reader splits in the same way."""
 
     block: bytes
     ends: np.ndarray
@@ -240,7 +240,7 @@ class _WellFormed:
 
 
 def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
-    """The whole rows at the start of a block; None where readers might differ, or where there is none."""
+    """The whole rows at the start of a block; None if readers might differ, or if there is none."""
     if block.count(b"\r") != block.count(b"\r\n") or block.startswith("\ufeff".encode()) or not is_utf8(block):
         return None
     if not block.endswith(b"\n"):
@@ -254,7 +254,7 @@ def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
             return None
         quotes = quotes[quotes < row_ends[-1]]
         opening, closing = quotes[::2], quotes[1::2]
-        # Before the first byte is the end of a line; one quote after another is a quote inside a field.
+        # The start counts as the end of a line; two quotes in a row are a quote inside a field.
         before, after = np.where(opening > 0, data[opening - 1], ord("\n")), data[closing + 1]
         if not (np.isin(before, _codes(delimiter + '\n"')).all() and np.isin(after, _codes(delimiter + '\r\n"')).all()):
             return None
@@ -270,7 +270,7 @@ def _codes(characters: str) -> list[int]:
 
 
 def _parse_with_arrow(block: bytes, delimiter: str, fields: int) -> tuple[list[pa.StringArray], list[Any]]:
-    """The columns, without the rows that have another number of fields; and those."""
+    """The columns, without rows that have another number of fields; and these rows."""
     malformed: list[Any] = []
 
     def skip(row: Any) -> str:
@@ -306,7 +306,7 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
                 first += batch.num_rows
                 progress.update(task, completed=first - 1)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file.path}: no readable Parquet ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{file.path}: not readable Parquet ({str(error).splitlines()[0]})") from None
 
 
 def _parquet_block(batch: pa.RecordBatch, first: int, key_names: list[str]) -> TableBlock:

@@ -10,7 +10,7 @@ _TICKS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def seconds_of_texts(texts: pa.StringArray) -> pa.Int64Array:
-    """ISO 8601: a date, or a date and a time of day, with a zone or else in UTC. null where a text is no such time."""
+    """ISO 8601: a date, or a date and a time of day, with a zone or else in UTC. null for other texts."""
     shaped = pc.if_else(pc.match_substring_regex(texts, _ISO), texts, None)
     if shaped.null_count == len(texts):
         return pa.nulls(len(texts), pa.int64())
@@ -21,7 +21,7 @@ def seconds_of_texts(texts: pa.StringArray) -> pa.Int64Array:
 
 
 def _parse(texts: pa.StringArray, zone: str | None) -> pa.Int64Array:
-    """null for dates that no calendar has."""
+    """null for dates that do not exist."""
     try:
         return texts.cast(pa.timestamp("s", zone)).cast(pa.int64())
     except pa.ArrowInvalid:
@@ -41,6 +41,6 @@ def seconds_of_times(times: pa.Array) -> pa.Int64Array:
     if pa.types.is_date32(kind):
         return pc.multiply(times.cast(pa.int32()).cast(pa.int64()), 86_400)
     ticks = _TICKS["ms" if pa.types.is_date64(kind) else kind.unit]
-    # Arrow divides towards 0, which is the wrong way before 1970.
+    # Arrow rounds quotients towards 0, which is wrong before 1970.
     whole = times.cast(pa.int64()).fill_null(0).to_numpy() // ticks
     return pa.array(whole, mask=np.asarray(times.is_null()))

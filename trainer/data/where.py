@@ -18,21 +18,22 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|==?|<|>)\s*([\"\']?)(.*?)\3\s*", re.DOTALL)
 _EXACT = 2**53
-"""Below it, whole numbers are told apart as floats; from it on, as text."""
+"""Floats represent all whole numbers below it exactly; from it on, they are compared as text."""
 
 
 def holds(text: str, columns: Mapping[str, pa.Array]) -> np.ndarray:
-    """bool [actions]: for which of them the condition holds.
+    """bool [actions]: whether the condition holds for each.
 
-    Numbers are compared as numbers, dates as seconds since 1970, all else as text. What has no value, or is no number
-    where one is asked for, holds for != alone. ValueError, which names the columns, where it is no condition on one.
+    Numbers are compared as numbers, dates as seconds since 1970, all else as text. For missing values, and for
+    non-numbers compared with a number, only != holds. ValueError, which names the columns, if `text` is not a condition
+    on one.
     """
     try:
         name, operator, value = _parse(text, list(columns))
         values = columns[name]
         if not pa.types.is_dictionary(values.type):
             return _compare(values, operator, value)
-        # What each distinct text gives, and in the last place what is missing.
+        # The result for each distinct text, and in the last place for missing values.
         distinct = pa.concat_arrays([values.dictionary, pa.nulls(1, values.dictionary.type)])
         return _compare(distinct, operator, value)[values.indices.fill_null(len(distinct) - 1).to_numpy()]
     except (ValueError, pa.ArrowException) as error:
@@ -69,7 +70,7 @@ def _compare(values: pa.Array, operator: str, value: str) -> np.ndarray:
 
 
 def _numbers(values: pa.Array) -> pa.Array:
-    """null where there is none."""
+    """null if there is none."""
     if is_time(values.type):
         return seconds_of_times(values)
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):

@@ -1,4 +1,4 @@
-"""The side that writes a dataset directory; dataset.py describes it."""
+"""The writer of a dataset directory; dataset.py describes the format."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ USERS_PER_FILE = 100_000
 
 @dataclass(frozen=True, eq=False)
 class DatasetContents:
-    """What there is to write: U users, X items, A actions ordered by user, then time."""
+    """The data to write: U users, X items, A actions ordered by user, then time."""
 
     offsets: np.ndarray
     """int64 [U+1]: user u's actions are offsets[u] : offsets[u+1]."""
@@ -33,9 +33,9 @@ class DatasetContents:
     titles: pa.Array | None = None
     """string [X], null for items without one."""
     schema: Schema | None = None
-    """The item ids alone where None."""
+    """None: the item ids alone."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """Of every feature but the item id."""
+    """Columns of every feature but the item id."""
     vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
     """string, by table, of every table but item's; row 0 null."""
 
@@ -43,7 +43,7 @@ class DatasetContents:
 def write_dataset(
     directory: Path, contents: DatasetContents, name: str, users_per_file: int = USERS_PER_FILE, **entries: Any
 ) -> dict[str, Any]:
-    """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; gives what is in that."""
+    """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; returns its content."""
     schema = contents.schema or Schema.of_ids(len(contents.item_ids))
     users = len(contents.offsets) - 1
     (directory / "sequences").mkdir(parents=True)
@@ -65,7 +65,7 @@ def write_dataset(
         "repeated_targets": repeated_targets(contents.offsets, contents.items),
         **entries,
     }
-    # Last, for it is what makes a directory a dataset.
+    # Last, because it makes the directory a dataset.
     text = json.dumps(description, indent=2, ensure_ascii=False)
     (directory / "dataset.json").write_text(text + "\n", encoding="utf-8")
     return description
@@ -82,7 +82,7 @@ def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]
     for split, held_out in (("validation", 2), ("test", 1)):
         target = np.maximum(offsets[1:] - held_out, 0)
         same = items == np.repeat(items[target], lengths)
-        # What a user's history has is a difference of running sums.
+        # Counts within a user's history are differences of running sums.
         sums = np.concatenate([[0], np.cumsum(same, dtype=index_type(len(items)))])
         shares[split] = float(np.mean(sums[target[users]] > sums[offsets[users]]))
     return shares

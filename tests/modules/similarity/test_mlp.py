@@ -82,7 +82,7 @@ def test_a_pair_depends_on_the_last_layer_and_nothing_else_of_the_module() -> No
 
 
 def test_its_size_is_that_of_the_papers_table() -> None:
-    """«Inference FLOPs per (x, u)»: 50.5K for ML-1M, of multiply-adds and K = 1024."""
+    """The paper's "Inference FLOPs per (x, u)": 50.5K for ML-1M, of multiply-adds and K = 1024."""
     mlp = MLP(50, MLPConfig())
     multiply_adds = mlp.hidden.weight.numel() + mlp.output.weight.numel()
     assert multiply_adds / 1024 == pytest.approx(50.5, abs=0.05)

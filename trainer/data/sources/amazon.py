@@ -44,7 +44,8 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 
 
 def read_actions(file: InputFile, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
-    """Ratings or reviews, whichever the file starts like. ValueError for the item-first ratings of 2018."""
+    """Reads ratings or reviews, whichever the file's start looks like. ValueError for the item-first ratings of
+    2018."""
     with file.open(progress) as stream:
         start = stream.readline(LONGEST_LINE)
     if start.lstrip().startswith(b"{"):
@@ -81,7 +82,7 @@ def _records(
     rejects: Rejects,
     progress: Progress,
 ) -> Iterator[list[tuple[int, tuple[Any, ...], bytes]]]:
-    """Number, what `take` takes, and text of lines with one record each, a block at a time."""
+    """Numbers, records as `take` returns them, and texts of lines with one record each, a block at a time."""
     for first, lines in line_blocks(file, progress):
         records = []
         for number, line in enumerate(lines.to_pylist(), start=first):
@@ -103,7 +104,7 @@ def _records(
 
 
 class _Unfit(ValueError):
-    """A record that lacks something, with the reason."""
+    """An incomplete record, with the reason."""
 
 
 def _review(record: Mapping[str, Any]) -> tuple[str, str, str, float | None]:

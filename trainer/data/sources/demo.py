@@ -1,12 +1,12 @@
-"""Two made-up worlds to try things on: no download, known structure, the same data from the same seed.
+"""Two synthetic datasets to try things on: no download, known structure, the same data from the same seed.
 
 `demo` is high-rank. Items belong to many small topics, and within a topic lie on a ring. A user has several interests,
-each a topic with the user's own place on its ring; what comes next is near the place where that interest stands, which
-moves on along the ring with each action, while the active interest switches as a Markov chain. Whether a user takes an
-item thus depends on the pair, narrowly, for hundreds of places, and on what that user took before.
+each a topic with the user's own place on its ring. The next item is near the current place of the active interest. That
+place moves on along the ring with each action, and the active interest switches as a Markov chain. So whether a user
+takes an item depends narrowly on the pair, for hundreds of places, and on the user's earlier actions.
 
 `demo-low-rank` is its control: the log-odds of an item are its log popularity plus one inner product of a user vector
-with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn alike.
+with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn in the same way.
 
 In both, an item's popularity weight falls as a power of its rank, nobody takes an item twice, and times are seconds.
 The same seed gives the same actions on the same numpy; another processor's rounding may change a few in
@@ -30,12 +30,12 @@ SECONDS_OF_STARTS = 365 * 86_400
 MEAN_GAP_SECONDS = 6 * 3_600
 
 USERS_AT_ONCE = 5
-"""Few enough for their log-odds to stay in cache, and for OpenBLAS not to wake its threads 60 times over."""
+"""Few enough for their log-odds to stay in cache, and for OpenBLAS not to wake its threads 60 times."""
 
 
 @dataclass(frozen=True)
 class SizeParameters:
-    """What both worlds have."""
+    """Settings of both datasets."""
 
     users: int = 2_000
     items: int = 3_000
@@ -55,7 +55,7 @@ class SizeParameters:
 
 @dataclass(frozen=True)
 class DemoParameters(SizeParameters):
-    """The high-rank world."""
+    """The high-rank dataset."""
 
     topics: int = 120
     """Each has items / topics items, evenly spaced on its ring."""
@@ -63,9 +63,9 @@ class DemoParameters(SizeParameters):
     most_interests: int = 6
     """Interests of a user, uniform from the fewest; chosen by the popularity of the topics."""
     switch: float = 0.2
-    """Probability that the active interest changes before an action."""
+    """Probability that the active interest switches before an action."""
     focus: float = 8.0
-    """How narrowly an interest keeps to its place: the weight of an item at angle a from it is exp(focus cos a)."""
+    """How narrow an interest is around its place: the weight of an item at angle a from it is exp(focus cos a)."""
     stride: float = 0.35
     """Radians that an interest moves on along its ring after an action."""
 
@@ -95,7 +95,7 @@ class LowRankParameters(SizeParameters):
     strength: float = 2.0
     """Standard deviation of the inner products among the log-odds."""
     drift: float = 0.1
-    """Share of a user vector's variance that is drawn anew at each action."""
+    """Share of a user vector's variance that is redrawn at each action."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +188,7 @@ def _drift_and_choose(
 
 
 class _Walk:
-    """Where every user's interests stand, action by action. T topics of P items; U users of at most K interests."""
+    """The places of every user's interests, action by action. T topics of P items; U users of at most K interests."""
 
     def __init__(
         self, parameters: DemoParameters, log_weights: np.ndarray, interests: np.ndarray, standing: np.ndarray
@@ -236,7 +236,7 @@ def _draw_interests(
     parameters: DemoParameters, topic_weights: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     shape = (parameters.users, parameters.topics)
-    # The largest of log weight + Gumbel noise are a draw without replacement in proportion to the weights.
+    # Taking the largest of log weight + Gumbel noise draws without replacement in proportion to the weights.
     scores = np.log(topic_weights) + rng.gumbel(size=shape)
     interests = np.argsort(-scores, axis=1)[:, : parameters.most_interests]
     counts = rng.integers(parameters.fewest_interests, parameters.most_interests, size=len(interests), endpoint=True)

@@ -1,7 +1,7 @@
 """MovieLens: the original zip, its folder, or the file of the ratings.
 
 ml-1m has `ratings.dat` (`user::item::rating::timestamp`), ml-100k `u.data` (the same, tab-separated), ml-20m and
-ml-latest `ratings.csv`. Titles, genres and what is known about users are read where their files are there.
+ml-latest `ratings.csv`. Titles, genres and features of users are read if their files exist.
 """
 
 import re
@@ -59,14 +59,14 @@ def _flagged_genres(row: Row) -> list[str]:
 
 
 def _year(row: Row) -> str | None:
-    """That of the title, «Name (1995)», or of ml-100k's release date, 01-Jan-1995."""
+    """The year in the title, "Name (1995)", or in ml-100k's release date, 01-Jan-1995."""
     found = re.search(r"\((\d{4})\)\s*$", row[1]) or re.fullmatch(r"\d\d-[A-Z][a-z]{2}-(\d{4})", row[2])
     return found[1] if found else None
 
 
 @dataclass(frozen=True)
 class SideFile:
-    """A file about users or items, and what of its rows is kept. The id is their first field."""
+    """A file about users or items, and the fields of its rows that are kept. The id is the first field."""
 
     name: str
     delimiter: str

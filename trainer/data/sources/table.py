@@ -1,9 +1,8 @@
 """Tables of actions: CSV with a header, or Parquet, one file or a folder of parts; and tables of items and of users.
 
 Times are whole numbers in any unit; or ISO 8601 texts, dates or timestamps, which become whole seconds since 1970 (UTC
-where they name no zone). Columns of the actions beyond user, item and time become features of the event, but for
-`title`, which is text about the item; those of the files that --items and --users name become features of items and
-users.
+if they name no zone). Columns of the actions other than user, item and time become features of the event, except
+`title`, which is text about the item. Columns of the files of --items and --users become features of items and users.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +27,7 @@ TIME = "a whole number or an ISO 8601 time"
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """What the columns of the actions are called."""
+    """The names of the actions' columns."""
 
     user: str = "user"
     item: str = "item"
@@ -36,7 +35,7 @@ class ColumnNames:
     """Empty: the order of the rows is the time."""
 
     def keys(self, label: str, header: list[str]) -> list[str]:
-        """Those that are named. ValueError where the file has no such column."""
+        """The named columns. ValueError if the file lacks one."""
         columns = {"--user-column": self.user, "--item-column": self.item, "--timestamp-column": self.timestamp}
         for flag, name in columns.items():
             if name and name not in header:
@@ -63,7 +62,8 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 def read_actions(
     files: Iterable[InputFile], names: ColumnNames, rejects: Rejects, progress: Progress, delimiter: str = ""
 ) -> Iterator[ActionBlock]:
-    """The actions of CSV or Parquet parts, in the given order. ValueError when a column is missing or unfit."""
+    """The actions of CSV or Parquet parts, in the given order. ValueError if a column is missing or has an unfit
+    type."""
     taken = 0
     for file in files:
         for rows in read_blocks(file, names.keys, rejects, progress, delimiter):
@@ -82,7 +82,7 @@ def read_actions(
 def read_side(
     path: str, flag: str, id_column: str, rejects: Rejects, progress: Progress, delimiter: str = ""
 ) -> SideTable:
-    """A table of items or users by id, which is the column of that name, or else the first."""
+    """A table of items or users by id, which is the column of that name, or else the first column."""
     if not path:
         return SideTable()
 

@@ -137,7 +137,7 @@ def test_columns_that_are_not_there_are_named_beside_those_that_are(
 def test_a_damaged_parquet_file_is_one_line(tmp_path: Path, rejects: Rejects) -> None:
     pq.write_table(pa.table({"user": range(9), "item": range(9), "timestamp": range(9)}), tmp_path / "in.parquet")
     file = file_of(tmp_path, (tmp_path / "in.parquet").read_bytes()[:-20], "in.parquet")
-    with pytest.raises(ValueError, match=r"in\.parquet: no readable Parquet"):
+    with pytest.raises(ValueError, match=r"in\.parquet: not readable Parquet"):
         actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
 
 
