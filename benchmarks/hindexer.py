@@ -1,12 +1,12 @@
-"""Stage 1 over a corpus, `hindexer_topk` beside other ways to the K items with the largest dot products.
+"""Stage 1 over a corpus: `hindexer_topk` compared with other ways to find the K items with the largest dot products.
 
     python -m benchmarks.hindexer [--items 10000000] [--width 64] [--k 100000] [--batches 1,8] [--threads 1] [--json]
 
 Random unit vectors. The peers: FP32 products of all items and torch.topk; the same in BF16; numpy's argpartition of the
 FP32 products; Algorithm 2 as the paper prints it, in plain torch on an INT8 corpus (a threshold from a sample, all
 products, those that reach the threshold). Each is called in turn, `--repetitions` times, after a first call that does
-not count: medians of wall time. Recall is the share of FP32's exact top K that is found. The floor is the time to read
-the INT8 corpus once, by summing it as 64-bit words. Memory is what a call takes beside the corpus at its highest.
+not count; times are medians of wall time. Recall is the share of FP32's exact top K that is found. The floor is the
+time to read the INT8 corpus once, by summing it as 64-bit words. Memory is the peak of a call, without the corpus.
 """
 
 import json
@@ -41,7 +41,7 @@ class Options:
     threads: int = 1
     repetitions: int = 5
     allowed: float = 0.5
-    """Share of the items that the filter leaves."""
+    """Share of the items that the filter keeps."""
     json: bool = False
     """Print JSON."""
 

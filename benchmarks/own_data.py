@@ -1,12 +1,11 @@
-"""Alternatives for a dataset of one's own, each trained for the same time: what `logitmix train auto` follows from.
+"""Alternatives for your own dataset, each trained for the same time: the basis of `logitmix train auto`.
 
     python -m benchmarks.own_data [--datasets ml-100k,demo,beauty] [--arms "auto,start,2048 shared + lr 0.003"]
 
-An arm is `auto`, the recipe, or changes to the first that was tried, joined by +. Every run has one process with one
-thread, FP32, and `--minutes` of training, evaluation not counted, and takes the checkpoint that is best on validation.
-The table gives validation HR@10, by which to choose, and test metrics, each as the mean over the seeds (with several,
-HR@10 with its range), beside popularity and item-kNN for the same users. A run whose results.json lies in --out is not
-repeated.
+An arm is the recipe `auto`, or changes to the arm `start`, joined by +. Every run has one process with one thread,
+FP32, and `--minutes` of training, evaluation not counted, and uses the checkpoint that is best on validation. The table
+gives validation HR@10, by which to choose, and test metrics, each as the mean over the seeds (with several, HR@10 with
+its range), and popularity and item-kNN for the same users. A run whose results.json is in --out is not repeated.
 `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip and amazon-beauty/beauty.txt.gz, lines of `user item`.
 """
 
@@ -43,13 +42,13 @@ CHANGES = {
     "1 block": ["--model.encoder.blocks", "1"],
     "item features": ["--model.features", "genres", "year"],
 }
-"""By name; the negatives that the batch shares are that many."""
+"""Arguments by an arm's name; "N shared" stands for N negatives shared by the batch."""
 DATASETS = {
     "ml-100k": ("ml-100k", "ml-100k.zip", ["--model.encoder.max-length", "100", "--evaluate.every-epochs", "4"]),
     "demo": ("demo", "", ["--model.encoder.max-length", "50", "--evaluate.every-epochs", "2"]),
     "beauty": ("sequences", "amazon-beauty/beauty.txt.gz", ["--model.encoder.max-length", "50"]),
 }
-"""Of each its name for prepare, the file under --source, and what every arm but auto is told."""
+"""For each dataset its name for prepare, the file under --source, and the arguments of every arm but auto."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Options:
     minutes: float = 1.0
     """Training time of a run."""
     users: int = 5000
-    """Users ranked, at most."""
+    """Most users ranked."""
     out: str = "runs/own_data"
     """Where datasets and runs are kept."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
@@ -90,7 +89,7 @@ def prepare(path: Path, dataset: str, source: str) -> None:
 
 
 def train(options: Options, dataset: str, arm: str, seed: int) -> dict[str, float]:
-    """Test metrics of a run, which is trained where there is none yet, and the best on validation."""
+    """Test metrics of a run, which is trained if there is none yet, and its best validation metric."""
     run = Path(options.out) / f"{dataset}-{arm}-{options.minutes:g}-{seed}".replace(" ", "")
     if not (run / "results.json").exists():
         changes = [word for part in arm.split(" + ") for word in CHANGES[part]] if arm != "auto" else []
@@ -104,7 +103,7 @@ def train(options: Options, dataset: str, arm: str, seed: int) -> dict[str, floa
 
 
 def _baseline(runs: dict[str, list[dict[str, float]]], name: str) -> dict[str, float]:
-    """Of the first run: where not all users are ranked, its seed's sample of them."""
+    """Baselines of the first run: if not all users are ranked, for its seed's sample of them."""
     results = next(iter(runs.values()))[0]
     return {metric: results[f"{name}/{metric}"] for metric in METRICS}
 

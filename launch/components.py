@@ -16,9 +16,9 @@ from typing import Dict, List, Optional  # noqa: UP035
 from torchx import specs
 from torchx.components import dist
 
-# Not in a function of its own, which torchx would check as a component.
+# Not in a separate function, which torchx would check as a component.
 _COMMAND_LINE = ArgumentParser(add_help=False, allow_abbrev=False)
-"""As much of `logitmix train` as says where the run directory is."""
+"""The arguments of `logitmix train` that determine the run directory."""
 _COMMAND_LINE.add_argument("recipe", nargs="?")
 _COMMAND_LINE.add_argument("--run", nargs="?")
 

@@ -4,10 +4,10 @@
     found = hindexer_topk(query_BH, corpus, k=100_000)
     found.items_BK  # the K best items of each query
 
-As in Algorithm 2, a threshold is estimated on a random sample, and one pass keeps what reaches it. Unlike there,
-exactly K items come back: a buffer that is full is trimmed to its K best, and a query that finds fewer is scanned again
-without a threshold. So the result is the exact top K of the INT8 products, whatever the sample was. The scores of the
-corpus are never held.
+As in Algorithm 2, a threshold is estimated on a random sample, and one pass keeps the items that reach it. Unlike
+there, exactly K items are returned: a full buffer is trimmed to its K best, and for a query that finds fewer, the
+corpus is scanned again without a threshold. So the result is the exact top K of the INT8 products, whatever the sample
+was. The scores of the whole corpus are never in memory.
 
 Axes: X items in the corpus, H width, B queries, K items found, R items of a part, G groups of 4 dimensions, S blocks of
 a sample.
@@ -26,22 +26,22 @@ import torch
 from torch import Tensor
 
 LANES, GROUP = 16, 4
-"""Items of a block, and dimensions that one instruction multiplies: how the corpus lies in memory."""
+"""Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
 LARGEST = 127
 SAMPLE, SMALLEST_SAMPLE = 2**13, 2**6
 """Blocks of the sample that the threshold is estimated on: one in SAMPLED of all, within these."""
 SAMPLED = 32
 BLOCKS_OF_A_THREAD = 2**12
-"""Fewer are not worth another thread."""
+"""Fewer than this are not worth another thread."""
 DEVIATIONS = 4.0
-"""The threshold lets that many standard deviations more pass than K items, as the sample tells."""
+"""The threshold lets this many standard deviations more than K items pass, estimated from the sample."""
 CHUNK = 2**20
-"""Items that are quantised, or scored in plain torch, at once."""
+"""Items that are quantized, or scored in plain torch, at once."""
 
 
 @dataclass(frozen=True)
 class Int8Corpus:
-    """Vectors of all items, quantised with one scale, so that the order of INT32 scores is that of the products."""
+    """Vectors of all items, quantized with one scale, so that INT32 scores have the order of the products."""
 
     blocks: Tensor
     """uint8 [X / 16, G, 16, 4]: blocks of 16 items, in each 4 dimensions of an item side by side; values are 128 above
@@ -64,12 +64,12 @@ class Int8Corpus:
 
     @classmethod
     def empty(cls, num_items: int, width: int, scale: float) -> "Int8Corpus":
-        """Zeros, to be filled."""
+        """A corpus of zeros, to be filled."""
         shape = (-(-num_items // LANES), -(-width // GROUP), LANES, GROUP)
         return cls(torch.full(shape, 128, dtype=torch.uint8), scale, num_items)
 
     def fill(self, start: int, item_RH: Tensor) -> None:
-        """Quantises items from index `start` on, a multiple of 16; what the scale cannot hold is clamped."""
+        """Quantizes items from index `start` on, a multiple of 16; values that the scale cannot hold are clamped."""
         assert start % LANES == 0
         R, H = item_RH.shape
         blocks, groups = -(-R // LANES), self.blocks.shape[1]
@@ -96,9 +96,9 @@ class Found:
     """The best items of each query, by the INT8 products."""
 
     items_BK: Tensor
-    """int64, in the order of their index; -1 after the last where fewer items are allowed."""
+    """int64, in the order of their index; -1 after the last if fewer items are allowed."""
     scores_BK: Tensor
-    """FP32, beside them: the products of the quantised vectors; -inf where there is no item."""
+    """FP32, parallel to the items: the products of the quantized vectors; -inf where there is no item."""
 
     def ordered(self) -> "Found":
         """The same with the highest scores first, the lower index first of equal ones."""
@@ -113,12 +113,12 @@ def hindexer_topk(
     allowed: Tensor | None = None,
     threads: int | None = None,
 ) -> Found:
-    """The k items [B, K] with the largest dot products, K being k or the corpus where it is smaller.
+    """The items [B, K] with the largest dot products; K is k, or the size of a smaller corpus.
 
-    Queries are quantised with a scale each. `allowed` says which items may be found: bool [X] for all queries or
-    [B, X], or the same as bits, uint8 [..., X / 8], the lowest bit first; k items are found after it, or all that it
-    leaves. Of equal scores the item with the lower index is taken. `threads` as torch's where None; the result does
-    not depend on it.
+    Each query is quantized with its own scale. `allowed` says which items may be found: bool [X] for all queries or [B,
+    X], or the same as bits, uint8 [..., X / 8], the lowest bit first; k of the allowed items are found, or all if there
+    are fewer. Of equal scores the item with the lower index is taken. `threads`: by default torch's number; the result
+    does not depend on it.
 
     Raises ValueError for a width or a mask that does not fit, queries that are not finite and k below 1.
     """
@@ -135,7 +135,7 @@ def hindexer_topk(
 
 
 def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
-    """int8 [B, width], and what an integer score is to be multiplied by, FP32 [B]."""
+    """int8 [B, width], and the factor of an integer score, FP32 [B]."""
     B, H = query_BH.shape
     if not corpus.width - GROUP < H <= corpus.width:
         raise ValueError(f"the queries are {H} wide, the corpus {corpus.width}")
@@ -198,7 +198,7 @@ class _Scan(ctypes.Structure):
 
 
 class _Buffers:
-    """What a thread has found of some queries."""
+    """The items that a thread has found for some queries."""
 
     def __init__(self, query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None, room: int) -> None:
         B = len(query)
@@ -215,7 +215,7 @@ class _Buffers:
         )
 
     def result(self, scale_B: Tensor) -> Found:
-        """The K best of them."""
+        """The K best of these items."""
         B, K = len(self.count_B), self.scan.K
         found = Found(torch.empty(B, K, dtype=torch.int64), torch.empty(B, K))
         library = _library()
@@ -240,7 +240,7 @@ def _compiled(
     assert library is not None
     sample_S = _sample(blocks)
     share = len(sample_S) / blocks
-    # So many of the sample are above the threshold, and at most about so many of the corpus.
+    # The number of sampled items above the threshold, and about the most items of the corpus above it.
     wanted = math.ceil(K * share + DEVIATIONS * math.sqrt(K * share)) + 1
     most = math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
     workers = max(1, min(threads, blocks // BLOCKS_OF_A_THREAD))
@@ -280,7 +280,7 @@ def _sample(blocks: int) -> Tensor:
 
 
 def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> _Buffers:
-    """What all threads have found, in the order of the corpus."""
+    """The items that all threads have found, in the order of the corpus."""
     if len(parts) == 1:
         return parts[0]
     counts = torch.stack([part.count_B for part in parts])
@@ -296,7 +296,7 @@ def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """stage1.c; None where it was not built (setup.py) or does not load."""
+    """stage1.c, compiled; None if it was not built (setup.py) or does not load."""
     spec = importlib.util.find_spec("logitmix.modules._stage1")
     if spec is None or spec.origin is None:
         return None
@@ -320,7 +320,7 @@ def _level() -> int:
 
 
 _BEST = 2
-"""The best of stage1.c's levels to use, where the machine has it."""
+"""The best of stage1.c's levels to use, if the machine has it."""
 
 
 @functools.cache

@@ -282,7 +282,8 @@ def _with_similarity(config: Config, words: list[str]) -> Config:
 
 
 def _last_value(words: Sequence[str], flag: str) -> str:
-    """What the words give a flag, before they are parsed: the last counts, as for the parser. Empty where nothing."""
+    """A flag's value in the words, before they are parsed: the last one counts, as for the parser. Empty if there is
+    none."""
     found = ""
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.partition("=")

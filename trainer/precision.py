@@ -1,9 +1,9 @@
-"""Which precision a run trains in where train.precision is auto: BF16 on CUDA; on a CPU the faster one.
+"""The precision of a run with train.precision auto: BF16 on CUDA; on a CPU the faster one.
 
-On a CPU that can be either: BF16 makes large products faster, but oneDNN compiles BF16 products anew for the shapes of
-each batch, which costs a small model more than it saves. So the run's first batches are computed in both, each batch
-once in each, as in training. No trace of it is left in the run: the tower is one made for the purpose, with random
-rows, and all random numbers come from a generator of its own.
+On a CPU either can be faster: BF16 speeds up large products, but oneDNN compiles BF16 products again for the shapes of
+each batch, which costs a small model more than it saves. So the run's first batches are computed in both precisions,
+each batch once in each, as in training. This does not affect the run: it uses a separate tower, random rows, and a
+separate generator of random numbers.
 """
 
 import time
@@ -25,16 +25,18 @@ from logitmix.trainer.parallelize import computes_bf16
 from logitmix.trainer.run import checkpoint_paths, read_config
 
 GAIN = 0.05
-"""BF16 is taken where FP32 takes longer by more than this share: where they are about equal, FP32 is more exact."""
+"""BF16 is chosen if FP32 takes longer by more than this share: at about equal speed, FP32 is better because more
+exact."""
 BATCHES, SECONDS = 10, 1.5
-"""What measuring ends after, whichever comes first: batches, or seconds of the CPU."""
+"""Measuring ends after this many batches or seconds of CPU time, whichever comes first."""
 
 
 def choose_precision(config: Config, run: Path, batches: TrainingBatches, ranks: Ranks) -> tuple[Config, str]:
-    """The configuration with fp32 or bf16 in place of auto, the same on every rank, and why ("" where nothing was to be
-    chosen). A run with checkpoints keeps its precision. Measuring takes a second or two, or a batch if that is longer.
+    """The configuration with fp32 or bf16 instead of auto, the same on every rank, and the reason ("" if nothing was to
+    be chosen). A run with checkpoints keeps its precision. Measuring takes a second or two, or a batch if that is
+    longer.
 
-    Raises ValueError on every rank where the run's configuration cannot be read. Collective.
+    Raises ValueError on every rank if the run's configuration cannot be read. Collective.
     """
     if config.train.precision != "auto":
         return config, ""
@@ -52,15 +54,15 @@ def choose_precision(config: Config, run: Path, batches: TrainingBatches, ranks:
 
 
 def _seconds_a_step(config: ModelConfig, batches: TrainingBatches) -> tuple[float, float]:
-    """Of the CPU for this rank's loss and gradients, in FP32 and in BF16: the least over its first batches, which the
-    machine's other work has disturbed least."""
+    """CPU seconds for this rank's loss and gradients, in FP32 and in BF16: the minimum over its first batches, which
+    the machine's other work disturbs least."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         tower = Tower(config, batches.schema)
     tower = tower.to_empty(device="cpu")
     tower.reset_parameters(generator)
     losses, parameters = SampledLosses(tower), list(tower.parameters())
-    # BF16 first, so that what the very first pass takes longer does not speak for it.
+    # BF16 first, so that the slow first pass does not count in its favor.
     spent: dict[str, list[float]] = {"bf16": [], "fp32": []}
     start = time.thread_time()
     for step in range(BATCHES):
@@ -70,7 +72,7 @@ def _seconds_a_step(config: ModelConfig, batches: TrainingBatches) -> tuple[floa
             count = len(ids.offsets) - 1 if isinstance(ids, Bags) else len(ids)
             rows[name] = torch.randn(count, batches.schema.table(name).dim, generator=generator, requires_grad=True)
         for precision, of_batches in spent.items():
-            # Of this thread alone: other processes may have the cores meanwhile.
+            # CPU time of this thread, because other processes may use the cores.
             before = time.thread_time()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 loss = losses(rows, batch)["loss"]

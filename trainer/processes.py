@@ -31,14 +31,14 @@ def launched() -> bool:
 
 
 def remove_logs_of_no_run() -> None:
-    """torchx's component has torchrun make RUN/logs before the run begins: where none has begun, this job's go."""
+    """Under torchx, torchrun makes RUN/logs before the run begins: if no run has begun, this removes the job's logs."""
     given, own = os.environ.get("PET_LOG_DIR"), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not (given and own):
         return
     logs = Path(given)
     with suppress(OSError):
         if os.listdir(logs.parent) == [logs.name]:
-            # torchrun's place for it is RUN/logs/JOB/attempt_N/RANK/error.json.
+            # torchrun puts the error file at RUN/logs/JOB/attempt_N/RANK/error.json.
             shutil.rmtree(Path(own).parents[2], ignore_errors=True)
             logs.rmdir()
             logs.parent.rmdir()

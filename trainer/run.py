@@ -169,7 +169,7 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    # torchx's logs are there before the run.
+    # torchx's logs exist before the run.
     before = set(os.listdir(run)) if run.is_dir() else set()
     try:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -10,23 +10,23 @@ from logitmix.trainer.config import Config, load_recipe, with_settings
 
 AUTO = "auto"
 POSITIONS = 4000
-"""Of a batch, about; shorter histories give fewer, for a batch has BATCH_SIZES users."""
+"""Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
 NEGATIVES = 2048
 STEPS = 300
-"""Between two evaluations, at least."""
+"""Fewest steps between two evaluations."""
 MOST_STEPS = 30_000
-"""Of training: what patience usually ends long before."""
+"""Most steps of training; patience usually ends it long before."""
 RANKED = 20_000
-"""Users that an evaluation ranks at most: of so many, a hit rate of 5 % has a 95 % interval of +- 0.3 %."""
+"""Most users that an evaluation ranks: with this many, a hit rate of 5 % has a 95 % interval of +- 0.3 %."""
 
 
 def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Settings by name, each with the reason, from the content of a dataset.json: they depend on it alone."""
+    """Settings by name, each with the reason; they depend only on the content of a dataset.json."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     mean = actions / users
     longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
-    # Two actions are held out, and a history is all but the last of the others.
+    # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     steps = -(-users // batch)
@@ -46,9 +46,9 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
-    """A recipe as `load_recipe` gives it, `auto` with the settings of the dataset, and a line that says which and why;
-    the dataset is the recipe's own where no path is given. Where there is none, nothing is sized: who loads it says
-    so."""
+    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and a line with these settings and
+    their reasons. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and
+    loading it raises the error later."""
     recipe = load_recipe(name)
     file = Path(data_path or recipe.data.path) / "dataset.json"
     if name != AUTO or not file.is_file():
@@ -63,5 +63,5 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
 
 
 def _power_of_two(number: float) -> int:
-    """The largest that is no larger than the number, at least 1."""
+    """The largest power of two up to the number, at least 1."""
     return 1 << max(0, int(number).bit_length() - 1)
