@@ -3,8 +3,8 @@
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
         item_indices   list<int64>   the user's items, oldest first
-        timestamps     list<int64>   of the same length, never falling: numbers in the unit of the source; of dates and
-                                     times, whole seconds since 1970, UTC
+        timestamps     list<int64>   of the same length, never decreasing: numbers in the unit of the source; for dates
+                                     and times, whole seconds since 1970, UTC
         raw_user_id    string        optional: the id in the source
         FEATURE        …             of owner user: its value; of owner event: a list with a value for each action
     items.parquet         one row an item that occurs in a sequence
@@ -19,7 +19,7 @@
         name               NAME of `logitmix prepare`
         users, items, actions                      counts of what is here
         schema             {features: [{name, owner, kind, table, width, mean, deviation}], tables: [{name, rows}]},
-                           without what is as by default: modules/schema.py says what each means
+                           without fields at their defaults: modules/schema.py defines them
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
         filters            {where: [condition], min_item_actions, min_user_actions, min_feature_count,
@@ -28,7 +28,7 @@
         titles             items with a title
         rejected_lines     malformed lines that were left out; they are in rejects.tsv
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
-                           Likewise in it items, users and schema, where such a file was given
+                           It also has items, users and schema, if such files were given
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
     rejects.tsv           file, line, reason, text; only where there are any
 
