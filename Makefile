@@ -60,7 +60,7 @@ data/demo/dataset.json: | install
 
 # A file's tests stay in one process: what they share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist loadfile)
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 soak: install
 	pytest -m $(if $(filter cuda,$(ACCELERATOR)),slow,'slow and not gpu') --timeout 3600

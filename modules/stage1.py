@@ -28,6 +28,11 @@ from torch import Tensor
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
 LARGEST = 127
+CLAMPED = 1e-4
+"""Share of the numbers, the largest ones, that the corpus's scale may clamp: the others are then stored more precisely,
+which raises the recall of FP32's top 1 % from 0.985 to 0.988 on unit vectors of width 64."""
+NUMBERS = 2**24
+"""Numbers that the scale is estimated on, at most, roughly."""
 SAMPLE, SMALLEST_SAMPLE = 2**13, 2**6
 """Blocks of the sample that the threshold is estimated on: one in SAMPLED of all, within these."""
 SAMPLED = 32
@@ -57,7 +62,9 @@ class Int8Corpus:
         largest = max((float(part.abs().max()) for part in item_XH.split(CHUNK)), default=0.0)
         if not math.isfinite(largest):
             raise ValueError("the items' vectors have values that are not finite")
-        corpus = cls.empty(X, H, largest / LARGEST or 1.0)
+        some = item_XH[:: max(1, X * H // NUMBERS)].abs().float().flatten()
+        held = float(some.kthvalue(math.ceil(len(some) * (1 - CLAMPED))).values) if len(some) else 0.0
+        corpus = cls.empty(X, H, (held or largest) / LARGEST or 1.0)
         for start in range(0, X, CHUNK):
             corpus.fill(start, item_XH[start : start + CHUNK])
         return corpus
