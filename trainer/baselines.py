@@ -29,6 +29,10 @@ RECENCY = 0.8
 PAIRS = 2**30
 """Pairs of actions of one user that similarities are computed from, about; where there are more, from a sample of the
 users."""
+ACTIONS = 2**25
+"""Actions that similarities are computed from, at most."""
+USERS = 2**16
+"""Users whose actions are counted at once."""
 BLOCK_PAIRS = 2**24
 """Pairs worked on at once."""
 SCORES = 2**22
@@ -64,7 +68,12 @@ def rank_targets(score: Score, users: RankingUsers, num_items: int, exclude_hist
 
 def training_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
     """How many training actions each item has [X]."""
-    return np.bincount(_training(dataset, held_out)[1], minlength=dataset.num_items)
+    count_X = np.zeros(dataset.num_items, np.int64)
+    # Some users at a time: the places of all actions would take several times the memory of the dataset.
+    for start in range(0, dataset.num_users, USERS):
+        users = np.arange(start, min(start + USERS, dataset.num_users))
+        count_X += np.bincount(_training(dataset, held_out, users)[1], minlength=dataset.num_items)
+    return count_X
 
 
 def popularity(dataset: Dataset, held_out: HeldOut) -> Score:
@@ -87,15 +96,14 @@ class ItemKNN:
     @classmethod
     def fit(cls, dataset: Dataset, held_out: HeldOut, pairs: int = PAIRS) -> "ItemKNN":
         """From about so many pairs of actions at most."""
-        user_E, item_E = _distinct(*_training(dataset, held_out), dataset.num_items)
-        of_users = len(np.unique(user_E))
-        kept_E = _within(user_E, dataset.num_users, pairs)
-        user_E, item_E = user_E[kept_E], item_E[kept_E]
+        length_U = _lengths(dataset, held_out)
+        users = _within(length_U, pairs)
+        user_E, item_E = _distinct(*_training(dataset, held_out, users), dataset.num_items)
         blocks = list(_neighbors(user_E, item_E, dataset.num_users, dataset.num_items))
         index_E, value_E = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
         size = (dataset.num_items, dataset.num_items)
         similarity_XX = torch.sparse_coo_tensor(index_E, value_E, size, check_invariants=False).coalesce()
-        return cls(similarity_XX, len(np.unique(user_E)), of_users)
+        return cls(similarity_XX, int((length_U[users] > 0).sum()), int((length_U > 0).sum()))
 
     def __call__(self, users: RankingUsers) -> NDArray[np.float64]:
         length_B = users.seen_lengths
@@ -105,12 +113,16 @@ class ItemKNN:
         return _product(history_BX, self.similarity_XX).to_dense().numpy()
 
 
-def _training(dataset: Dataset, held_out: HeldOut) -> tuple[Ints, Ints]:
-    """User and item of each action that may be trained on."""
-    start = dataset.offsets[:-1]
-    lengths = np.maximum(held_out.train_end - start, 0)
-    items = dataset.items_flat[ranges(start, lengths)].astype(np.int64)
-    return np.repeat(np.arange(dataset.num_users), lengths), items
+def _lengths(dataset: Dataset, held_out: HeldOut) -> Ints:
+    """How many actions of each user may be trained on [U]."""
+    return np.maximum(held_out.train_end - dataset.offsets[:-1], 0)
+
+
+def _training(dataset: Dataset, held_out: HeldOut, users: Ints) -> tuple[Ints, Ints]:
+    """User and item of each action of some users that may be trained on."""
+    lengths = _lengths(dataset, held_out)[users]
+    items = dataset.items_flat[ranges(dataset.offsets[users], lengths)].astype(np.int64)
+    return np.repeat(users, lengths), items
 
 
 def _distinct(user_E: Ints, item_E: Ints, num_items: int) -> tuple[Ints, Ints]:
@@ -118,13 +130,14 @@ def _distinct(user_E: Ints, item_E: Ints, num_items: int) -> tuple[Ints, Ints]:
     return np.divmod(np.unique(user_E * num_items + item_E), num_items)
 
 
-def _within(user_E: Ints, num_users: int, pairs: int) -> NDArray[np.bool_]:
-    """The entries of the users that are drawn, in a fixed random order, as long as their items make no more pairs."""
-    order_U = np.random.default_rng(0).permutation(num_users)
-    total_U = np.cumsum(np.bincount(user_E, minlength=num_users)[order_U] ** 2)
-    kept_U = np.zeros(num_users, bool)
-    kept_U[order_U[total_U <= max(pairs, total_U[0])]] = True
-    return kept_U[user_E]
+def _within(length_U: Ints, pairs: int) -> Ints:
+    """The users that are drawn, in a fixed random order, as long as their actions are no more than ACTIONS and make no
+    more pairs; at least one."""
+    order_U = np.random.default_rng(0).permutation(len(length_U))
+    length_U = length_U[order_U]
+    fits_U = (np.cumsum(length_U**2) <= pairs) & (np.cumsum(length_U) <= ACTIONS)
+    fits_U[0] = True
+    return np.sort(order_U[fits_U])
 
 
 def _neighbors(user_E: Ints, item_E: Ints, num_users: int, num_items: int) -> Iterator[tuple[Tensor, Tensor]]:

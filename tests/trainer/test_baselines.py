@@ -41,6 +41,7 @@ def test_ranks_are_those_of_a_plain_computation(
     monkeypatch.setattr(baselines, "NEIGHBORS", 4)
     monkeypatch.setattr(baselines, "BLOCK_PAIRS", block_pairs)
     monkeypatch.setattr(baselines, "SCORES", 100)  # three users at a time
+    monkeypatch.setattr(baselines, "USERS", 7)
     users = ranking_users(dataset, "test", 5, held_out)
     trained = training_histories(dataset, held_out)
     neighbors = plain_neighbors(trained, 4)
@@ -105,13 +106,15 @@ def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
         assert np.array_equal(fit(dataset, held)(users), fit(changed, held)(users))
 
 
-def test_too_many_pairs_are_a_sample_of_the_users() -> None:
+def test_too_many_pairs_or_actions_are_a_sample_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 users with 5 training items each, 25 pairs: 110 allow for four of them; one user is always there."""
     dataset = in_memory(np.arange(21) * 7, np.tile(np.arange(7), 20), 7)
     fitted = ItemKNN.fit(dataset, leave_one_out(dataset), pairs=110)
     assert (fitted.users, fitted.of_users) == (4, 20)
     assert ItemKNN.fit(dataset, leave_one_out(dataset), pairs=1).users == 1
     assert ItemKNN.fit(dataset, leave_one_out(dataset), pairs=500).users == 20
+    monkeypatch.setattr(baselines, "ACTIONS", 17)
+    assert ItemKNN.fit(dataset, leave_one_out(dataset), pairs=500).users == 3
 
 
 def test_they_are_named_in_the_results_unless_switched_off(tmp_path: Path) -> None:
