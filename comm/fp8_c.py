@@ -2,14 +2,13 @@
 
 import ctypes
 import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 
 from logitmix.comm.fp8_plain import MANTISSA_BITS
+from logitmix.common.compiled import compiled_library
 
-MODULE = "logitmix.comm._fp8"
 SOURCES = {torch.float32: 0, torch.bfloat16: 1}
 
 _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
@@ -18,12 +17,8 @@ _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled library; None if it was not built (setup.py) or does not load."""
-    spec = importlib.util.find_spec(MODULE)
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        loaded = ctypes.CDLL(spec.origin)
-    except OSError:
+    loaded = compiled_library("logitmix.comm._fp8")
+    if loaded is None:
         return None
     loaded.logitmix_fp8_quantize.restype = None
     loaded.logitmix_fp8_quantize.argtypes = [

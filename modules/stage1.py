@@ -15,7 +15,6 @@ a sample.
 
 import ctypes
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from logitmix.common.compiled import compiled_library
 
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
@@ -304,12 +305,8 @@ def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """stage1.c, compiled; None if it was not built (setup.py) or does not load."""
-    spec = importlib.util.find_spec("logitmix.modules._stage1")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-    except OSError:
+    library = compiled_library("logitmix.modules._stage1")
+    if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.stage1_scan.argtypes = [pointer, number, number, ctypes.c_int]

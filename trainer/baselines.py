@@ -76,9 +76,10 @@ def training_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
     return count_X
 
 
-def popularity(dataset: Dataset, held_out: HeldOut) -> Score:
-    count_X = training_counts(dataset, held_out).astype(np.float64)
-    return lambda users: np.broadcast_to(count_X, (len(users), len(count_X)))
+def popularity(count_X: Ints) -> Score:
+    """From `training_counts` [X]."""
+    score_X = count_X.astype(np.float64)
+    return lambda users: np.broadcast_to(score_X, (len(users), len(score_X)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Axes: U users, K items at the top, X items in the corpus.
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,14 +86,17 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
         share = float(ranking_users(dataset, "validation", 1, held_out(config, dataset)).repeats().mean())
     if share < COMMON_REPEATS:
         return True
-    if said:
-        said.print(
-            f"{share:.0%} of the validation targets are in their user's history: it is not left out of the ranking "
-            "(--evaluate.exclude-history yes would)",
-            highlight=False,
-            soft_wrap=True,
-        )
+    _say(
+        said,
+        f"{share:.0%} of the validation targets are in their user's history: it is not left out of the ranking "
+        "(--evaluate.exclude-history yes would)",
+    )
     return False
+
+
+def _say(said: Console | None, line: str) -> None:
+    if said:
+        said.print(line, highlight=False, soft_wrap=True)
 
 
 class Evaluation:
@@ -110,8 +113,13 @@ class Evaluation:
         users, batch_size = self._users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as advance:
             embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
-            counts = training_counts(self.dataset, self.held_out) if split == "test" else None
+            counts = self.training_counts if split == "test" else None
             return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance, counts)
+
+    @cached_property
+    def training_counts(self) -> np.ndarray:
+        """How many training actions each item has [X]."""
+        return training_counts(self.dataset, self.held_out)
 
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
@@ -122,21 +130,17 @@ class Evaluation:
         everyone, num_items = self._users(split), self.dataset.num_items
         users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
         if len(users) < len(everyone):
-            self._say(f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
-        scores: dict[str, Score] = {"popularity": popularity(self.dataset, self.held_out)}
+            _say(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
+        scores: dict[str, Score] = {"popularity": popularity(self.training_counts)}
         if num_items > MOST_ITEMS:
-            self._say(f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
+            _say(self.said, f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
         else:
             item_knn = ItemKNN.fit(self.dataset, self.held_out)
             if item_knn.users < item_knn.of_users:
-                self._say(f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
+                _say(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
         return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in _means(rank_U).items()}
-
-    def _say(self, line: str) -> None:
-        if self.said:
-            self.said.print(line, highlight=False, soft_wrap=True)
 
     def _users(self, split: Split) -> RankingUsers:
         options, L = self.config.evaluate, self.config.model.encoder.max_length

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from logitmix.common.compiled import compiled_library
+
 from ..noise import derive_key, threshold
 from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
 
@@ -110,12 +112,8 @@ def _has_triton() -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel; None where it was not built (setup.py) or does not load."""
-    spec = importlib.util.find_spec("logitmix.modules.losses._mol")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-    except OSError:
+    library = compiled_library("logitmix.modules.losses._mol")
+    if library is None:
         return None
     library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     return library

@@ -1,3 +1,4 @@
+import importlib.util
 import math
 import shutil
 import sysconfig
@@ -310,7 +311,7 @@ def test_without_the_library_the_plain_path_serves(monkeypatch: pytest.MonkeyPat
     wire = quantize_rowwise(rows, E4M3)
     (tmp_path / "broken.so").write_bytes(b"no library")
     spec = SimpleNamespace(origin=str(tmp_path / "broken.so")) if found != "nothing" else None
-    monkeypatch.setattr(fp8_c.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     fp8_c.library.cache_clear()
     try:
         assert fp8.backend("cpu") == "torch"

@@ -11,7 +11,7 @@ from small_data import in_memory, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer import baselines, evaluate
-from logitmix.trainer.baselines import ItemKNN, popularity, rank_targets
+from logitmix.trainer.baselines import ItemKNN, popularity, rank_targets, training_counts
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import Evaluation
@@ -57,7 +57,10 @@ def test_ranks_are_those_of_a_plain_computation(
         target = int(dataset.items_flat[place])
         expected["popularity"].append(plain_rank(counts, target, out, dataset.num_items))
         expected["item_knn"].append(plain_rank(knn, target, out, dataset.num_items))
-    for name, score in (("popularity", popularity(dataset, held_out)), ("item_knn", ItemKNN.fit(dataset, held_out))):
+    for name, score in (
+        ("popularity", popularity(training_counts(dataset, held_out))),
+        ("item_knn", ItemKNN.fit(dataset, held_out)),
+    ):
         assert rank_targets(score, users, dataset.num_items, exclude).tolist() == expected[name]
     assert len(set(expected["item_knn"])) > 8 and len(set(expected["popularity"])) > 8
 
@@ -102,7 +105,7 @@ def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
         items[end - 2 : end] = 0
     changed = replace(dataset, items_flat=items)
     users = ranking_users(dataset, "validation", 5)
-    for fit in (popularity, ItemKNN.fit):
+    for fit in (lambda *of: popularity(training_counts(*of)), ItemKNN.fit):
         assert np.array_equal(fit(dataset, held)(users), fit(changed, held)(users))
 
 
