@@ -21,6 +21,7 @@
     ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where the
                          texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds if there are titles
+    README.md            the model card, for people (trainer/card.py)
 
 All other tensors are FP32. The fields of the manifest:
 
@@ -33,7 +34,8 @@ All other tensors are FP32. The fields of the manifest:
     item_cache                whether the files of items hold the item cache
     exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
     signature                 inputs and outputs of a retrieval
-    files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}
+    files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
+                              read, have no tensors
     sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
 
 Several processes can write it together, each some of the shards; files are mapped into memory when read.
@@ -73,6 +75,9 @@ FORMAT = "logitmix serving directory"
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
+CARD = "README.md"
+EXTRAS = re.compile(r"README\.md")
+"""Names of the extras: `read` neither reads nor checks them."""
 
 Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
@@ -208,6 +213,17 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
     text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
     (staging / MANIFEST).write_text(text, encoding="ascii")
     return manifest
+
+
+def extra_entry(staging: Path, name: str) -> Entries:
+    """The manifest's entry of an extra that was written there."""
+    assert is_extra(name)
+    file = staging / name
+    return {name: {"bytes": file.stat().st_size, "sha256": file_digest(file)}}
+
+
+def is_extra(name: str) -> bool:
+    return EXTRAS.fullmatch(name) is not None
 
 
 def items_file(number: int, count: int) -> str:
@@ -350,7 +366,7 @@ def _is_ours(path: Path) -> bool:
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
     names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, VOCABULARIES, IDS}
-    return all(re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
+    return all(is_extra(name) or re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 
 def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
@@ -367,6 +383,10 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
     """The tensors of all files, as in the manifest: those that follow from the model and the number of items."""
     if not isinstance(files, dict):
         _broken(file, "files is not a mapping")
+    extras = {name: entry for name, entry in files.items() if is_extra(name)}
+    for name, entry in extras.items():
+        _check_keys(file, entry, ("bytes", "sha256"), f"files.{name}.")
+    files = {name: entry for name, entry in files.items() if name not in extras}
     shards, tables = _numbered(items_file, files), _numbered(tables_file, files)
     _check_keys(file, files, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), "files.")
     for name in files:

@@ -11,8 +11,8 @@ rows.
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,8 @@ class SavedModel:
     tower: Tower
     read_rows: Callable[[str, int, int], Tensor]
     """The rows [R, D] of a table from `start` to `stop`, excluded."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """Its metrics, if it was evaluated."""
 
     @property
     def num_items(self) -> int:
@@ -127,7 +129,8 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     schema = model_schema(read_schema(run), config)
     tower = Tower(config.model, schema)
     _load_alone(path, {"tower": tower.state_dict()})
-    return SavedModel(config, _progress(path).step, tower, partial(_read_rows, path, schema))
+    progress = _progress(path)
+    return SavedModel(config, progress.step, tower, partial(_read_rows, path, schema), progress.validation)
 
 
 def _choose(run: Path, metric: str, which: Literal["best", "last"], ranks: Ranks | None) -> Path:

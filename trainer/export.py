@@ -30,6 +30,7 @@ from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import item_cache, item_shapes, row_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
+from logitmix.trainer.card import Facts, read_facts, write_card
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import Column, load_dataset
 from logitmix.trainer.data.lookups import Ints, taken_rows
@@ -78,7 +79,8 @@ def export(
         items = DatasetItems(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
         )
-        return export_model(model, about, items, out, overwrite, ranks)
+        facts = read_facts(run, model.config, model.step, dataset.description(), model.validation)
+        return export_model(model, about, items, out, overwrite, ranks, facts)
 
 
 def export_model(
@@ -88,10 +90,12 @@ def export_model(
     out: Path,
     overwrite: bool,
     ranks: Ranks,
+    facts: Facts | None = None,
 ) -> dict[str, Any]:
     """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
-    its manifest. Collective. Raises ValueError if `out` must not be overwritten, for weights that are not finite and
-    for duplicate raw ids or values of features, and OSError if the disk is full or forbids it.
+    its manifest. It has a model card where there are `facts` of the training. Collective. Raises ValueError if `out`
+    must not be overwritten, for weights that are not finite and for duplicate raw ids or values of features, and
+    OSError if the disk is full or forbids it.
     """
     out = out.resolve()
 
@@ -107,7 +111,11 @@ def export_model(
         others = _merged(on_all_ranks(lambda: _write_items(model, about, dataset, tables, staging, ranks), ranks))
 
         def finish() -> dict[str, Any]:
-            manifest = serving.write_manifest(staging, about, tables | others)
+            entries = tables | others
+            if facts:
+                examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
+                entries |= write_card(staging, about, entries, facts, examples)
+            manifest = serving.write_manifest(staging, about, entries)
             serving.check_target(out, overwrite)
             publish(staging, out)
             return manifest

@@ -23,6 +23,7 @@ from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
+from logitmix.trainer.card import renew_card
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
@@ -121,7 +122,7 @@ def _write(
     count = before + len(shards)
     with whole_directory(directory) as staging:
         names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
-        names |= {name: name for name in files if name not in (*names, serving.IDS)}
+        names |= {name: name for name in files if name not in (*names, serving.IDS, serving.CARD)}
         for old, name in names.items():
             _link(directory / old, staging / name)
         entries = {name: files[old] for old, name in names.items()}
@@ -133,6 +134,10 @@ def _write(
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
         entries |= serving.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
+        if serving.CARD in files:
+            card = directory / serving.CARD
+            text = card.read_text(encoding="utf-8") if card.exists() else ""
+            entries |= renew_card(staging, about, entries, text)
         serving.write_manifest(staging, about, entries)
 
 

@@ -246,6 +246,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
     "a field files.surprise that": lambda m: m["files"].update(surprise={}),
     "a field files.ids.safetensors.surprise that": lambda m: m["files"]["ids.safetensors"].update(surprise=1),
+    "no field files.README.md.sha256": lambda m: m["files"].update({"README.md": {"bytes": 1}}),
+    "a field files.README.md.tensors that": lambda m: m["files"].update(
+        {"README.md": {"bytes": 1, "sha256": "", "tensors": {}}}
+    ),
     "no field torch": lambda m: m.pop("torch"),
     "no field files.ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
     "no field files.tower.safetensors.tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
