@@ -110,7 +110,7 @@ def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tens
             return F.embedding_bag(of.values, rows[feature.table], of.offsets, mode="mean", include_last_offset=True)
         case _:
             normalized = (of.values - feature.mean) / feature.deviation
-            return normalized.view(len(normalized), feature.width)
+            return normalized.view(-1, feature.width)
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:

@@ -169,4 +169,4 @@ class Tower(nn.Module):
 
 
 def _numbers(of: Embedded) -> Tensor:
-    return torch.arange(len(of.vector_RD), device=of.vector_RD.device)
+    return torch.arange(of.vector_RD.shape[0], device=of.vector_RD.device)

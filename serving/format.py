@@ -22,6 +22,8 @@
                          texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds if there are titles
     README.md            the model card, for people (trainer/card.py)
+    similarity.faiss, hindexer.faiss
+                         on request, the items' vectors as faiss indexes (trainer/indexes.py)
 
 All other tensors are FP32. The fields of the manifest:
 
@@ -76,7 +78,7 @@ FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
 CARD = "README.md"
-EXTRAS = re.compile(r"README\.md")
+EXTRAS = re.compile(r"README\.md|(similarity|hindexer)\.faiss")
 """Names of the extras: `read` neither reads nor checks them."""
 
 Entries = dict[str, dict[str, Any]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.modules.towers import Tower
+from logitmix.modules.towers import Sides, Tower
 
 TABLE = "table"
 """Name of the items' vectors [R, D] beside the cache: histories are encoded with them."""
@@ -29,9 +29,12 @@ def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Ten
 
 def item_cache(tower: Tower, items: Embedded) -> dict[str, Tensor]:
     """The items' vectors and sides of both stages by name: table, similarity.0, … and hindexer.0, each [R, ...]."""
-    sides = tower.item_sides(items)._asdict()
-    parts = {f"{stage}.{i}": part for stage, side in sides.items() for i, part in enumerate(side or ())}
-    return {TABLE: items.vector_RD, **parts}
+    return {TABLE: items.vector_RD, **named(tower.item_sides(items))}
+
+
+def named(sides: Sides) -> dict[str, Tensor]:
+    """Both stages' sides by name: similarity.0, … and hindexer.0, each [R, ...]."""
+    return {f"{stage}.{i}": part for stage, side in sides._asdict().items() for i, part in enumerate(side or ())}
 
 
 def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:

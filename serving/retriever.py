@@ -21,7 +21,7 @@ from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
 from logitmix.serving.items import Chunk, ItemInputs, Items
-from logitmix.serving.model import item_cache, trained_tower
+from logitmix.serving.model import item_cache, named, trained_tower
 from logitmix.serving.pieces import fetch_rows
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
@@ -153,6 +153,18 @@ class Retriever:
         asked = [self._asked(request, place, unknown) for place, request in enumerate(requests, first)]
         found = self._retrieve(asked, min(k, self.num_items), kept, exclude_history)
         return [self._shown(*ranking) for ranking in zip(found.items.tolist(), found.scores.tolist(), strict=True)]
+
+    @torch.inference_mode()
+    def query_sides(
+        self, requests: Sequence[Request], unknown: Literal["skip", "unknown", "refuse"] = "skip"
+    ) -> dict[str, Tensor]:
+        """What both stages take of the queries, named and scaled like the items' sides in an export: similarity.0, …
+        and hindexer.0, each FP32 [B, ...]. A dot product with an item's hindexer.0 is the h-indexer's score, and with
+        kind dot one with similarity.0 is the similarity: so they can be searched for with another index.
+
+        Raises ValueError as `recommend` does.
+        """
+        return named(self._queries([self._asked(request, place, unknown) for place, request in enumerate(requests)]))
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
         if k < 1:

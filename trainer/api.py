@@ -12,7 +12,7 @@ several processes, start them with `logitmix train --processes N`, torchrun or t
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,9 @@ def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", thr
 
 
 @quietly()
-def export(run: str | Path, out: str | Path, overwrite: bool = False) -> dict[str, Any]:
-    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest."""
-    return exporting.export(Path(run), Path(out), overwrite)
+def export(
+    run: str | Path, out: str | Path, overwrite: bool = False, extras: Collection[exporting.Extra] = ()
+) -> dict[str, Any]:
+    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest. `extras`
+    are files for other servers (docs/export.md)."""
+    return exporting.export(Path(run), Path(out), overwrite, extras=extras)

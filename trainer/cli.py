@@ -138,6 +138,8 @@ class ExportCommand:
     item_cache: bool = True
     """Store the item tower's outputs. Otherwise store the items' rows and features, which take fewer bytes but pass
     through the tower for each request."""
+    faiss: bool = False
+    """Also write the items' vectors as faiss indexes."""
     processes: int = 1
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
@@ -319,9 +321,12 @@ def _export(words: list[str]) -> None:
     command = _parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
     _let_threads_sleep()
-    from logitmix.trainer.export import export
+    from logitmix.trainer.export import EXTRAS, export
 
-    manifest = export(Path(command.run), Path(command.out), command.overwrite, command.checkpoint, command.item_cache)
+    extras = [name for name in EXTRAS if getattr(command, name)]
+    manifest = export(
+        Path(command.run), Path(command.out), command.overwrite, command.checkpoint, command.item_cache, extras
+    )
     if not _is_main():
         return
     if command.json:

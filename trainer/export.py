@@ -7,10 +7,10 @@ Axes: R items of a shard, W width of a table.
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,11 +21,12 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
+from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
-from logitmix.serving.format import About, Entries, Source
+from logitmix.serving.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import item_cache, item_shapes, row_shapes
 from logitmix.serving.pieces import Pieces
@@ -35,6 +36,7 @@ from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import Column, load_dataset
 from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history
+from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
 
@@ -42,6 +44,17 @@ SHARD_BYTES = 2**28
 """Size of a shard of items, and of a file of tables, roughly."""
 CHUNK_ITEMS = 2**13
 """Items whose cache is computed at once."""
+
+
+class _Maker(NamedTuple):
+    check: Callable[[ModelConfig], None]
+    """ValueError if the extra cannot be made here of such a model."""
+    write: Callable[[Path, Contents], Entries]
+    """Writes it beside the other files of an export; returns the manifest's entries."""
+
+
+Extra = Literal["faiss"]
+EXTRAS: Mapping[Extra, _Maker] = {"faiss": _Maker(check_indexes, write_indexes)}
 
 
 @dataclass(frozen=True)
@@ -62,12 +75,14 @@ def export(
     overwrite: bool = False,
     which: Literal["best", "last"] = "best",
     item_cache: bool = True,
+    extras: Collection[Extra] = (),
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one) and returns its manifest; alone, or under
     torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
-    the Retriever passes them through the item tower for each request. The raw ids and titles come from the dataset
-    directory that the run names. Raises ValueError if `out` exists and must not be overwritten, if the run has no
-    intact checkpoint, or if the dataset is missing or is not the one that the run was trained on.
+    the Retriever passes them through the item tower for each request. `extras` are files for other servers, which rank
+    0 makes. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
+    exists and must not be overwritten, if the run has no intact checkpoint, if the dataset is missing or is not the one
+    that the run was trained on, or if an extra cannot be made.
     """
     with process_group("cpu", read_config(run).comm.timeout_seconds) as ranks:
         model = load_saved(run, which, ranks)
@@ -80,7 +95,7 @@ def export(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
         )
         facts = read_facts(run, model.config, model.step, dataset.description(), model.validation)
-        return export_model(model, about, items, out, overwrite, ranks, facts)
+        return export_model(model, about, items, out, overwrite, ranks, facts, extras)
 
 
 def export_model(
@@ -91,6 +106,7 @@ def export_model(
     overwrite: bool,
     ranks: Ranks,
     facts: Facts | None = None,
+    extras: Collection[Extra] = (),
 ) -> dict[str, Any]:
     """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
     its manifest. It has a model card where there are `facts` of the training. Collective. Raises ValueError if `out`
@@ -101,6 +117,8 @@ def export_model(
 
     def make() -> Path:
         serving.check_target(out, overwrite)
+        for name in extras:
+            EXTRAS[name].check(about.model)
         staging = staging_path(out)
         staging.mkdir(parents=True)
         return staging
@@ -112,6 +130,7 @@ def export_model(
 
         def finish() -> dict[str, Any]:
             entries = tables | others
+            entries |= write_extras(staging, about, entries, extras)
             if facts:
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
                 entries |= write_card(staging, about, entries, facts, examples)
@@ -125,6 +144,17 @@ def export_model(
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:
+    """Writes extras of the export that has these files, from its files."""
+    written = Entries()
+    if extras:
+        serving.write_manifest(staging, about, entries)
+        contents = serving.read(staging)
+        for name in extras:
+            written |= EXTRAS[name].write(staging, contents)
+    return written
 
 
 def _merged(of_ranks: list[Entries]) -> Entries:

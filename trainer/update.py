@@ -27,7 +27,7 @@ from logitmix.trainer.card import renew_card
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
-from logitmix.trainer.export import CHUNK_ITEMS, in_order, texts_of
+from logitmix.trainer.export import CHUNK_ITEMS, EXTRAS, in_order, texts_of, write_extras
 
 TITLE = "title"
 SEPARATOR = "|"
@@ -120,9 +120,12 @@ def _write(
     about = replace(contents.about, num_items=contents.about.num_items + len(ids))
     before, files = len(contents.shards), serving.read_manifest(directory)["files"]
     count = before + len(shards)
+    indexed = [name for name in files if name.endswith(".faiss")]
+    if indexed:
+        EXTRAS["faiss"].check(about.model)
     with whole_directory(directory) as staging:
         names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
-        names |= {name: name for name in files if name not in (*names, serving.IDS, serving.CARD)}
+        names |= {name: name for name in files if name not in (*names, *indexed, serving.IDS, serving.CARD)}
         for old, name in names.items():
             _link(directory / old, staging / name)
         entries = {name: files[old] for old, name in names.items()}
@@ -134,6 +137,7 @@ def _write(
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
         entries |= serving.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
+        entries |= write_extras(staging, about, entries, ["faiss"] if indexed else [])
         if serving.CARD in files:
             card = directory / serving.CARD
             text = card.read_text(encoding="utf-8") if card.exists() else ""

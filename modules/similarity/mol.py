@@ -78,7 +78,7 @@ class MoL(Similarity):
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
-        shape = (len(query_TD), self.config.query_components, self.config.component_dim)
+        shape = (query_TD.shape[0], self.config.query_components, self.config.component_dim)
         components = self.query_projection(query_TD).view(shape)
         if self.query_features is not None:
             components = self.query_features(components, groups)
@@ -90,7 +90,7 @@ class MoL(Similarity):
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
-        shape = (len(item_ND), self.config.item_components, self.config.component_dim)
+        shape = (item_ND.shape[0], self.config.item_components, self.config.component_dim)
         components = self.item_projection(dropped_ND).view(shape)
         if self.item_features is not None:
             components = self.item_features(components, groups)
