@@ -33,7 +33,15 @@ setup(
         Extension(
             "logitmix.modules.losses._mol",
             ["modules/losses/mol.c"],
-            depends=["setup.py"],
+            depends=["setup.py", "modules/tiles.h"],
+            extra_compile_args=FLAGS,
+            libraries=["m"],
+            optional=True,
+        ),
+        Extension(
+            "logitmix.modules.similarity._mol_scores",
+            ["modules/similarity/mol_scores.c"],
+            depends=["setup.py", "modules/tiles.h"],
             extra_compile_args=FLAGS,
             libraries=["m"],
             optional=True,

@@ -1,10 +1,11 @@
 """The interface of every similarity phi(x, u): two sides, scores of pairs, losses and diagnostics.
 
-Axes: T queries, N items, D width.
+Axes: T queries, N items, D width, P pairs of a query and one of its candidates.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from ..losses.blockwise import Examples, bce, blockwise_loss, softmax
 from ..losses.blockwise import Side as Side
 from ..noise import Noise
 
+NUMBERS = {"cpu": 2**22, "cuda": 2**26}
+"""Numbers that a chunk of query-item pairs may hold at once, roughly: enough to fit the caches, or fill the device."""
 PairDropout = Callable[[Tensor], Tensor]
 """Dropout of what a similarity computes for each pair [..., C]; None outside training."""
 
@@ -55,6 +58,22 @@ class Similarity(nn.Module, ABC):
     @abstractmethod
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         """phi(x, u) of query t with item t, FP32 [T]."""
+
+    def candidates(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
+        """phi of each query with candidates of its own, FP32 [P], for serving: without gradients.
+
+        The candidates of query t are item_P[bounds[t] : bounds[t + 1]], indices into the items. The items' side may be
+        stored in any type: it is converted to the query's.
+        """
+        score_P = torch.empty(len(item_P), device=item_P.device)
+        size = max(1, NUMBERS[item_P.device.type] // self.pair_numbers)
+        for t, (first, last) in enumerate(pairwise(bounds)):
+            one = tuple(part[t : t + 1] for part in query)
+            for start in range(first, last, size):
+                index_N = item_P[start : min(start + size, last)]
+                side = tuple(part[index_N].to(of.dtype) for part, of in zip(item, query, strict=True))
+                score_P[start : start + len(index_N)] = self.all_pairs(one, side)[0]
+        return score_P
 
     def pair_parameters(self) -> list[nn.Parameter]:
         """The parameters that `all_pairs` and `pairs` use."""

@@ -19,6 +19,7 @@ from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
 from .dot import l2_normalize
+from .mol_scores import mol_scores
 
 PREFERENCE = 2.0
 """Initial bias of the cross gate for pairs of like components: with 8 x 8, SiLU and softmax give these 8 pairs about
@@ -113,6 +114,10 @@ class MoL(Similarity):
 
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         return self._mix(_logits_of_pairs(query, item), query[1], item[1], dropout)
+
+    def candidates(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
+        fused = mol_scores(query, item, self.pair_parameters(), item_P, bounds)
+        return super().candidates(query, item, item_P, bounds) if fused is None else fused
 
     def pair_parameters(self) -> list[nn.Parameter]:
         return list(self.cross_gate.parameters())

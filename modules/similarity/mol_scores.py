@@ -1,0 +1,110 @@
+"""Mixture of logits (MoL) of queries with candidates of their own, fused: nothing is in memory for each pair but its
+score, and the candidates' rows are read where the items are stored, without a copy (the paper's index select, section
+4.2).
+
+Axes: B queries, P pairs (query, candidate), X items, U query components, I item components, C their width, M = U * I
+mixture components, H hidden width of the cross gate.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from logitmix.common.compiled import compiled_library
+
+from ..losses.blockwise import Side
+
+
+def mol_scores(
+    query: Side, item: Side, cross_gate: Sequence[Tensor], item_P: Tensor, bounds: Sequence[int]
+) -> Tensor | None:
+    """phi of each query with its candidates (section 3.2), FP32 [P]; None if there is no compiled form for these
+    inputs. No gradients.
+
+    query: components [B, U, C], already divided by tau, and gating weights [B, M], FP32. item: components [X, I, C] and
+    gating weights [X, M], each FP32, BF16, FP16 or INT8. cross_gate: weight [H, M] and bias [H], then weight [M, H] and
+    bias [M], of its two linear layers. The candidates of query b are item_P[bounds[b] : bounds[b + 1]], indices into
+    the X items. For INT8 components, those of the query include their scale.
+
+    Products are of BF16 numbers with FP32 sums if the components are BF16 or INT8 and the processor has such products,
+    and of FP32 numbers otherwise. It uses as many threads as torch would; the result does not depend on their number.
+    IndexError or ValueError for indices or bounds that do not fit.
+    """
+    library = _library()
+    stored = [_STORED.get(part.dtype) for part in item]
+    if library is None or item_P.device.type != "cpu" or None in stored:
+        return None
+    (B, U, C), (X, I, _), H = query[0].shape, item[0].shape, len(cross_gate[1])
+    P = len(item_P)
+    if bounds[0] != 0 or bounds[-1] != P or len(bounds) != B + 1 or any(torch.tensor(bounds).diff() < 0):
+        raise ValueError(f"bounds must rise from 0 to {P}, the number of pairs, with one more than the {B} queries")
+    if P:
+        least, most = torch.aminmax(item_P)
+        if least < 0 or most >= X:
+            raise IndexError(f"items are numbered from 0 to {X - 1}, not from {least} to {most}")
+    inputs = [tensor.detach().float().contiguous() for tensor in (*query, *cross_gate)]
+    items = [part.detach().contiguous() for part in item]
+    index_P, bound_B, score_P = item_P.long().contiguous(), torch.tensor(bounds), torch.empty(P)
+    pointers = [tensor.data_ptr() for tensor in (*inputs[:2], *items)]
+    others = [tensor.data_ptr() for tensor in (*inputs[2:], index_P, bound_B, score_P)]
+    problem = _Scores(U, I, C, H, *pointers, *stored, *others)
+    level = min(library.mol_scores_level(), _LEVEL)
+    if item[0].dtype not in (torch.bfloat16, torch.int8):
+        level = min(level, _BF16 - 1)
+    workers = max(1, min(torch.get_num_threads(), P // _PAIRS))
+
+    def work(worker: int) -> None:
+        first, last = P * worker // workers, P * (worker + 1) // workers
+        if library.mol_scores(ctypes.byref(problem), first, last, level):
+            raise MemoryError("no memory for the buffers of the MoL scores")
+
+    of_others = [_pool().submit(work, worker) for worker in range(1, workers)]
+    work(0)
+    for other in of_others:
+        other.result()
+    return score_P
+
+
+class _Scores(ctypes.Structure):
+    """mol_scores.c's."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in "UICH"),
+        *((name, ctypes.c_void_p) for name in ("query_BUC", "query_BM", "item_XIC", "item_XM")),
+        *((name, ctypes.c_int64) for name in ("components", "weights")),
+        *((name, ctypes.c_void_p) for name in ("up_HM", "up_H", "down_MH", "down_M", "item_P", "bound_B", "score_P")),
+    )
+
+
+_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""mol_scores.c's numbers of types."""
+_BF16 = 3
+"""mol_scores.c's level at which products are of BF16 numbers."""
+_LEVEL = _BF16
+"""The best level to use, if the machine has it."""
+_PAIRS = 2048
+"""Fewer pairs than this are not worth another thread."""
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernel; None where it was not built (setup.py) or does not load."""
+    library = compiled_library("logitmix.modules.similarity._mol_scores")
+    if library is None:
+        return None
+    library.mol_scores.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    return library
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "mol-scores")
+
+
+# A forked process does not have its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,0 +1,342 @@
+/* Vectors and products of small matrices in registers, for every instruction set: what mol.c and mol_scores.c share.
+
+   A source that includes this file defines SOURCE before, its own path from here. It is then included in turn, once for
+   each instruction set and precision, with VARIANT defined: FN(name) is a function of one of them. */
+
+#ifndef VARIANT
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UP(n, multiple) (((n) + (multiple) - 1) / (multiple) * (multiple))
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define FN(name) JOIN(name, VARIANT)
+#define JOIN_W_(a, b) a##b
+#define JOIN_W(a, b) JOIN_W_(a, b)
+#define JOIN_M_(a, b) a##b##m
+#define JOIN_M(a, b) JOIN_M_(a, b)
+
+/* Vectors of 4, 8 and 16 lanes, and the same in memory, aligned like their elements. */
+#define LANES(n)                                                                                                       \
+    typedef float f##n __attribute__((vector_size(4 * n), may_alias));                                                 \
+    typedef int32_t i##n __attribute__((vector_size(4 * n), may_alias));                                               \
+    typedef uint32_t u##n __attribute__((vector_size(4 * n), may_alias));                                              \
+    typedef uint16_t h##n __attribute__((vector_size(2 * n), may_alias));                                              \
+    typedef int8_t b##n __attribute__((vector_size(n), may_alias));                                                    \
+    typedef f##n f##n##m __attribute__((aligned(4)));                                                                  \
+    typedef i##n i##n##m __attribute__((aligned(4)));                                                                  \
+    typedef u##n u##n##m __attribute__((aligned(4)));                                                                  \
+    typedef h##n h##n##m __attribute__((aligned(2)));                                                                  \
+    typedef b##n b##n##m __attribute__((aligned(1)))
+LANES(4);
+LANES(8);
+LANES(16);
+
+static inline uint16_t to_bf16(float x) {
+    union { float f; uint32_t u; } bits = {.f = x};
+    return (uint16_t)((bits.u + 0x7fff + (bits.u >> 16 & 1)) >> 16);
+}
+
+/* Few elements, mostly as many as one register holds. */
+INLINE void copy_few(void *to, const void *from, int64_t bytes) {
+    switch (bytes) {
+    case 8: memcpy(to, from, 8); break;
+    case 16: memcpy(to, from, 16); break;
+    case 32: memcpy(to, from, 32); break;
+    default: memcpy(to, from, (size_t)bytes);
+    }
+}
+
+#define ROWS(DO, columns)                                                                                              \
+    DO(1, columns) DO(2, columns) DO(3, columns) DO(4, columns)                                                        \
+    DO(5, columns) DO(6, columns) DO(7, columns) DO(8, columns)
+
+/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers. */
+static int level_of_machine(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return 0;
+}
+
+/* Width: lanes of a vector. Columns: the most vectors of accumulators that fit beside each other in a tile. */
+#define VARIANT any
+#define WIDTH 4
+#define COLUMNS 2
+#include "tiles.h"
+
+#ifdef X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define AVX2
+#define VARIANT avx2
+#define WIDTH 8
+#define COLUMNS 2
+#include "tiles.h"
+#undef AVX2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define AVX512
+#define VARIANT avx512
+#define WIDTH 16
+#define COLUMNS 4
+#include "tiles.h"
+
+#pragma GCC target("avx512bf16")
+#define BF16
+#define VARIANT bf16
+#define WIDTH 16
+#define COLUMNS 4
+#include "tiles.h"
+#undef BF16
+#undef AVX512
+#pragma GCC pop_options
+#endif
+
+#else /* one variant */
+
+#define VF JOIN_W(f, WIDTH)
+#define VI JOIN_W(i, WIDTH)
+#define VU JOIN_W(u, WIDTH)
+#define VH JOIN_W(h, WIDTH)
+#define VFM JOIN_M(f, WIDTH)
+#define VIM JOIN_M(i, WIDTH)
+#define VUM JOIN_M(u, WIDTH)
+#define VHM JOIN_M(h, WIDTH)
+#define VBM JOIN_M(b, WIDTH)
+
+/* A word is what one step of a product's inner sum takes of each side: an FP32 number, or two BF16 numbers. */
+#ifdef BF16
+#define ELEMENT uint16_t
+#define PER_WORD 2
+#define ROUND(x) to_bf16(x)
+#else
+#define ELEMENT float
+#define PER_WORD 1
+#define ROUND(x) (x)
+#endif
+
+/* --- vectors -------------------------------------------------------------------------------------------------- */
+
+INLINE VF FN(all)(float x) { return x - (VF){0}; }
+INLINE VF FN(get)(const float *p) { return *(const VFM *)p; }
+INLINE void FN(put)(float *p, VF x) { *(VFM *)p = x; }
+
+INLINE VF FN(load)(const ELEMENT *p) {
+#ifdef BF16
+    return (VF)(__builtin_convertvector(*(const VHM *)p, VU) << 16);
+#else
+    return *(const VFM *)p;
+#endif
+}
+
+INLINE void FN(store)(ELEMENT *p, VF x) {
+#ifdef BF16
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    *(VFM *)p = x;
+#endif
+}
+
+/* Both give b where either is not a number. */
+INLINE VF FN(larger)(VF a, VF b) {
+#if defined(AVX512)
+    return (VF)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(AVX2)
+    return (VF)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    VI more = a > b;
+    return (VF)((more & (VI)a) | (~more & (VI)b));
+#endif
+}
+
+INLINE VF FN(smaller)(VF a, VF b) {
+#if defined(AVX512)
+    return (VF)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(AVX2)
+    return (VF)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    VI less = a < b;
+    return (VF)((less & (VI)a) | (~less & (VI)b));
+#endif
+}
+
+INLINE VF FN(inverse)(VF x) {
+#ifdef BF16
+    return (VF)_mm512_rcp14_ps((__m512)x); /* 2^-14: BF16 keeps 2^-9 */
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE float FN(sum)(VF x) {
+#if defined(AVX512)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    for (int i = 0; i < WIDTH; i++) total += x[i];
+    return total;
+#endif
+}
+
+INLINE float FN(largest)(VF x) {
+#if defined(AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < WIDTH; i++) most = MAX(most, x[i]);
+    return most;
+#endif
+}
+
+/* e^x for x in [-87, 88], constant beyond, NaN for NaN, exact at 0. 1 ulp in FP32, 5e-6 in BF16. */
+INLINE VF FN(exp)(VF x) {
+    x = FN(larger)(FN(all)(-87.0f), FN(smaller)(FN(all)(88.0f), x));
+    /* Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits. */
+    VF shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
+    VF r = x - whole * 0.693359375f;
+    r = r - whole * -2.12194440e-4f;
+#ifdef BF16
+    VF p = (0.04127775f * r + 0.16753514f) * r + 0.50005116f;
+#else
+    VF p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+#endif
+    p = p * (r * r) + r + 1.0f;
+    return (VF)((VI)p + ((VI)shifted << 23));
+}
+
+/* SiLU and its derivative. */
+INLINE VF FN(silu)(VF x, VF *slope) {
+    VF s = FN(inverse)(1.0f + FN(exp)(-x)), y = x * s;
+    *slope = s + y * (1.0f - s);
+    return y;
+}
+
+/* --- products ------------------------------------------------------------------------------------------------- */
+
+/* sum + the product of two words. */
+INLINE VF FN(step)(VF sum, uint32_t a, VU b) {
+#ifdef BF16
+    return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+    union { uint32_t u; float f; } bits = {.u = a};
+    return bits.f * (VF)b + sum;
+#endif
+}
+
+/* A rows x (columns * WIDTH) tile of c = from + a b, in registers. Words of a: [row, k] at row * a_row + k * a_k. */
+INLINE void FN(tile)(
+    const int rows, const int columns, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    /* A variable for each vector, not an array: compilers keep an array in memory. */
+#define START(r, j)                                                                                                    \
+    VF sum##r##j = FN(all)(0);                                                                                         \
+    if (from && r < rows && j < columns) sum##r##j = FN(get)(from + r * from_row + j * WIDTH);
+#define STEP(r, j)                                                                                                     \
+    if (r < rows && j < columns) sum##r##j = FN(step)(sum##r##j, a[r * a_row], right##j);
+#define END(r, j)                                                                                                      \
+    if (r < rows && j < columns) FN(put)(c + r * c_row + j * WIDTH, sum##r##j);
+#define ROW(DO, r) DO(r, 0) DO(r, 1) DO(r, 2) DO(r, 3)
+#define ALL(DO) ROW(DO, 0) ROW(DO, 1) ROW(DO, 2) ROW(DO, 3) ROW(DO, 4) ROW(DO, 5) ROW(DO, 6) ROW(DO, 7)
+    ALL(START)
+    do {
+        const VUM *right = (const VUM *)b;
+        VU right0 = right[0], right1 = right[columns > 1], right2 = right[columns > 2 ? 2 : 0];
+        VU right3 = right[columns > 3 ? 3 : 0];
+        ALL(STEP)
+        a += a_k, b += b_k;
+    } while (--K);
+    ALL(END)
+#undef START
+#undef STEP
+#undef END
+#undef ROW
+#undef ALL
+}
+
+/* Each in a function of its own, which gets all registers. */
+#define TILE(rows, columns)                                                                                            \
+    static __attribute__((noinline)) void FN(tile##rows##columns)(                                                     \
+        int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b, int64_t b_k, const float *from,   \
+        int64_t from_row, float *c, int64_t c_row                                                                      \
+    ) {                                                                                                                \
+        FN(tile)(rows, columns, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row);                                   \
+    }
+#define PLACE(rows, columns) [columns - 1][rows - 1] = FN(tile##rows##columns),
+#if COLUMNS == 4
+#define EACH_TILE(DO) ROWS(DO, 1) ROWS(DO, 2) ROWS(DO, 3) ROWS(DO, 4)
+#else
+#define EACH_TILE(DO) ROWS(DO, 1) ROWS(DO, 2)
+#endif
+EACH_TILE(TILE)
+static void (*const FN(tiles)[][8])(
+    int64_t, const uint32_t *, int64_t, int64_t, const uint32_t *, int64_t, const float *, int64_t, float *, int64_t
+) = {EACH_TILE(PLACE)};
+#undef TILE
+#undef PLACE
+#undef EACH_TILE
+
+/* c [rows, vectors * WIDTH] = from + a b over K > 0 words; from: rows from_row apart (0: one row for all), or null.
+   Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. */
+static void FN(product)(
+    int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
+    const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    for (int64_t column = 0; column < vectors * WIDTH;) {
+        int64_t wide = MIN(vectors - column / WIDTH, COLUMNS), most = wide == COLUMNS ? 6 : 8;
+        for (int64_t row = 0; row < rows;) {
+            int64_t tiles = (rows - row + most - 1) / most, tall = (rows - row + tiles - 1) / tiles;
+            FN(tiles)[wide - 1][tall - 1](
+                K, (const uint32_t *)a + row * a_row, a_row, a_k, (const uint32_t *)b + column, b_k,
+                from ? from + row * from_row + column : NULL, from_row, c + row * c_row + column, c_row
+            );
+            row += tall;
+        }
+        column += wide * WIDTH;
+    }
+}
+
+/* The element [k, column] of words that are `row` apart. */
+INLINE ELEMENT *FN(at)(void *words, int64_t row, int64_t k, int64_t column) {
+    return (ELEMENT *)words + (k / PER_WORD * row + column) * PER_WORD + k % PER_WORD;
+}
+
+#include SOURCE
+
+#undef VF
+#undef VI
+#undef VU
+#undef VH
+#undef VFM
+#undef VIM
+#undef VUM
+#undef VHM
+#undef VBM
+#undef ELEMENT
+#undef PER_WORD
+#undef ROUND
+#undef VARIANT
+#undef WIDTH
+#undef COLUMNS
+
+#endif

@@ -1,0 +1,149 @@
+"""The fused scores of a mixture of logits against the similarity in plain torch. Axes as in mol_scores.py."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from logitmix.modules.config import MoLConfig
+from logitmix.modules.losses.blockwise import Side
+from logitmix.modules.similarity import mol_scores as module
+from logitmix.modules.similarity.base import Similarity
+from logitmix.modules.similarity.mol import MoL
+from logitmix.modules.similarity.mol_scores import mol_scores
+
+LIBRARY = module._library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the extension was not built")
+LEVELS = range((LIBRARY.mol_scores_level() if LIBRARY else -1) + 1)
+SHAPES = [(8, 8, 32, 128), (1, 1, 1, 1), (2, 3, 4, 5), (4, 4, 64, 17), (16, 2, 32, 64), (3, 16, 32, 8), (5, 1, 33, 9)]
+DIM = 16
+
+
+def mol_of(U: int, I: int, C: int, H: int) -> MoL:
+    mol = MoL(DIM, MoLConfig(query_components=U, item_components=I, component_dim=C, gate_hidden=H)).eval()
+    generator = torch.Generator().manual_seed(U + I + C + H)
+    mol.reset_parameters(generator)
+    with torch.no_grad():
+        for parameter in mol.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return mol
+
+
+def sides_of(mol: MoL, B: int, X: int) -> tuple[Side, Side]:
+    generator = torch.Generator().manual_seed(B + X)
+    with torch.no_grad():
+        query = mol.query(torch.randn(B, DIM, generator=generator), torch.arange(B))
+        return query, mol.item(torch.randn(X, DIM, generator=generator), torch.arange(X))
+
+
+@torch.no_grad()
+def plain(mol: MoL, query: Side, item: Side, item_P: Tensor, bounds: list[int]) -> Tensor:
+    return Similarity.candidates(mol.double(), *_double(query, item), item_P, bounds)
+
+
+def _double(*sides: Side) -> tuple[Side, ...]:
+    return tuple(tuple(part.double() for part in side) for side in sides)
+
+
+def candidates(lengths: list[int], X: int, seed: int = 0) -> tuple[Tensor, list[int]]:
+    item_P = torch.randint(X, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return item_P, [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(module, "_LEVEL", request.param)
+    yield request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_is_the_similarity(shape: tuple[int, int, int, int], level: int) -> None:
+    mol = mol_of(*shape)
+    query, item = sides_of(mol, 4, 90)
+    item_P, bounds = candidates([23, 0, 24, 51], 90)
+    found = mol_scores(query, item, mol.pair_parameters(), item_P, bounds)
+    torch.testing.assert_close(found, plain(mol, query, item, item_P, bounds).float(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_in_16_bits(shape: tuple[int, int, int, int], dtype: torch.dtype, level: int) -> None:
+    mol = mol_of(*shape)
+    query, item = sides_of(mol, 2, 70)
+    stored = tuple(part.to(dtype) for part in item)
+    item_P, bounds = candidates([31, 40], 70)
+    found = mol_scores(query, stored, mol.pair_parameters(), item_P, bounds)
+    # What is stored is exact; at the highest level BF16's products round the other numbers too.
+    rounds = dtype == torch.bfloat16 and level == 3
+    expected = plain(mol, query, stored, item_P, bounds).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.25 if rounds else 2e-5)
+    if rounds:
+        assert (found - expected).abs().mean() < 0.04
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_components_in_8_bits(shape: tuple[int, int, int, int], level: int) -> None:
+    mol = mol_of(*shape)
+    query, item = sides_of(mol, 2, 70)
+    scale = item[0].abs().max() / 127
+    stored = (item[0] / scale).round().to(torch.int8), item[1].bfloat16()
+    item_P, bounds = candidates([31, 40], 70)
+    found = mol_scores((query[0] * scale, query[1]), stored, mol.pair_parameters(), item_P, bounds)
+    expected = plain(mol, query, (stored[0] * scale, stored[1]), item_P, bounds).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.25 if level == 3 else 2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    X=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_any_candidates(lengths: list[int], X: int, seed: int) -> None:
+    mol = mol_of(4, 4, 32, 8)
+    query, item = sides_of(mol, len(lengths), X)
+    item_P, bounds = candidates(lengths, X, seed)
+    found = mol_scores(query, item, mol.pair_parameters(), item_P, bounds)
+    torch.testing.assert_close(found, plain(mol, query, item, item_P, bounds).float(), rtol=1e-5, atol=2e-5)
+
+
+def test_a_score_depends_on_its_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on threads, on other candidates or on the place in a block."""
+    mol = mol_of(8, 8, 32, 128)
+    query, item = sides_of(mol, 1, 5000)
+    everything = torch.arange(5000)
+    whole = mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000])
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(module, "_PAIRS", 100)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000]), whole)
+    finally:
+        torch.set_num_threads(threads)
+    some = torch.tensor([4999, 17, 17, 2600])
+    assert torch.equal(mol_scores(query, item, mol.pair_parameters(), some, [0, 4]), whole[some])
+
+
+def test_indices_that_do_not_fit_are_refused() -> None:
+    mol = mol_of(2, 3, 4, 5)
+    query, item = sides_of(mol, 2, 10)
+    for bad in (-1, 10):
+        with pytest.raises(IndexError, match="items are numbered from 0 to 9"):
+            mol_scores(query, item, mol.pair_parameters(), torch.tensor([1, bad]), [0, 1, 2])
+    for bounds in ([0, 2], [0, 2, 1], [0, 1, 3], [1, 1, 2]):
+        with pytest.raises(ValueError, match="bounds must rise from 0 to 2"):
+            mol_scores(query, item, mol.pair_parameters(), torch.tensor([1, 2]), bounds)
+
+
+def test_without_the_library_plain_torch_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    mol = mol_of(8, 8, 32, 16)
+    query, item = sides_of(mol, 2, 30)
+    item_P, bounds = candidates([11, 12], 30)
+    with torch.no_grad():
+        expected = mol.candidates(query, item, item_P, bounds)
+        monkeypatch.setattr(module, "_library", lambda: None)
+        assert mol_scores(query, item, mol.pair_parameters(), item_P, bounds) is None
+        torch.testing.assert_close(mol.candidates(query, item, item_P, bounds), expected, rtol=1e-5, atol=2e-5)
