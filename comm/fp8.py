@@ -10,8 +10,6 @@ for the CPU and Triton (fp8_triton.py) for CUDA.
 R rows; W columns of all groups; D columns of one group.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
@@ -20,6 +18,7 @@ import torch
 
 from logitmix.comm import fp8_c, fp8_plain
 from logitmix.comm.fp8_plain import MANTISSA_BITS, SCALE_BYTES
+from logitmix.common.compiled import has_triton
 
 FORWARD_FP8 = torch.float8_e4m3fn
 BACKWARD_FP8 = torch.float8_e5m2
@@ -100,14 +99,9 @@ def backend(device_type: str) -> Literal["c", "triton", "torch"]:
     """The implementation for tensors of a device ("cpu", "cuda", …): all give the same bytes."""
     if device_type == "cpu" and fp8_c.library():
         return "c"
-    if device_type == "cuda" and _has_triton():
+    if device_type == "cuda" and has_triton():
         return "triton"
     return "torch"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _triton() -> ModuleType:

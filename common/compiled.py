@@ -1,6 +1,7 @@
-"""The compiled parts of the project (setup.py), which are plain C libraries."""
+"""The compiled parts of the project: plain C libraries (setup.py), and Triton's kernels."""
 
 import ctypes
+import functools
 import importlib.util
 
 
@@ -13,3 +14,8 @@ def compiled_library(module: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(spec.origin)
     except OSError:
         return None
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -7,7 +7,8 @@
 As in Algorithm 2, a threshold is estimated on a random sample, and one pass keeps the items that reach it. Unlike
 there, exactly K items are returned: a full buffer is trimmed to its K best, and for a query that finds fewer, the
 corpus is scanned again without a threshold. So the result is the exact top K of the INT8 products, whatever the sample
-was. The scores of the whole corpus are never in memory.
+was. The scores of the whole corpus are never in memory. CPUs run compiled C (stage1.c), CUDA runs Triton
+(stage1_triton.py); without these, plain torch gives the same items, far more slowly.
 
 Axes: X items in the corpus, H width, B queries, K items found, R items of a part, G groups of 4 dimensions, S blocks of
 a sample.
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from logitmix.common.compiled import compiled_library
+from logitmix.common.compiled import compiled_library, has_triton
 
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
@@ -41,6 +43,10 @@ BLOCKS_OF_A_THREAD = 2**12
 """Fewer than this are not worth another thread."""
 DEVIATIONS = 4.0
 """The threshold lets this many standard deviations more than K items pass, estimated from the sample."""
+LOWERED = 4
+"""How many times as many items a second threshold lets pass, on CUDA."""
+PLAIN_QUERIES = 16
+"""Most that CUDA scores in plain torch at once, whose arrays are large."""
 CHUNK = 2**20
 """Items that are quantized, or scored in plain torch, at once."""
 
@@ -65,16 +71,16 @@ class Int8Corpus:
             raise ValueError("the items' vectors have values that are not finite")
         some = item_XH[:: max(1, X * H // NUMBERS)].abs().float().flatten()
         held = float(some.kthvalue(math.ceil(len(some) * (1 - CLAMPED))).values) if len(some) else 0.0
-        corpus = cls.empty(X, H, (held or largest) / LARGEST or 1.0)
+        corpus = cls.empty(X, H, (held or largest) / LARGEST or 1.0, item_XH.device)
         for start in range(0, X, CHUNK):
             corpus.fill(start, item_XH[start : start + CHUNK])
         return corpus
 
     @classmethod
-    def empty(cls, num_items: int, width: int, scale: float) -> "Int8Corpus":
+    def empty(cls, num_items: int, width: int, scale: float, device: torch.device | str | None = None) -> "Int8Corpus":
         """A corpus of zeros, to be filled."""
         shape = (-(-num_items // LANES), -(-width // GROUP), LANES, GROUP)
-        return cls(torch.full(shape, 128, dtype=torch.uint8), scale, num_items)
+        return cls(torch.full(shape, 128, dtype=torch.uint8, device=device), scale, num_items)
 
     def fill(self, start: int, item_RH: Tensor) -> None:
         """Quantizes items from index `start` on, a multiple of 16; values that the scale cannot hold are clamped."""
@@ -128,16 +134,23 @@ def hindexer_topk(
     are fewer. Of equal scores the item with the lower index is taken. `threads`: by default torch's number; the result
     does not depend on it.
 
-    Raises ValueError for a width or a mask that does not fit, queries that are not finite and k below 1.
+    Raises ValueError for a width or a mask that does not fit, queries that are not finite, k below 1 and tensors on
+    different devices.
     """
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
+    device = corpus.blocks.device
+    for what, tensor in (("queries are", query_BH), ("mask is", allowed)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"the {what} on {tensor.device}, the corpus is on {device}; they must be on one device")
     K = min(k, corpus.num_items)
     query, scale_B = _quantized(query_BH, corpus)
     bits = None if allowed is None else _bits(allowed, len(query), corpus.num_items)
     if K == 0 or len(query) == 0:
-        return Found(torch.empty(len(query), K, dtype=torch.int64), torch.empty(len(query), K))
-    if _library() is None:
+        return Found(query.new_empty(len(query), K, dtype=torch.int64), scale_B.new_empty(len(query), K))
+    if device.type == "cuda" and has_triton():
+        return _in_triton(query, scale_B, corpus, K, bits)
+    if device.type != "cpu" or _library() is None:
         return _plain(query, scale_B, corpus, K, bits)
     return _compiled(query, scale_B, corpus, K, bits, threads or torch.get_num_threads())
 
@@ -151,7 +164,7 @@ def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
         raise ValueError("the queries have values that are not finite")
     largest_B = query_BH.float().abs().amax(1) if H else query_BH.new_zeros(B, dtype=torch.float32)
     scale_B = torch.where(largest_B > 0, largest_B / LARGEST, 1.0)
-    values = torch.zeros(B, corpus.width, dtype=torch.int8)
+    values = query_BH.new_zeros(B, corpus.width, dtype=torch.int8)
     values[:, :H] = (query_BH.float() / scale_B[:, None]).round().to(torch.int8)
     return values, scale_B * corpus.scale
 
@@ -166,21 +179,27 @@ def _bits(allowed: Tensor, B: int, X: int) -> Tensor:
         )
     rows = allowed.view(-1, width)
     if allowed.dtype == torch.bool:
-        rows = torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little"))
+        rows = torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little")) if rows.is_cpu else _packed(rows)
     return rows.contiguous()
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """What np.packbits does, on any device."""
+    bits = F.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).byte()
+    return (bits << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8)
 
 
 def _plain(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> Found:
     """The definition. Sums of products of bytes are whole numbers below 2^24: exact in FP32, up to a width of 1,040."""
     least = torch.iinfo(torch.int64).min
-    key_BK = torch.full((len(query), 0), least)
+    key_BK = query.new_full((len(query), 0), least, dtype=torch.int64)
     for start in range(0, corpus.num_items, CHUNK):
         stop = min(start + CHUNK, corpus.num_items)
         score_BR = (query.double() @ corpus.values(start, stop).double().T).long()
+        item_R = torch.arange(start, stop, device=query.device)
         # Of equal scores the lower index is the larger key.
-        key_BR = (score_BR << 32) + (2**32 - 1 - torch.arange(start, stop))
+        key_BR = (score_BR << 32) + (2**32 - 1 - item_R)
         if bits is not None:
-            item_R = torch.arange(start, stop)
             key_BR = key_BR.masked_fill((bits[:, item_R // 8] >> (item_R % 8) & 1) == 0, least)
         keys = torch.cat([key_BK, key_BR], dim=1)
         key_BK = keys.topk(min(K, keys.shape[1]), dim=1).values
@@ -190,6 +209,31 @@ def _plain(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Ten
     item_BK, order_BK = item_BK.sort(dim=1)
     nothing = item_BK == 2**32
     return Found(item_BK.masked_fill(nothing, -1), score_BK.gather(1, order_BK).masked_fill(nothing, -math.inf))
+
+
+def _in_triton(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> Found:
+    # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+    from . import stage1_triton
+
+    blocks, left_B = corpus.blocks, torch.arange(len(query), device=query.device)
+    sample_S = _sample_on(len(blocks), query.device)
+    found = Found(query.new_empty(len(query), K, dtype=torch.int64), scale_B.new_empty(len(query), K))
+    # Once more with a lower threshold for queries that it was too high for, and what is left then in plain torch.
+    for aim, most in ((K, stage1_triton.QUERIES), (LOWERED * K, stage1_triton.QUERIES), (None, PLAIN_QUERIES)):
+        missed = [left_B[:0]]
+        for row_B in left_B.split(most) if len(left_B) else ():
+            of_row = bits if bits is None or len(bits) == 1 else bits[row_B]
+            if aim is None:
+                part = _plain(query[row_B], scale_B[row_B], corpus, K, of_row)
+            else:
+                expected = _expected(aim, len(sample_S) / len(blocks))
+                inputs = query[row_B], blocks, corpus.num_items, K, of_row, sample_S, *expected
+                item_BK, score_BK, whole_B = stage1_triton.top(*inputs)
+                part = Found(item_BK, (score_BK * scale_B[row_B, None]).masked_fill(item_BK < 0, -math.inf))
+                missed.append(row_B[~whole_B])
+            found.items_BK[row_B], found.scores_BK[row_B] = part.items_BK, part.scores_BK
+        left_B = torch.cat(missed)
+    return found
 
 
 class _Scan(ctypes.Structure):
@@ -247,10 +291,7 @@ def _compiled(
     blocks, level, library = len(corpus.blocks), _level(), _library()
     assert library is not None
     sample_S = _sample(blocks)
-    share = len(sample_S) / blocks
-    # The number of sampled items above the threshold, and about the most items of the corpus above it.
-    wanted = math.ceil(K * share + DEVIATIONS * math.sqrt(K * share)) + 1
-    most = math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
+    wanted, most = _expected(K, len(sample_S) / blocks)
     workers = max(1, min(threads, blocks // BLOCKS_OF_A_THREAD))
     room = max(K, min(corpus.num_items, most)) + LANES
     parts = [_Buffers(query, corpus, K, bits, room) for _ in range(workers)]
@@ -279,12 +320,24 @@ def _compiled(
     return result
 
 
+def _expected(K: int, share: float) -> tuple[int, int]:
+    """How many of the sampled items the threshold lets pass, and at most about how many of the corpus."""
+    wanted = math.ceil(K * share + DEVIATIONS * math.sqrt(K * share)) + 1
+    return wanted, math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
+
+
 def _sample(blocks: int) -> Tensor:
     """Indices [S] of blocks: one, at random, of each of S parts of the corpus; the same at each call."""
     size = min(blocks, SAMPLE, max(blocks // SAMPLED, SMALLEST_SAMPLE))
     bounds = torch.arange(size + 1) * blocks // size
     place = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return bounds[:-1] + (place * (bounds[1:] - bounds[:-1])).long()
+
+
+@functools.lru_cache(maxsize=16)
+def _sample_on(blocks: int, device: torch.device) -> Tensor:
+    """Cached, because every copy to a GPU waits for it."""
+    return _sample(blocks).to(device)
 
 
 def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> _Buffers:

@@ -5,7 +5,6 @@ components, C their width, M = U * I mixture components, H hidden width of the c
 """
 
 import ctypes
-import importlib.util
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitmix.common.compiled import compiled_library
+from logitmix.common.compiled import compiled_library, has_triton
 
 from ..noise import derive_key, threshold
 from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
@@ -59,7 +58,7 @@ def mol_sampled_softmax(
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
-    if target_T.device.type == "cuda" and _has_triton() and log_q_V is None:
+    if target_T.device.type == "cuda" and has_triton() and log_q_V is None:
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import mol_triton
 
@@ -102,11 +101,6 @@ class _Problem(ctypes.Structure):
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
     )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -50,11 +50,11 @@ def test_triton_serves_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
     assert fp8.backend("cuda") == "triton"
     assert fp8.backend("meta") == "torch"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    fp8._has_triton.cache_clear()
+    fp8.has_triton.cache_clear()
     try:
         assert fp8.backend("cuda") == "torch"
     finally:
-        fp8._has_triton.cache_clear()
+        fp8.has_triton.cache_clear()
 
 
 def test_the_codec_loads_no_triton_on_the_cpu() -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_targets import OF_A_BLOCK, compiled
 
 from logitmix.modules.losses import mol_loss
 
 CHECKS = Path(__file__).with_name("mol_triton_checks.py")
-OF_A_BLOCK = {80: 163 * 1024, 90: 227 * 1024}
-"""Shared memory that one block can have, bytes, by compute capability."""
 
 
 def test_triton_gives_the_dense_sum_in_the_interpreter() -> None:
@@ -20,14 +19,8 @@ def test_triton_gives_the_dense_sum_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("compute_capability", OF_A_BLOCK)
-def test_the_kernels_fit_gpus_that_are_not_here(
-    compute_capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_kernels_fit_gpus_that_are_not_here(compute_capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's sizes: tensor cores of each generation, and what the kernels take of a multiprocessor."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from logitmix.modules.losses import mol_triton
 
     monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
@@ -47,19 +40,9 @@ def test_the_kernels_fit_gpus_that_are_not_here(
         (mol_triton._negatives_forward, plan.forward_warps),
         (mol_triton._negatives_backward, plan.backward_warps),
     ):
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else others.get(name, "*fp32") for name in names}
-        aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] == "*"}
-        source = triton.compiler.ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs=aligned,
-        )
-        options = {"num_warps": warps, "num_stages": 1}
-        compiled = triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
-        assert compiled.metadata.shared <= OF_A_BLOCK[compute_capability]
-        assert ("wgmma" if compute_capability == 90 else "mma.sync") in compiled.asm["ptx"]
+        done = compiled(kernel, others, constants, compute_capability, num_warps=warps, num_stages=1)
+        assert done.metadata.shared <= OF_A_BLOCK[compute_capability]
+        assert ("wgmma" if compute_capability == 90 else "mma.sync") in done.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +103,7 @@ def test_cuda_tensors_are_served_by_triton_and_reproducibly(monkeypatch: pytest.
         torch.use_deterministic_algorithms(False)
     for result in results[1:]:
         assert all(torch.equal(got, first) for got, first in zip(result, results[0], strict=True))
-    monkeypatch.setattr(mol_loss, "_has_triton", lambda: False)
+    monkeypatch.setattr(mol_loss, "has_triton", lambda: False)
     plain = fused(case)
     assert not torch.equal(plain, results[0][0])
     torch.testing.assert_close(results[0][0], plain, rtol=2**-9, atol=0)

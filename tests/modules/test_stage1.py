@@ -125,12 +125,20 @@ def test_fewer_items_than_k_and_none() -> None:
         ({"query_BH": torch.full((1, 8), math.nan)}, "the queries have values that are not finite"),
         ({"allowed": torch.ones(19, dtype=torch.bool)}, "allowed is torch.bool"),
         ({"allowed": torch.ones(2, 3, dtype=torch.uint8)}, "allowed is torch.uint8"),
+        ({"query_BH": torch.ones(1, 8, device="meta")}, "the queries are on meta, the corpus is on cpu"),
+        ({"allowed": torch.ones(3, dtype=torch.uint8, device="meta")}, "the mask is on meta, the corpus is on cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> None:
     arguments = {"query_BH": torch.ones(1, 8), "corpus": Int8Corpus.of(torch.ones(20, 8)), "k": 3} | changes
     with pytest.raises(ValueError, match=said):
         hindexer_topk(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("X", [1, 7, 8, 9, 64, 1001])
+def test_masks_are_packed_as_numpy_does(X: int) -> None:
+    rows = torch.rand(3, X, generator=torch.Generator().manual_seed(X)) < 0.5
+    assert torch.equal(stage1._packed(rows), torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little")))
 
 
 def test_vectors_that_are_not_finite_are_refused() -> None:
