@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.features import Features, recency_rows
+from logitmix.modules.features import Features, Values, recency_rows
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.towers import Sides
@@ -166,6 +166,15 @@ class Retriever:
         """
         return named(self._queries([self._asked(request, place, unknown) for place, request in enumerate(requests)]))
 
+    def problem(self, request: Request, unknown: Literal["skip", "unknown", "refuse"] = "skip") -> str | None:
+        """Why `recommend` refuses this request, which it counts as 0; None if it does not."""
+        try:
+            asked = [self._asked(request, 0, unknown)]
+            self._values(asked, self._encoded(asked))
+        except ValueError as error:
+            return str(error)
+        return None
+
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
         if k < 1:
             raise ValueError(f"k is {k}; it must be at least 1")
@@ -307,13 +316,8 @@ class Retriever:
         return torch.cat([best_1K, missing], dim=1)
 
     def _queries(self, asked: list["_Asked"]) -> Sides:
-        device, L = self._items.device, self.config.encoder.max_length
-        # An unknown item replaces an empty history.
-        encoded = [of.items[-L:] or [UNKNOWN] for of in asked]
-        events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
-        values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
-        names = [f"request {of.place}, an event" for of, items in zip(asked, encoded, strict=True) for _ in items]
-        values |= self._reader.read("event", [event for of_history in events for event in of_history], names)
+        device, encoded = self._items.device, self._encoded(asked)
+        values = self._values(asked, encoded)
         item_T = torch.tensor([item for items in encoded for item in items])
         vector_TD = self._items.rows(item_T.clamp(min=0))
         vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
@@ -321,6 +325,18 @@ class Retriever:
         rows, values = fetch_rows(self._tables, self.tower.schema, values)
         features = Features(values=values).to(device)
         return self.tower.query_sides(self.tower.queries(vector_TD, packing, rows, features))
+
+    def _encoded(self, asked: list["_Asked"]) -> list[list[int]]:
+        """The last L items of each history; an unknown item replaces an empty one."""
+        return [of.items[-self.config.encoder.max_length :] or [UNKNOWN] for of in asked]
+
+    def _values(self, asked: list["_Asked"], encoded: list[list[int]]) -> dict[str, Values]:
+        """Features of the users, and of the events of the encoded items."""
+        L = self.config.encoder.max_length
+        events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
+        values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
+        names = [f"request {of.place}, an event" for of, items in zip(asked, encoded, strict=True) for _ in items]
+        return values | self._reader.read("event", [event for of_history in events for event in of_history], names)
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""

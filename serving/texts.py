@@ -3,8 +3,9 @@
 Axes: X texts.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -54,6 +55,23 @@ class Texts(Sequence[str]):
         place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(order[place]))
         index = order[place] if place < len(self) else -1
         return index if index >= 0 and self.encoded(index) == wanted else None
+
+    def containing(self, part: str, start: int, stop: int) -> Iterator[int]:
+        """Which of the texts start, …, stop - 1 contain `part`, which is not empty: their rising indices. Lower and
+        upper case are alike."""
+        assert part
+        forms = [sorted({letter, letter.lower(), letter.upper()}) for letter in part]
+        either = "".join(f"(?:{'|'.join(map(re.escape, of))})" for of in forms)
+        wanted = re.compile(either.encode("utf-8", "surrogatepass"))
+        data, bounds, _ = self._views
+        place, end = bounds[start], bounds[stop]
+        while found := wanted.search(data, place, end):
+            index = bisect_right(bounds, found.start()) - 1
+            inside = found.end() <= bounds[index + 1]
+            # Where one text ends and the next begins, the data may hold what neither of them does.
+            place = bounds[index + 1] if inside else found.start() + 1
+            if inside:
+                yield index
 
     @cached_property
     def _views(self) -> tuple[memoryview, memoryview, memoryview | None]:

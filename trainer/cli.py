@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, report, export, retrieve."""
+"""The command line: prepare, train, evaluate, report, export, retrieve, serve."""
 
 import contextlib
 import dataclasses
@@ -52,6 +52,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
+  serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
 
 datasets: {names}
@@ -64,8 +65,8 @@ logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
 
 BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
-TRAINING = ("torchrec", "fbgemm_gpu", "tensorboard")
-"""Modules that `pip install logitmix` brings, and those that its extra `train` adds."""
+EXTRAS = {"train": ("torchrec", "fbgemm_gpu", "tensorboard"), "serve": ("fastapi", "uvicorn", "prometheus_client")}
+"""Modules that `pip install logitmix` brings, and those that its extras add."""
 
 BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
@@ -180,6 +181,23 @@ class RetrieveCommand:
     """Leave items of the history out; auto: as in the run's evaluation."""
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Answer requests over HTTP until SIGTERM or Ctrl-C. A new export written in place of the directory takes over
+    without a restart. docs/serving.md describes requests and answers."""
+
+    directory: tyro.conf.Positional[str]
+    """Serving directory."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this host. There is no authentication."""
+    port: int = 8080
+    """Port to listen on; any free one when 0."""
+    threads: int = 0
+    """CPU threads of the model; torch's default when 0."""
+    wait_ms: float = 10.0
+    """Milliseconds that a request waits, at most, for others to be answered with it."""
 
 
 @dataclass(frozen=True)
@@ -387,6 +405,14 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
     return len(requests)
 
 
+def _serve(words: list[str]) -> None:
+    command = _parse(ServeCommand, "serve", words)
+    _let_threads_sleep()
+    from logitmix.serving.server import serve
+
+    serve(Path(command.directory), command.host, command.port, command.threads, command.wait_ms)
+
+
 def _update_items(words: list[str]) -> None:
     command = _parse(UpdateItemsCommand, "update-items", words)
     _let_threads_sleep()
@@ -481,6 +507,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "report": _report,
     "export": _export,
     "retrieve": _retrieve,
+    "serve": _serve,
     "update-items": _update_items,
 }
 
@@ -522,8 +549,9 @@ def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
         raise error
     if module in BASE:
         return f"{command} needs {module}: pip install logitmix"
-    others = [name for name in TRAINING if name != module and find_spec(name) is None]
-    return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[train]'"
+    extra = "serve" if command == "serve" else "train"
+    others = [name for name in EXTRAS[extra] if name != module and find_spec(name) is None]
+    return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[{extra}]'"
 
 
 def _is_main() -> bool:

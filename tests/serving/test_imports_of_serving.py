@@ -22,7 +22,8 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 """
 COMMAND_LINE = {"pyarrow", "rich", "tomli_w", "tyro"}
 TRAINING = {"torchrec", "fbgemm_gpu", "tensorboard", "torchx"}
-"""What `pip install logitmix` and its extra `train` bring beyond what the Retriever needs."""
+SERVER = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+"""What `pip install logitmix` and its extras bring beyond what the Retriever needs."""
 
 
 def python(words: str, hidden: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +41,7 @@ def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) 
         "json.loads(sys.argv[2]), 3); print(found.items.tolist())"
     )
     others = {"docstring_parser", "fsspec", "matplotlib", "packaging", "requests", "yaml"}
-    result = python(words, COMMAND_LINE | TRAINING | others, str(folder), json.dumps(history))
+    result = python(words, COMMAND_LINE | TRAINING | SERVER | others, str(folder), json.dumps(history))
     assert (result.returncode, result.stderr) == (0, "")
     assert len(json.loads(result.stdout)[0]) == 3
 
@@ -55,6 +56,12 @@ def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) 
             "train demo-mol --run RUN",
             "train needs torchrec, fbgemm_gpu, tensorboard: pip install 'logitmix[train]'",
         ),
+        (
+            SERVER,
+            "serve nowhere",
+            "serve needs uvicorn, fastapi, prometheus_client: pip install 'logitmix[serve]'",
+        ),
+        ({"prometheus_client"}, "serve nowhere", "serve needs prometheus_client: pip install 'logitmix[serve]'"),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(hidden: set[str], command: str, said: str, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +23,22 @@ def test_texts_are_a_sequence() -> None:
     assert (texts[-1], texts[1:], texts.index("")) == ("\ud800é", ["", "\ud800é"], 1)
     with pytest.raises(IndexError):
         texts[3]
+
+
+LETTERS = st.text(st.sampled_from("aAbéÉßS\u0130\ud800"), max_size=4)
+
+
+@given(st.lists(LETTERS, max_size=20), LETTERS.filter(bool), st.integers(0, 20), st.integers(0, 20))
+def test_texts_are_found_by_parts_in_either_case(texts: list[str], part: str, start: int, stop: int) -> None:
+    start, stop = sorted((min(start, len(texts)), min(stop, len(texts))))
+    wanted = re.compile("".join(f"(?:{one}|{one.lower()}|{one.upper()})" for one in part))
+    expected = [place for place in range(start, stop) if wanted.search(texts[place])]
+    assert list(Texts.of(texts).containing(part, start, stop)) == expected
+
+
+def test_signs_of_patterns_are_letters_like_others() -> None:
+    assert list(Texts.of(["a.b", "axb", "(*"]).containing("A.B", 0, 3)) == [0]
+    assert list(Texts.of(["a.b", "axb", "(*"]).containing("(*", 0, 3)) == [2]
 
 
 def test_items_are_found_in_their_shards() -> None:

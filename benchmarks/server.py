@@ -1,0 +1,309 @@
+"""`logitmix serve` under load: throughput, latency, what it answers to malformed requests, and its memory.
+
+    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--bad 0.1] [--json]
+
+DIR is a serving directory. Without one, the recipe demo-mol is trained for some seconds on random clicks on 10,000
+items, and exported. The server is the real command in a process of its own; it shares the machine with the clients.
+
+A client sends its next request when it has the answer to the last one, over a connection that stays open. Each number
+of clients sends all requests twice: first well-formed ones alone, then a share `--bad` of malformed ones among them,
+every kind in turn. In one of 20 malformed ones, the client is at fault beyond what it says: bodies of 50 MB, with and
+without a stated length, bodies that stop in the middle, clients that leave. These use connections of their own. Times
+are those of well-formed requests, with 20 random items of history and k = 10. The server's resident memory is read
+after 200 requests that do not count, and after each line of the table.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import logitmix, machine
+from logitmix.serving.retriever import Retriever
+
+ITEMS, HISTORY, K = 10_000, 20, 10
+HUGE = 50_000_000
+"""Bytes of a huge body."""
+LEFT = 0
+"""Instead of a status: the client left."""
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class Options:
+    directory: tyro.conf.Positional[str] = ""
+    """Serving directory."""
+    requests: int = 10_000
+    clients: str = "1,8,64"
+    bad: float = 0.1
+    """Share of malformed requests."""
+    wait_ms: float = 10.0
+    """As for logitmix serve."""
+    seed: int = 0
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass
+class Load:
+    """What a number of clients saw."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of well-formed requests."""
+    statuses: dict[str, Counter[int]] = field(default_factory=dict)
+    """By kind of request."""
+
+    def saw(self, kind: str, status: int) -> None:
+        self.statuses.setdefault(kind, Counter())[status] += 1
+
+
+def main(options: Options) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = options.directory or _export(Path(scratch))
+        retriever = Retriever.load(directory)
+        ids = [
+            retriever.raw_ids[place] for place in range(0, retriever.num_items, max(1, retriever.num_items // 10**5))
+        ]
+        command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", directory, "--port", "0"]
+        log = Path(scratch, "log")
+        with log.open("w") as file:
+            server = subprocess.Popen([*command, "--wait-ms", str(options.wait_ms)], stderr=file)
+        try:
+            rows = asyncio.run(_measured(options, server.pid, _port(server, log), ids))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            status = server.wait(60)
+        said = log.read_text().splitlines()[1:]
+    setting = f"{retriever.num_items:,} items, {options.requests:,} requests a line; {machine()}"
+    wrong = _unexpected(rows)
+    if options.json:
+        print(json.dumps({"setting": setting, "rows": rows, "exit": status, "log": said, "unexpected": wrong}))
+    else:
+        _show(rows, setting)
+    if status or said or wrong:
+        raise SystemExit("\n".join([f"the server ended with status {status}", *said, *wrong]))
+
+
+def _export(scratch: Path) -> str:
+    chance = random.Random(0)
+    actions = (f"{user},item {chance.randrange(ITEMS)},{time}" for user in range(2_000) for time in range(50))
+    everything = (f"0,item {item},0" for item in range(ITEMS))
+    Path(scratch, "clicks.csv").write_text("\n".join(["user,item,timestamp", *everything, *actions]) + "\n")
+    data, run, out = (str(scratch / name) for name in ("data", "run", "export"))
+    logitmix("prepare", "table", "--source", f"{scratch}/clicks.csv", "--out", data)
+    logitmix(
+        "train", "demo-mol", "--data.path", data, "--run", run, "--train.minutes", "0.05", "--evaluate.users", "10"
+    )
+    logitmix("export", run, "--out", out)
+    return out
+
+
+def _port(server: subprocess.Popen[bytes], log: Path) -> int:
+    """The port of a server that has started."""
+    while server.poll() is None:
+        if "http://" in (said := log.read_text()):
+            return int(said.strip().rpartition(":")[2])
+        time.sleep(0.1)
+    raise SystemExit(log.read_text())
+
+
+async def _measured(options: Options, pid: int, port: int, ids: list[str]) -> list[dict[str, object]]:
+    chance, rows = random.Random(options.seed), []
+    await _load(port, 8, 200, 0.0, ids, chance)
+    rows.append({"clients": None, "mb": _resident_mb(pid)})
+    for clients in map(int, options.clients.split(",")):
+        for bad in (0.0, options.bad):
+            start = time.perf_counter()
+            load = await _load(port, clients, options.requests, bad, ids, chance)
+            seconds, taken = sorted(load.seconds), time.perf_counter() - start
+            rows.append(
+                {
+                    "clients": clients,
+                    "bad": bad,
+                    "requests_per_second": options.requests / taken,
+                    "p50_ms": statistics.median(seconds) * 1000,
+                    "p99_ms": seconds[int(0.99 * len(seconds))] * 1000,
+                    "mb": _resident_mb(pid),
+                    "statuses": {kind: dict(counts) for kind, counts in load.statuses.items()},
+                }
+            )
+    return rows
+
+
+async def _load(port: int, clients: int, requests: int, bad: float, ids: list[str], chance: random.Random) -> Load:
+    load, malformed = Load(), _malformed(ids)
+    kinds = itertools.cycle(MISDEEDS.items())
+    turns = [chance.random() < bad for _ in range(requests)]
+    left, background = iter(turns), set()
+
+    async def client() -> None:
+        stream = await asyncio.open_connection("127.0.0.1", port)
+        for is_bad in left:
+            if is_bad and chance.random() < 0.05:
+                kind, misdeed = next(kinds)
+                task = asyncio.create_task(misdeed(port))
+                task.add_done_callback(lambda of, kind=kind: load.saw(kind, of.result()))
+                background.add(task)
+                if kind != "stops":
+                    await task
+                continue
+            kind, request = next(malformed) if is_bad else ("well-formed", _request(_body(chance.sample(ids, HISTORY))))
+            start = time.perf_counter()
+            stream[1].write(request)
+            status = await _status(stream[0])
+            if not is_bad:
+                load.seconds.append(time.perf_counter() - start)
+            load.saw(kind, status)
+        stream[1].close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    await asyncio.gather(*background)
+    return load
+
+
+async def _status(reader: asyncio.StreamReader) -> int:
+    """Reads an answer to its end."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+    await reader.readexactly(int(length))
+    return int(head.split(b" ", 2)[1])
+
+
+def _body(history: list[str], **others: object) -> bytes:
+    return json.dumps({"history": history, "k": K} | others).encode()
+
+
+def _request(body: bytes, method: str = "POST", path: str = "/retrieve") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _malformed(ids: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Kinds and requests, without an end; all for an answer of status 4xx."""
+    history = ids[:3]
+    bodies = {
+        "no JSON": b'{"history": ["1"',
+        "no text": b'{"history": ["\xff"]}',
+        "nested": b"[" * 100_000,
+        "NaN": _body(history, k=float("nan")),
+        "no object": b"[1, 2]",
+        "entry": _body(history, histroy=[]),
+        "type": _body(history, timestamps="yesterday"),
+        "no item": _body(["no such item"]),
+        "unknown id": _body([*history, "no such item"], unknown="refuse"),
+        "huge k": _body(history, k=10**9),
+        "long history": _body(history * 10_000),
+    }
+    requests = {kind: _request(body) for kind, body in bodies.items()}
+    requests |= {"method": _request(b"", "PUT"), "path": _request(b"", path="/nothing")}
+    return itertools.cycle(requests.items())
+
+
+async def _huge(port: int) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST /retrieve HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {HUGE}\r\n\r\n".encode())
+    for _ in range(HUGE // 2**16):
+        writer.write(b" " * 2**16)
+        await writer.drain()
+    writer.write(b" " * (HUGE % 2**16))
+    return await _answered(reader, writer)
+
+
+async def _chunked(port: int) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /retrieve HTTP/1.1\r\nHost: benchmark\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(HUGE // 2**16):
+        writer.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+    return await _answered(reader, writer)
+
+
+async def _stops(port: int) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(b" " * 100)[:-50])
+    return await _answered(reader, writer)
+
+
+async def _leaves_early(port: int) -> int:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(b" " * 100)[:-50])
+    await writer.drain()
+    writer.transport.abort()
+    return LEFT
+
+
+async def _leaves(port: int) -> int:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(_body(["item 1"])))
+    await writer.drain()
+    writer.transport.abort()
+    return LEFT
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    status = await _status(reader)
+    writer.close()
+    return status
+
+
+MISDEEDS: dict[str, Callable[[int], Awaitable[int]]] = {
+    "50 MB": _huge,
+    "50 MB in chunks": _chunked,
+    "stops": _stops,
+    "leaves in the body": _leaves_early,
+    "leaves": _leaves,
+}
+
+
+def _unexpected(rows: list[dict[str, object]]) -> list[str]:
+    """What should have been answered with another status."""
+    expected = {"well-formed": 200, "method": 405, "path": 404, "50 MB": 413, "50 MB in chunks": 413, "stops": 408}
+    expected |= {"leaves": LEFT, "leaves in the body": LEFT}
+    found = Counter()
+    for row in rows:
+        for kind, counts in row.get("statuses", {}).items():
+            found.update({(kind, status): count for status, count in counts.items()})
+    return [
+        f"{kind}: status {status}, {count} times"
+        for (kind, status), count in found.items()
+        if status != expected.get(kind, 400)
+    ]
+
+
+def _show(rows: list[dict[str, object]], setting: str) -> None:
+    table = Table("clients", "malformed", "requests/s", "p50 ms", "p99 ms", "answers by status", "MB", title=setting)
+    for row in rows:
+        if row["clients"] is None:
+            table.add_row("", "", "", "", "", "after the start", f"{row['mb']:.0f}")
+            continue
+        counts = Counter()
+        for of in row["statuses"].values():
+            counts.update(of)
+        shown = ", ".join(f"{status or 'left'}: {count:,}" for status, count in sorted(counts.items()))
+        times = (f"{row['requests_per_second']:.0f}", f"{row['p50_ms']:.1f}", f"{row['p99_ms']:.1f}")
+        table.add_row(str(row["clients"]), f"{row['bad']:.0%}", *times, shown, f"{row['mb']:.0f}")
+    Console(width=120).print(table)
+
+
+def _resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,157 @@
+"""Requests that arrive together -> one batch, computed in a thread of its own, so that the event loop stays free."""
+
+import asyncio
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from logitmix.serving.retriever import Request, Retriever, Row
+
+BATCH = 32
+"""Most requests of a batch: as many as the Retriever ranks at once."""
+QUEUE = 512
+"""Most requests that wait."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and how `Retriever.recommend` shall answer it."""
+
+    request: Request
+    k: int = 10
+    unknown: Literal["skip", "unknown", "refuse"] = "skip"
+    exclude_history: bool | None = None
+    stage1: int | None = None
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Questions of a group are answered by one call. Their k's differ by less than a factor of 2, so that a large
+        one does not slow the others down."""
+        return self.k.bit_length(), self.unknown, self.exclude_history, self.stage1
+
+
+@dataclass(frozen=True)
+class Answer:
+    rows: list[Row]
+    retriever: Retriever
+    """That which answered."""
+
+
+class QueueFull(Exception):
+    """More requests wait than a batcher holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    question: Question
+    answer: asyncio.Future[Answer]
+    since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+
+class Batcher:
+    """Answers questions in batches, one at a time.
+
+    A batch begins when the one before it has ended and as many questions wait as it had, or the oldest one has waited
+    for `wait` seconds. So with one client nobody waits for others, and with many the batches grow to their number.
+    """
+
+    def __init__(self, current: Callable[[], Retriever], wait: float, observe: Callable[[int], object]) -> None:
+        """`current` is asked before each batch for the retriever that answers it; `observe` is told its size."""
+        self._current, self._wait, self._observe = current, wait, observe
+        self._waiting: deque[_Waiting] = deque()
+        self._arrived = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Questions that wait."""
+        return len(self._waiting)
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises ValueError for a question that cannot be answered, whatever becomes of the others in its batch, and
+        QueueFull."""
+        if len(self._waiting) >= QUEUE:
+            raise QueueFull
+        waiting = _Waiting(question, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._arrived.set()
+        return await waiting.answer
+
+    async def run(self) -> None:
+        """Answers until it is canceled."""
+        size, loop = 1, asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="retriever") as thread:
+            while True:
+                await self._until(1)
+                try:
+                    async with asyncio.timeout_at(self._waiting[0].since + self._wait):
+                        await self._until(size)
+                except TimeoutError:
+                    pass
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                size, retriever = len(batch), self._current()
+                self._observe(size)
+                questions = [of.question for of in batch]
+                try:
+                    found = await loop.run_in_executor(thread, answer, retriever, questions)
+                except Exception as error:  # a bug, which each request of the batch reports
+                    found = [error] * size
+                for of, rows in zip(batch, found, strict=True):
+                    if of.answer.done():  # its client is gone
+                        continue
+                    if isinstance(rows, Exception):
+                        of.answer.set_exception(rows)
+                    else:
+                        of.answer.set_result(Answer(rows, retriever))
+
+    async def _until(self, count: int) -> None:
+        """Waits until that many questions wait."""
+        while len(self._waiting) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+
+def answer(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
+    """For each question its rows, or the ValueError that says why there are none."""
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for place, question in enumerate(questions):
+        groups[question.group].append(place)
+    found: list[list[Row] | Exception] = [[] for _ in questions]
+    for places in groups.values():
+        for place, rows in zip(places, _of_group(retriever, [questions[at] for at in places]), strict=True):
+            found[place] = rows
+    return found
+
+
+def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[list[Row] | Exception]:
+    try:
+        return _together(retriever, questions)
+    except ValueError:
+        problems = [retriever.problem(of.request, of.unknown) for of in questions]
+    good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
+    rows = iter(_together(retriever, good) if good else ())
+    return [next(rows) if problem is None else ValueError(_of_one(problem)) for problem in problems]
+
+
+def _together(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
+    one = questions[0]
+    found = retriever.recommend(
+        [of.request for of in questions],
+        max(of.k for of in questions),
+        one.unknown,
+        one.exclude_history,
+        one.stage1,
+    )
+    return [_finite(rows[: of.k]) for of, rows in zip(questions, found, strict=True)]
+
+
+def _finite(rows: list[Row]) -> list[Row] | Exception:
+    if all(math.isfinite(row["score"]) for row in rows):
+        return rows
+    return ValueError("the request's scores are not finite: a number among its features is too large")
+
+
+def _of_one(problem: str) -> str:
+    """Numbers count the requests of a call; its sender knows of one."""
+    return problem.replace("request 0", "the request", 1)

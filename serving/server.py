@@ -1,0 +1,355 @@
+"""`logitmix serve`: a serving directory behind HTTP. docs/serving.md describes it to those who use it.
+
+A request's way: a body within its limits -> a question (body.py) -> a batch (batcher.py) -> an answer from the last
+intact export (live.py). What a client does wrong ends as a status from 400 to 499 with {"error": one line}.
+"""
+
+import asyncio
+import base64
+import errno
+import hashlib
+import ipaddress
+import json
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import generate_latest as prometheus_text
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from logitmix.common.mappings import require
+from logitmix.serving.batcher import BATCH, Batcher, QueueFull
+from logitmix.serving.body import Body, parse
+from logitmix.serving.live import LiveExport, described, search
+
+MAX_BODY = 2**20
+"""Bytes of a request's body."""
+DISCARDED = 2**26
+"""Bytes of a larger body that are read and dropped, so that a client that sends all of it can read the answer."""
+PATIENCE_SECONDS = 10.0
+"""Time that a client has to send the head of a request, and then to send its body."""
+KEEP_ALIVE_SECONDS = 30
+CONNECTIONS = 512
+SEARCHES = 16
+"""Most searches for items that wait."""
+POLL_SECONDS = 1.0
+"""Time between two looks at the manifest."""
+GRACE_SECONDS = 30
+"""Time for requests in flight when the server stops."""
+
+PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/retrieve")
+BUSY = {"Retry-After": "1"}
+CLOSE = {"Connection": "close"}
+
+
+def serve(directory: Path, host: str, port: int, threads: int, wait_ms: float) -> None:
+    """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
+    0 for its default.
+
+    Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
+    listened on.
+    """
+    require(0 <= wait_ms <= 1000, "--wait-ms", wait_ms, "from 0 to 1000")
+    require(threads >= 0, "--threads", threads, "at least 0")
+    if threads:
+        torch.set_num_threads(threads)
+    with _bound(host, port) as listening:
+        export = LiveExport(directory, _say)
+        server = make_server(export, wait_ms / 1000)
+        # uvicorn raises the signal that stopped it again when it has stopped: here it changes nothing then.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.handle_exit)
+        listening.listen(CONNECTIONS)
+        address, port = listening.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            _say(f"whoever reaches {shown} can use this server: it has no authentication")
+        _say(f"serving {described(export.retriever)} on http://{shown}:{port}")
+        server.run(sockets=[listening])
+
+
+def _say(line: str) -> None:
+    print(f"logitmix: {line}", file=sys.stderr, flush=True)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    require(0 <= port <= 65535, "--port", port, "from 0 to 65535")
+    require(bool(host), "--host", repr(host), "an address, such as 127.0.0.1, or 0.0.0.0 for all of this host")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family)
+    except (OSError, UnicodeError):
+        raise OSError(f"there is no address for --host {host}") from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"port {port} of {host} is in use; give another --port") from None
+        raise OSError(f"port {port} of {host}: {error.strerror}") from None
+    return listening
+
+
+def make_server(export: LiveExport, wait: float) -> uvicorn.Server:
+    """The server, for sockets that listen already; `wait` as for `make_app`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(export, wait),
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+
+
+def make_app(export: LiveExport, wait: float) -> FastAPI:
+    """The application. `wait`: seconds that a request waits for others at most."""
+    batcher = Batcher(lambda: export.retriever, wait, lambda size: metrics.batch.observe(size))
+    metrics = Metrics(export, lambda: len(batcher))
+    searcher = ThreadPoolExecutor(1, thread_name_prefix="search")
+    searches = asyncio.Semaphore(SEARCHES)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if await asyncio.to_thread(export.refresh):
+                metrics.reloads.inc()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(batcher.run()), asyncio.create_task(watch())]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        searcher.shutdown()
+
+    app = FastAPI(title="logitmix", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app.add_middleware(Counting, metrics=metrics)
+    described_body = {"required": True, "content": {"application/json": {"schema": Body.model_json_schema()}}}
+
+    @app.post("/retrieve", openapi_extra={"requestBody": described_body})
+    async def retrieve(request: Request) -> Response:
+        """The best items for a history."""
+        try:
+            answer = await batcher.ask(parse(await _body(request)))
+        except ValueError as error:
+            return _error(400, str(error))
+        except TooLarge:
+            return _error(413, f"the body is larger than {MAX_BODY:,} bytes", CLOSE)
+        except TimeoutError:
+            return _error(408, f"the body did not arrive within {PATIENCE_SECONDS:g} seconds", CLOSE)
+        except QueueFull:
+            return _error(503, "too many requests wait already; try again later", BUSY)
+        except ClientDisconnect:
+            return Response(status_code=499)  # for the metrics; nobody reads it
+        except asyncio.CancelledError:
+            return _error(503, "the server stops", CLOSE)
+        source = answer.retriever.source
+        return _json({"items": answer.rows, "run": source.run, "step": source.step})
+
+    @app.get("/items")
+    async def items(
+        query: Annotated[str, Query(max_length=100)] = "", limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> Response:
+        """Items with the query in their id or title."""
+        if searches.locked():
+            return _error(503, "too many searches wait already; try again later", BUSY)
+        async with searches:
+            loop = asyncio.get_running_loop()
+            return _json(await loop.run_in_executor(searcher, search, export.retriever, query, limit))
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Which export answers."""
+        of = export.retriever
+        return _json({"status": "ok", **vars(of.source), "num_items": of.num_items})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(prometheus_text(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/")
+    async def page() -> Response:
+        """A page for people."""
+        text, policy = _page()
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        said = {
+            404: f"there is no {path:.100}; there are: {', '.join(PATHS)}",
+            405: f"{path} takes no {request.method}",
+        }
+        return _error(error.status_code, said.get(error.status_code, error.detail), error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _error(400, f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}")
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> Response:
+        return _error(500, "an error of the server; its log says more")
+
+    return app
+
+
+class TooLarge(Exception):
+    """A body of more than MAX_BODY."""
+
+
+async def _body(request: Request) -> bytes:
+    """The body, of which no more than MAX_BODY is ever held. Raises TooLarge, TimeoutError and ClientDisconnect."""
+    if "expect" in request.headers and int(request.headers.get("content-length", 0)) > MAX_BODY:
+        raise TooLarge  # before the client sends it
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= MAX_BODY:
+                    body += part
+                elif size > DISCARDED:
+                    break
+    except TimeoutError:
+        if size <= MAX_BODY:
+            raise
+    if size > MAX_BODY:
+        raise TooLarge
+    return bytes(body)
+
+
+def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    # ASCII with escapes, because raw ids and titles may hold what UTF-8 cannot.
+    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return _json({"error": " ".join(message.split())[:500]}, status, headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The page, and the policy that lets the browser run the page's own script and nothing else."""
+    text = files("logitmix.serving").joinpath("page.html").read_text(encoding="utf-8")
+
+    def hashed(tag: str) -> str:
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+    return text, (
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class Metrics:
+    """What GET /metrics shows, besides memory, CPU time and open files of the process."""
+
+    def __init__(self, export: LiveExport, waiting: Callable[[], int]) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.requests = Counter("logitmix_requests", "Requests.", ["path", "status"], registry=registry)
+        self.seconds = Histogram(
+            "logitmix_retrieve_seconds",
+            "Time from the head of a request to /retrieve to the end of its answer.",
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+            registry=registry,
+        )
+        sizes = [2**power for power in range(BATCH.bit_length())]
+        self.batch = Histogram("logitmix_batch_requests", "Requests of a batch.", buckets=sizes, registry=registry)
+        self.reloads = Counter("logitmix_reloads", "New exports that took over.", registry=registry)
+        for name, meaning, read in (
+            ("queue_requests", "Requests that wait for a batch.", waiting),
+            ("export_step", "Step of the checkpoint that answers.", lambda: export.retriever.source.step),
+            ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
+        ):
+            Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)
+
+
+class Counting:
+    """Counts and times requests."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, start = 500, time.perf_counter()
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        path = scope["path"] if scope["path"] in PATHS else "other"
+        try:
+            await self.app(scope, receive, sending)
+        finally:
+            self.metrics.requests.labels(path, status).inc()
+            if path == "/retrieve":
+                self.metrics.seconds.observe(time.perf_counter() - start)
+
+
+class Connection(H11Protocol):
+    """Closes connections whose clients are slow with the head of a request, or go on to send after its answer, and
+    those beyond CONNECTIONS."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
+            transport.close()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forgive()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forgive()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
+
+    def _forgive(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,741 @@
+"""`logitmix serve`: batches, errors, limits, reloads, and the command."""
+
+import asyncio
+import ctypes
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import export_small, random_histories, raw_ids, small_model
+
+from logitmix.common.files import publish
+from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.serving import batcher as batcher_module
+from logitmix.serving import live as live_module
+from logitmix.serving import server as server_module
+from logitmix.serving.batcher import BATCH, Batcher, Question
+from logitmix.serving.live import LiveExport, search
+from logitmix.serving.retriever import Retriever, Row
+from logitmix.serving.server import MAX_BODY, make_server
+from logitmix.trainer import cli
+
+X = 60
+FEATURES = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("country", "user", "id", "country"),
+        Feature("age", "user", "number", mean=30.0, deviation=10.0),
+        Feature("device", "event", "id", "device"),
+    ),
+    (Table("item", X + 1), Table("country", 9, dim=8), Table("device", 5, dim=8)),
+)
+ROWS = list[Row]
+
+
+@dataclass
+class Running:
+    port: int
+    export: LiveExport
+    said: list[str] = field(default_factory=list)
+
+    def ask(self, body: bytes | dict[str, Any], method: str = "POST", path: str = "/retrieve") -> tuple[int, Any]:
+        """Status and content of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def send(self, *parts: bytes) -> bytes:
+        """All that comes back before the server closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as client:
+            for part in parts:
+                client.sendall(part)
+            return read_all(client)
+
+    def metric(self, name: str) -> float:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+@contextmanager
+def running(folder: Path, wait: float = 0.01) -> Iterator[Running]:
+    said: list[str] = []
+    export = LiveExport(folder, said.append)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = make_server(export, wait)
+        thread = threading.Thread(target=server.run, args=[[listening]])
+        thread.start()
+        try:
+            yield Running(listening.getsockname()[1], export, said)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+    assert not thread.is_alive()
+
+
+def read_all(client: socket.socket) -> bytes:
+    received = b""
+    try:
+        while part := client.recv(2**16):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def head(length: int | str, path: str = "/retrieve", *lines: str) -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {length}", *lines, "", ""]).encode()
+
+
+def until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_alike(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Up to FP32's rounding, which depends on a batch's shape: scores are sums of terms of about 20."""
+    assert [(row["rank"], row["id"], row["title"]) for row in found] == [
+        (row["rank"], row["id"], row["title"]) for row in expected
+    ]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=0, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_small(small_model("mol", X, schema=FEATURES), tmp_path_factory.mktemp("server") / "served")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as found:
+        yield found
+
+
+@pytest.fixture
+def silent(server: Running, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[Running]:
+    """The server, which must say nothing and still answer at the end."""
+    yield server
+    assert server.ask({"history": ["id 7"], "k": 2})[0] == 200
+    assert (server.said, caplog.records, capfd.readouterr()) == ([], [], ("", ""))
+
+
+def questions() -> list[Question]:
+    """More kinds than one, and more of the first than a batch has room for."""
+    ids = raw_ids(X)
+    histories = [[ids[item] for item in of] for of in random_histories(X, [1 + place % 12 for place in range(50)])]
+    found = [Question({"history": history}, k=1 + place % 20) for place, history in enumerate(histories)]
+    found += [Question({"history": history}, 10, exclude_history=False, stage1=15) for history in histories[:5]]
+    found += [Question({"history": [*history, "new"]}, 5, "unknown") for history in histories[:5]]
+    found += [Question({"history": history, "user": {"age": 50, "country": "3"}}) for history in histories[:5]]
+    return [*found, Question({"user": {"country": "2"}}), Question({"history": ids[:3], "allowed": ids[:9]}, 20)]
+
+
+def one_by_one(retriever: Retriever, of: Question) -> ROWS:
+    return retriever.recommend([of.request], of.k, of.unknown, of.exclude_history, of.stage1)[0]
+
+
+def in_batches(retriever: Retriever, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
+    """Answers to questions asked at once, and the sizes of the batches."""
+
+    async def asked() -> tuple[list[Any], list[int]]:
+        sizes: list[int] = []
+        batcher = Batcher(lambda: retriever, 0.01, sizes.append)
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*map(batcher.ask, of), return_exceptions=True)
+        task.cancel()
+        await asyncio.wait([task])
+        return found, sizes
+
+    return asyncio.run(asked())
+
+
+def test_batches_answer_like_the_retriever(server: Running) -> None:
+    asked = questions()
+    found, sizes = in_batches(server.export.retriever, asked)
+    assert (sum(sizes), max(sizes)) == (len(asked), BATCH)
+    for answer, of in zip(found, asked, strict=True):
+        assert_alike(answer.rows, one_by_one(server.export.retriever, of))
+
+
+def test_a_bad_request_fails_alone(server: Running) -> None:
+    ids = raw_ids(X)
+    good = Question({"history": ids[:3]})
+    bad = [
+        (Question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
+        (Question({"history": ids[:3], "user": {"age": "old"}}), "the request: feature age is 'old'"),
+        (Question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
+        (Question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
+        (Question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
+        (Question({"history": ids[:1], "timestamps": [2**70]}), "the request: its timestamps are not all whole"),
+        (Question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
+    ]
+    found, sizes = in_batches(server.export.retriever, [good, *(of for of, _ in bad), good])
+    assert sizes == [len(bad) + 2]
+    for answer in (found[0], found[-1]):
+        assert_alike(answer.rows, one_by_one(server.export.retriever, good))
+    for error, (_, message) in zip(found[1:-1], bad, strict=True):
+        assert isinstance(error, ValueError) and str(error).startswith(message)
+
+
+def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> ROWS:
+        monkeypatch.undo()
+        raise RuntimeError("broken")
+
+    async def asked() -> None:
+        batcher = Batcher(lambda: server.export.retriever, 0.01, lambda size: None)
+        task = asyncio.create_task(batcher.run())
+        with pytest.raises(RuntimeError, match="broken"):
+            await batcher.ask(questions()[0])
+        assert (await batcher.ask(questions()[0])).rows
+        task.cancel()
+
+    monkeypatch.setattr(Retriever, "recommend", broken)
+    asyncio.run(asked())
+
+
+def test_one_client_does_not_wait_and_several_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch begins when it is as large as the last one, or after the wait."""
+    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked])
+
+    async def asked() -> list[tuple[int, bool]]:
+        sizes: list[int] = []
+        batcher = Batcher(lambda: None, 0.3, sizes.append)  # type: ignore[arg-type,return-value]
+        task, seen = asyncio.create_task(batcher.run()), []
+        for count in (1, 1, 3, 3, 2, 2, 1, 1):
+            start = time.monotonic()
+            await asyncio.gather(*(batcher.ask(Question({})) for _ in range(count)))
+            seen.append((sizes[-1], time.monotonic() - start >= 0.3))
+        task.cancel()
+        assert len(sizes) == len(seen)
+        return seen
+
+    waited = [(1, False), (1, False), (3, False), (3, False), (2, True), (2, False), (1, True), (1, False)]
+    assert asyncio.run(asked()) == waited
+
+
+def test_large_k_is_answered_apart() -> None:
+    assert Question({}, 10).group == Question({}, 8).group != Question({}, 16).group
+
+
+def test_a_full_queue_says_so_and_the_rest_goes_on(
+    silent: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin, compute = threading.Event(), batcher_module.answer
+
+    def waiting(*arguments: Any) -> Any:
+        assert begin.wait(10)
+        return compute(*arguments)
+
+    monkeypatch.setattr(batcher_module, "QUEUE", 2)
+    monkeypatch.setattr(batcher_module, "answer", waiting)
+    with ThreadPoolExecutor(3) as clients:
+        found = []
+        for place in range(3):
+            found.append(clients.submit(silent.ask, {"history": ["id 7"]}))
+            until(lambda place=place: silent.metric("logitmix_queue_requests") == place)
+        response = silent.send(head(2), b"{}", head(0, "/nothing", "Connection: close"))
+        assert response.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 1\r\n" in response
+        # The event loop is free while the model computes.
+        assert silent.ask(b"", "GET", "/healthz")[0] == 200
+        begin.set()
+        assert [of.result()[0] for of in found] == [200] * 3
+
+
+def test_an_answer_says_what_answered(server: Running) -> None:
+    status, found = server.ask({"history": ["id 7", "id 14"], "k": 3, "user": None})
+    assert (status, found["run"], found["step"]) == (200, "small", 12)
+    assert_alike(found["items"], server.export.retriever.rows(["id 7", "id 14"], 3))
+    assert server.ask(b"", "GET", "/healthz") == (
+        200,
+        {"status": "ok", "run": "small", "step": 12, "dataset": "demo", "num_items": X},
+    )
+
+
+NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
+MALFORMED = [
+    b"",
+    b"{",
+    b"null",
+    b"3",
+    b'"text"',
+    b"[]",
+    b"{} {}",
+    b"{'history': []}",
+    b"\xff\xfe\x00",
+    b'{"history": ["\xff"]}',
+    b"\x00" * 1000,
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    NESTED,
+    b'{"k": NaN}',
+    b'{"user": {"age": Infinity}}',
+    b'{"user": {"age": 1e999}}',
+    b'{"user": {"age": 3e38}}',
+    b'{"user": {"age": 1' + b"0" * 400 + b"}}",
+    b'{"k": 1' + b"0" * 5000 + b"}",
+    b'{"k": 1' + b"0" * 400 + b"}",
+    b'{"history": "id 7"}',
+    b'{"history": {"id 7": 1}}',
+    b'{"history": 7}',
+    b'{"history": [1.5]}',
+    b'{"history": [true]}',
+    b'{"history": [null]}',
+    b'{"history": [["id 7"]]}',
+    b'{"history": [1' + b"0" * 40 + b"]}",
+    b'{"history": ["new"], "unknown": "refuse"}',
+    b'{"history": ["id 7", "\\udc00"], "unknown": "refuse"}',
+    b'{"history": ["id 7"], "unknown": "no"}',
+    b'{"history": ["id 7"], "unknown": null}',
+    b'{"history": ["id 7"], "histroy": []}',
+    b'{"history": ["id 7"], "\\ud800": []}',
+    b'{"history": ["id 7"], "' + b"a\\n" * 10_000 + b'": []}',
+    b'{"history": ["id 7"], "k": 0}',
+    b'{"history": ["id 7"], "k": -1}',
+    b'{"history": ["id 7"], "k": 10001}',
+    b'{"history": ["id 7"], "k": "3"}',
+    b'{"history": ["id 7"], "k": 3.0}',
+    b'{"history": ["id 7"], "k": true}',
+    b'{"history": ["id 7"], "k": [3]}',
+    b'{"history": ["id 7"], "stage1": 9}',
+    b'{"history": ["id 7"], "stage1": 10000000}',
+    b'{"history": ["id 7"], "exclude_history": "yes"}',
+    b'{"history": ["id 7"], "exclude_history": 1}',
+    b'{"history": ["id 7"], "timestamps": [1.5]}',
+    b'{"history": ["id 7"], "timestamps": [1' + b"0" * 30 + b"]}",
+    b'{"history": ["id 7"], "timestamps": [1, 2]}',
+    b'{"history": ["id 7", "id 14"], "timestamps": [2, 1]}',
+    b'{"history": ["id 7"], "events": [1]}',
+    b'{"history": ["id 7"], "events": [{}, {}]}',
+    b'{"history": ["id 7"], "events": [{"device": [1]}]}',
+    b'{"history": ["id 7"], "events": {"device": 1}}',
+    b'{"history": ["id 7"], "user": []}',
+    b'{"history": ["id 7"], "user": {"height": 1}}',
+    b'{"history": ["id 7"], "user": {"age": "old"}}',
+    b'{"history": ["id 7"], "user": {"country": 1.5}}',
+    b'{"history": ["id 7"], "user": {"country": {"a": 1}}}',
+    b'{"history": ["id 7"], "allowed": "id 7"}',
+    b'{"history": ["id 7"], "blocked": [{}]}',
+    json.dumps({"history": ["id 7"] * 10_001}).encode(),
+    json.dumps({"history": [{}] * 200_000}).encode(),
+    json.dumps({"history": ["id 7"], "allowed": [1] * 100_001}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED, ids=lambda body: body[:60].decode(errors="replace"))
+def test_what_a_client_gets_wrong_is_said_in_one_line(silent: Running, body: bytes) -> None:
+    status, found = silent.ask(body)
+    assert status == 400, found
+    assert list(found) == ["error"] and re.fullmatch(r"[^\n\r]{5,500}", found["error"])
+    assert "request 0" not in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/retrieve", 405),
+        ("PUT", "/retrieve", 405),
+        ("DELETE", "/", 405),
+        ("POST", "/healthz", 405),
+        ("BREW", "/items", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/retrieve/", 404),
+        ("GET", "//retrieve", 404),
+        ("GET", "/%ff%00%0a..%2f..%2fetc/passwd", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/items?limit=0", 400),
+        ("GET", "/items?limit=101", 400),
+        ("GET", "/items?limit=1e3", 400),
+        ("GET", "/items?limit=" + "9" * 5000, 400),
+        ("GET", "/items?query=" + "a" * 101, 400),
+        ("GET", "/items?query=%ff%fe", 200),
+        ("GET", "/items?query=%00", 200),
+        ("GET", "/items?query=(%5B.*", 200),
+    ],
+)
+def test_methods_paths_and_queries(silent: Running, method: str, path: str, status: int) -> None:
+    found = silent.ask(b"", method, path)
+    assert found[0] == status
+    assert status == 200 or (list(found[1]) == ["error"] and "\n" not in found[1]["error"])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\r\n\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /\xff HTTP/1.1\r\nHost: here\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: here\r\nHost: there\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: here\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: here\r\nlong: " + b"a" * 10**6 + b"\r\n\r\n",
+        b"GET /" + b"a" * 10**6 + b" HTTP/1.1\r\nHost: here\r\n\r\n",
+        head("-1"),
+        head("0x10"),
+        head("9" * 1000),
+        head(5, "/retrieve", "Content-Length: 6"),
+        head(5, "/retrieve", "Transfer-Encoding: gzip"),
+        b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+        b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello",
+        b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused(silent: Running, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
+    received = silent.send(sent)
+    assert received == b"" or re.match(rb"HTTP/1.1 4\d\d ", received), received
+
+
+def test_a_length_that_is_too_short_is_believed(silent: Running) -> None:
+    """What follows is read as the next request."""
+    received = silent.send(head(2), b"{} {}\r\n\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"400"]
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Bytes by which the memory of this process, clients and server, rises meanwhile."""
+
+    def kib(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kib("VmRSS")
+    work()
+    return (kib("VmHWM") - before) * 1024
+
+
+SIZE = 40 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("first", "part", "last"),
+    [
+        (head(SIZE), b" " * 2**16, b""),
+        (b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n",
+         b"10000\r\n" + b" " * 2**16 + b"\r\n", b"0\r\n\r\n"),
+    ],
+    ids=["stated", "chunked"],
+)  # fmt: skip
+def test_a_huge_body_is_not_held(silent: Running, first: bytes, part: bytes, last: bytes) -> None:
+    received = b""
+
+    def send() -> None:
+        nonlocal received
+        received = silent.send(first, *[part] * (SIZE // 2**16), last)
+
+    assert peak_growth(send) < SIZE / 4
+    assert received.startswith(b"HTTP/1.1 413 ") and b'{"error": "the body is larger than 1,048,576 bytes"}' in received
+
+
+def test_the_limit_of_a_body_is_exact(silent: Running) -> None:
+    body = b'{"history": ["id 7"]}'
+    assert silent.ask(body + b" " * (MAX_BODY - len(body)))[0] == 200
+    assert silent.ask(body + b" " * (MAX_BODY - len(body) + 1))[0] == 413
+
+
+def test_a_client_that_asks_first_need_not_send_a_huge_body(silent: Running) -> None:
+    received = silent.send(head(MAX_BODY + 1, "/retrieve", "Expect: 100-continue"))
+    assert received.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "DISCARDED", 2 * MAX_BODY)
+    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        client.sendall(head(10**12))
+        with pytest.raises(ConnectionError):
+            for _ in range(10_000):
+                client.sendall(b" " * 2**16)
+
+
+def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    received = silent.send(head(100), b"{")
+    assert (
+        received.startswith(b"HTTP/1.1 408 ") and b'{"error": "the body did not arrive within 0.3 seconds"}' in received
+    )
+    assert silent.send(b"POST /retr") == silent.send() == b""
+    # With a byte now and then.
+    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        start = time.monotonic()
+        with pytest.raises(ConnectionError):
+            for byte in b"GET /" + b"a" * 1000:
+                client.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert 0.2 < time.monotonic() - start < 5
+
+
+def test_who_goes_on_after_the_answer_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a wrong path does not wait for the body."""
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        client.sendall(head(10**9, "/nothing"))
+        assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                client.sendall(b" " * 100)
+                time.sleep(0.02)
+
+
+def test_a_connection_that_is_in_use_stays(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
+    connection = http.client.HTTPConnection("127.0.0.1", silent.port, timeout=10)
+    connection.connect()
+    socket_of_it = connection.sock
+    for _ in range(3):
+        connection.request("POST", "/retrieve", b'{"history": ["id 7"]}')
+        assert connection.getresponse().read()
+        time.sleep(0.3)
+    assert connection.sock is socket_of_it
+    connection.close()
+
+
+def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: silent.metric("process_open_fds") > 0)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 3)
+    held = [socket.create_connection(("127.0.0.1", silent.port), timeout=10) for _ in range(3)]
+    try:
+        assert silent.send().startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
+    finally:
+        for client in held:
+            client.close()
+    until(lambda: silent.send(head(0, "/nothing", "Connection: close")).startswith(b"HTTP/1.1 404"))
+
+
+def test_clients_that_leave_are_not_missed(silent: Running) -> None:
+    whole = head(21) + b'{"history": ["id 7"]}'
+    for sent in (whole[:20], whole[:-5], whole, whole * 3):
+        client = socket.create_connection(("127.0.0.1", silent.port), timeout=10)
+        client.sendall(sent)
+        # A reset, and not just an end.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+    time.sleep(0.1)
+
+
+def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_cannot(
+    tmp_path: Path, server: Running
+) -> None:
+    export = LiveExport(export_small(small_model("dot", 20), tmp_path / "served"), print)
+    retriever = export.retriever
+    retriever.titles = None
+    assert search(retriever, "ID 7", 3) == {
+        "items": [{"id": f"id {n}", "title": None} for n in (7, 70, 77)],
+        "more": False,
+    }
+    (found,) = batcher_module.answer(retriever, [Question({"history": ["new"]})])
+    assert str(found) == "the request names no known item; give at least one"
+    shown = server_module._json({"items": [{"id": "\ud800"}]})
+    assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
+    status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
+    assert (status, found) == (
+        400,
+        {"error": "the request's scores are not finite: a number among its features is too large"},
+    )
+
+
+def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "_WINDOW", 7)
+    everything = [{"id": each, "title": f"«{each}»"} for each in raw_ids(X)]
+
+    def found(query: str) -> Any:
+        return silent.ask(b"", "GET", f"/items?limit=100&query={query}")[1]
+
+    assert found("") == {"items": everything, "more": False}
+    assert found("%C2%AB") == {"items": everything, "more": False}
+    with_7 = [each for each in everything if "7" in each["id"]]
+    assert found("7") == {"items": with_7, "more": False}
+    # The item with this very id comes first, and 14 more contain it in either case.
+    assert found("ID%2014")["items"] == [each for each in everything if "id 14" in each["id"]]
+    monkeypatch.setattr(live_module, "_WINDOW", 1000)
+    assert silent.ask(b"", "GET", "/items?limit=2&query=id%2049")[1] == {
+        "items": [{"id": "id 49", "title": "«id 49»"}],
+        "more": False,
+    }
+    assert silent.ask(b"", "GET", "/items?limit=2&query=7")[1] == {"items": with_7[:2], "more": True}
+    monkeypatch.setattr(live_module, "SEARCH_SECONDS", 0.0)
+    assert silent.ask(b"", "GET", "/items?query=7")[1] == {"items": [], "more": True}
+
+
+def test_the_page_needs_nothing_else(server: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", "/")
+    response = connection.getresponse()
+    page, policy = response.read().decode(), response.headers["Content-Security-Policy"]
+    connection.close()
+    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 2
+    # No address but its own, and nothing from data becomes markup.
+    assert re.findall(r"https?:|//\w|<link(?! rel=\"icon\" href=\"data:,\")|<img|@import", page) == []
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
+
+
+def test_metrics(folder: Path) -> None:
+    with running(folder) as server:
+        server.ask({"history": ["id 7"]})
+        server.ask({"history": ["id 7"]})
+        server.ask(b"{")
+        server.ask(b"", "GET", "/nothing")
+        assert server.metric('logitmix_requests_total{path="/retrieve",status="200"}') == 2
+        assert server.metric('logitmix_requests_total{path="/retrieve",status="400"}') == 1
+        assert server.metric('logitmix_requests_total{path="other",status="404"}') == 1
+        assert server.metric("logitmix_retrieve_seconds_count") == 3
+        assert server.metric("logitmix_batch_requests_sum") == 2
+        assert server.metric("logitmix_export_step") == 12
+        assert server.metric("process_resident_memory_bytes") > 0
+
+
+def replaced(folder: Path, seed: int, broken: bool = False) -> Retriever:
+    """Publishes another model in a folder; `broken` as if the disk had failed."""
+    made = export_small(small_model("mol", X, seed=seed), folder.with_name(f"seed {seed}"))
+    if broken:
+        weights = made / "tower.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        publish(made, folder)
+        return Retriever.load(folder.with_name("seed 1"))
+    kept = shutil.copytree(made, folder.with_name(f"kept {seed}"))
+    publish(made, folder)
+    return Retriever.load(kept)
+
+
+def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
+    folder = export_small(small_model("mol", X, seed=0), tmp_path / "served")
+    asked = Question({"history": ["id 7", "id 14", "id 70"]}, 5)
+    scores = [[row["score"] for row in one_by_one(Retriever.load(folder), asked)]]
+    done, seen = threading.Event(), []
+
+    def client(server: Running) -> None:
+        while not done.is_set():
+            status, found = server.ask({**asked.request, "k": asked.k})
+            seen.append((status, [row["score"] for row in found["items"]]))
+
+    with running(folder) as server, ThreadPoolExecutor(4) as clients:
+        tasks = [clients.submit(client, server) for _ in range(4)]
+        try:
+            for seed in (1, 2):
+                scores.append([row["score"] for row in one_by_one(replaced(folder, seed), asked)])
+                until(lambda: seen[-1:] and seen[-1][1] == pytest.approx(scores[-1], rel=1e-5))
+        finally:
+            done.set()
+        for task in tasks:
+            task.result()
+        assert server.metric("logitmix_reloads_total") == 2
+    assert {status for status, _ in seen} == {200}
+    # Each answer comes from one of the exports.
+    of = [next(n for n, these in enumerate(scores) if found == pytest.approx(these, rel=1e-5)) for _, found in seen]
+    assert set(of) == {0, 1, 2}
+    assert server.said == [f"new export: {X} items of demo, step 12 of run small"] * 2
+
+
+def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = export_small(small_model("mol", X, seed=0), tmp_path / "served")
+    export = LiveExport(folder, said.append)
+    first = export.retriever
+    assert not export.refresh()
+    weights = folder / "tower.safetensors"
+    broken = weights.read_bytes()[:-1] + b"?"
+    export_small(small_model("mol", X, seed=1), folder, overwrite=True)
+    weights.write_bytes(broken)
+    assert not export.refresh() and not export.refresh()
+    assert export.retriever is first and len(said) == 1
+    assert said[0].startswith(f"the new export is not used: {weights}: it is damaged") and "\n" not in said[0]
+    shutil.rmtree(folder)
+    assert not export.refresh() and export.retriever is first and len(said) == 1
+    export_small(small_model("mol", X + 1, seed=2), folder)
+    assert export.refresh() and export.retriever.num_items == X + 1 and len(said) == 2
+
+
+def test_the_command_answers_and_ends(folder: Path) -> None:
+    """The request in flight when SIGTERM comes is answered."""
+    command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", str(folder), "--port", "0", "--threads", "1"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert server.stderr is not None
+        started = re.fullmatch(
+            rf"logitmix: serving {X} items of demo, step 12 of run small on http://127.0.0.1:(\d+)\n",
+            server.stderr.readline(),
+        )
+        assert started
+        body = b'{"history": ["id 7"], "k": 3}'
+        with socket.create_connection(("127.0.0.1", int(started[1])), timeout=30) as client:
+            client.sendall(head(len(body)) + body[:5])
+            time.sleep(0.2)
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", int(started[1])), timeout=30)
+            client.sendall(body[5:])
+            answer = read_all(client)
+        assert answer.startswith(b"HTTP/1.1 200 ") and len(json.loads(answer.partition(b"\r\n\r\n")[2])["items"]) == 3
+        assert server.communicate(timeout=30)[1] == "" and server.returncode == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("FOLDER --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
+        (
+            "nowhere --port 0",
+            "no serving directory at nowhere (it has no manifest.json); make it with: logitmix export",
+        ),
+        ("FOLDER --port 70000", "--port is 70000; it must be from 0 to 65535"),
+        ("FOLDER --port 0 --host 1.2.3.4.5", "there is no address for --host 1.2.3.4.5"),
+        ("FOLDER --port 0 --host 192.0.2.1", "port 0 of 192.0.2.1: Cannot assign requested address"),
+        ("FOLDER --port 0 --wait-ms -1", "--wait-ms is -1.0; it must be from 0 to 1000"),
+        ("FOLDER --port 0 --threads -1", "--threads is -1; it must be at least 0"),
+    ],
+)
+def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        arguments = [{"FOLDER": str(folder), "PORT": port}.get(word, word) for word in words.split()]
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["serve", *arguments])
+    assert stop.value.code in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("logitmix: " + said.replace("PORT", port))
+
+
+def test_other_hosts_are_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module.uvicorn.Server, "run", lambda self, sockets: sockets[0].close())
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        cli.main(["serve", str(folder), "--port", "0", "--host", "0.0.0.0"])
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(number, handler)
+    warning, url = capsys.readouterr().err.splitlines()
+    assert warning == "logitmix: whoever reaches 0.0.0.0 can use this server: it has no authentication"
+    assert re.search(r" on http://0\.0\.0\.0:\d+$", url)
