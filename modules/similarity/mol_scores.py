@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from logitmix.common.compiled import compiled_library
+from logitmix.common.compiled import compiled_library, has_triton
 
 from ..losses.blockwise import Side
 
@@ -33,23 +33,31 @@ def mol_scores(
 
     Products are of BF16 numbers with FP32 sums if the components are BF16 or INT8 and the processor has such products,
     and of FP32 numbers otherwise. It uses as many threads as torch would; the result does not depend on their number.
-    IndexError or ValueError for indices or bounds that do not fit.
+    CUDA runs Triton, with products of FP16 numbers for FP16 components; mol_scores_triton.covers has the limits.
+    IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are not checked.
     """
-    library = _library()
+    library, on_cuda = _library(), item_P.device.type == "cuda" and has_triton()
     stored = [_STORED.get(part.dtype) for part in item]
-    if library is None or item_P.device.type != "cpu" or None in stored:
+    if None in stored or not (on_cuda or (item_P.device.type == "cpu" and library)):
         return None
     (B, U, C), (X, I, _), H = query[0].shape, item[0].shape, len(cross_gate[1])
     P = len(item_P)
-    if bounds[0] != 0 or bounds[-1] != P or len(bounds) != B + 1 or any(torch.tensor(bounds).diff() < 0):
+    if bounds[0] != 0 or bounds[-1] != P or len(bounds) != B + 1 or any(torch.tensor(list(bounds)).diff() < 0):
         raise ValueError(f"bounds must rise from 0 to {P}, the number of pairs, with one more than the {B} queries")
+    if on_cuda:
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import mol_scores_triton
+
+        covered = mol_scores_triton.covers(U, I, C, H, item)
+        return mol_scores_triton.mol_scores(query, item, cross_gate, item_P, bounds) if covered else None
+    assert library is not None
     if P:
         least, most = torch.aminmax(item_P)
         if least < 0 or most >= X:
             raise IndexError(f"items are numbered from 0 to {X - 1}, not from {least} to {most}")
     inputs = [tensor.detach().float().contiguous() for tensor in (*query, *cross_gate)]
     items = [part.detach().contiguous() for part in item]
-    index_P, bound_B, score_P = item_P.long().contiguous(), torch.tensor(bounds), torch.empty(P)
+    index_P, bound_B, score_P = item_P.long().contiguous(), torch.tensor(list(bounds)), torch.empty(P)
     pointers = [tensor.data_ptr() for tensor in (*inputs[:2], *items)]
     others = [tensor.data_ptr() for tensor in (*inputs[2:], index_P, bound_B, score_P)]
     problem = _Scores(U, I, C, H, *pointers, *stored, *others)

@@ -1,0 +1,93 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_targets import OF_A_BLOCK, compiled
+
+from logitmix.modules.similarity import mol_scores
+
+CHECKS = Path(__file__).with_name("mol_scores_triton_checks.py")
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8"}
+
+
+def test_triton_gives_the_similarity_in_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", str(CHECKS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("compute_capability", OF_A_BLOCK)
+@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+def test_the_kernel_fits_gpus_that_are_not_here(
+    compute_capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's sizes: tensor cores, and no more shared memory than two blocks of a multiprocessor can have."""
+    from logitmix.modules.losses import mol_triton
+    from logitmix.modules.similarity import mol_scores_triton
+
+    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
+    plan = mol_scores_triton._plan(8, 8, 32, 128, torch.empty(0, dtype=dtype))
+    whole, product = dtype == torch.float32, POINTERS[plan.dtype]
+    types = {"query": product, "up": product, "down": product, "item": POINTERS[dtype], "item_weights": product}
+    types |= {"index": "*i64", "bound": "*i64", "span": "i32"}
+    constants = dict(zip("UICH", (8, 8, 32, 128), strict=True)) | {"COARSE": not whole, "EMULATED": False}
+    constants |= {name: getattr(plan, name) for name in ("UP", "IP", "CP", "HP", "N")}
+    kernel = mol_scores_triton._scores
+    done = compiled(kernel, types, constants, compute_capability, num_warps=plan.warps, num_stages=1)
+    assert done.metadata.shared <= OF_A_BLOCK[compute_capability] / (1 if whole else 2)
+    assert ("mma" in done.asm["ptx"]) != whole
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "of_a_block", "fits"),
+    [
+        ((8, 8, 32, 128), "bfloat16", 227, True),
+        ((16, 8, 128, 128), "int8", 163, True),
+        ((5, 7, 50, 100), "float32", 163, True),
+        ((8, 8, 32, 128), "float16", 99, True),
+        ((8, 8, 64, 128), "bfloat16", 99, False),
+        ((8, 8, 32, 128), "float32", 99, False),
+        ((8, 8, 128, 128), "float32", 227, False),
+        ((3, 16, 32, 128), "float32", 227, False),
+        ((16, 16, 32, 128), "bfloat16", 227, False),
+        ((17, 1, 32, 128), "bfloat16", 227, False),
+        ((8, 8, 32, 129), "bfloat16", 227, False),
+        ((8, 8, 32, 128), "float64", 227, False),
+    ],
+)
+def test_what_is_covered(
+    shape: tuple[int, int, int, int], dtype: str, of_a_block: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from logitmix.modules.losses import mol_triton
+    from logitmix.modules.similarity import mol_scores_triton
+
+    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: of_a_block * 1024)
+    part = torch.empty(0, dtype=getattr(torch, dtype))
+    assert mol_scores_triton.covers(*shape, (part, part)) == fits
+    assert not mol_scores_triton.covers(*shape, (part, part.double()))
+
+
+@pytest.mark.gpu
+def test_triton_gives_the_similarity_on_the_device() -> None:
+    from mol_scores_triton_checks import check_all
+
+    check_all("cuda", examples=100)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_cuda_tensors_are_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_mol_scores import candidates, mol_of, sides_of
+
+    mol = mol_of(8, 8, 32, 128)
+    sides = sides_of(mol, 2, 1000)
+    query, item = (tuple(part.cuda() for part in side) for side in sides)
+    item_P, bounds = candidates([700, 1300], 1000)
+    mol.cuda()
+    found = mol.candidates(query, item, item_P.cuda(), bounds)
+    assert torch.equal(mol.candidates(query, item, item_P.cuda(), bounds), found)
+    monkeypatch.setattr(mol_scores, "has_triton", lambda: False)
+    plain = mol.candidates(query, item, item_P.cuda(), bounds)
+    assert not torch.equal(plain, found)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
