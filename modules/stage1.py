@@ -17,6 +17,7 @@ a sample.
 import ctypes
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from logitmix.common.compiled import compiled_library, has_triton
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
 LARGEST = 127
+ZERO = 128
+"""The byte that stands for the value 0."""
 CLAMPED = 1e-4
 """Share of the numbers, the largest ones, that the corpus's scale may clamp: the others are then stored more precisely,
 which raises the recall of FP32's top 1 % from 0.985 to 0.988 on unit vectors of width 64."""
@@ -47,6 +50,7 @@ LOWERED = 4
 """How many times as many items a second threshold lets pass, on CUDA."""
 PLAIN_QUERIES = 16
 """Most that CUDA scores in plain torch at once, whose arrays are large."""
+PAGE, HUGE, MADV_HUGEPAGE = 2**12, 2**23, 14
 CHUNK = 2**20
 """Items that are quantized, or scored in plain torch, at once."""
 
@@ -66,21 +70,35 @@ class Int8Corpus:
     def of(cls, item_XH: Tensor) -> "Int8Corpus":
         """From finite vectors [X, H] of any floating type. ValueError for others."""
         X, H = item_XH.shape
-        largest = max((float(part.abs().max()) for part in item_XH.split(CHUNK)), default=0.0)
-        if not math.isfinite(largest):
+        if not all(part.isfinite().all() for part in item_XH.split(CHUNK)):
             raise ValueError("the items' vectors have values that are not finite")
-        some = item_XH[:: max(1, X * H // NUMBERS)].abs().float().flatten()
-        held = float(some.kthvalue(math.ceil(len(some) * (1 - CLAMPED))).values) if len(some) else 0.0
-        corpus = cls.empty(X, H, (held or largest) / LARGEST or 1.0, item_XH.device)
+        corpus = cls.empty(X, H, scale_of(item_XH), item_XH.device)
         for start in range(0, X, CHUNK):
             corpus.fill(start, item_XH[start : start + CHUNK])
         return corpus
 
     @classmethod
-    def empty(cls, num_items: int, width: int, scale: float, device: torch.device | str | None = None) -> "Int8Corpus":
+    def joined(cls, parts: Sequence[tuple[Tensor, int]], scale: float) -> "Int8Corpus":
+        """One corpus of consecutive parts, each with its blocks and number of items. A copy, if there are several."""
+        num_items, (first, _) = sum(count for _, count in parts), parts[0]
+        if len(parts) == 1:
+            return cls(first, scale, num_items)
+        corpus, start = cls.empty(num_items, first.shape[1] * GROUP, scale, first.device), 0
+        for blocks, count in parts:
+            if start % LANES == 0:
+                corpus.blocks[start // LANES : start // LANES + len(blocks)] = blocks
+            else:
+                item_R = torch.arange(start, start + count, device=blocks.device)
+                rows = blocks.transpose(1, 2).reshape(-1, blocks.shape[1], GROUP)[:count]
+                corpus.blocks[item_R // LANES, :, item_R % LANES] = rows
+            start += count
+        return corpus
+
+    @classmethod
+    def empty(cls, num_items: int, width: int, scale: float, device: torch.device | str = "cpu") -> "Int8Corpus":
         """A corpus of zeros, to be filled."""
         shape = (-(-num_items // LANES), -(-width // GROUP), LANES, GROUP)
-        return cls(torch.full(shape, 128, dtype=torch.uint8, device=device), scale, num_items)
+        return cls(_huge(torch.empty(shape, dtype=torch.uint8, device=device)).fill_(ZERO), scale, num_items)
 
     def fill(self, start: int, item_RH: Tensor) -> None:
         """Quantizes items from index `start` on, a multiple of 16; values that the scale cannot hold are clamped."""
@@ -89,7 +107,7 @@ class Int8Corpus:
         blocks, groups = -(-R // LANES), self.blocks.shape[1]
         padded = item_RH.new_zeros(blocks * LANES, groups * GROUP, dtype=torch.float32)
         padded[:R, :H] = item_RH
-        values = padded.div_(self.scale).round_().clamp_(-LARGEST, LARGEST).add_(128).to(torch.uint8)
+        values = padded.div_(self.scale).round_().clamp_(-LARGEST, LARGEST).add_(ZERO).to(torch.uint8)
         values = values.view(blocks, LANES, groups, GROUP).transpose(1, 2)
         self.blocks[start // LANES : start // LANES + blocks] = values
 
@@ -102,7 +120,27 @@ class Int8Corpus:
         """The signed values of items [start, stop), FP32 [R, width]; `start` is a multiple of 16."""
         assert start % LANES == 0
         part = self.blocks[start // LANES : -(-stop // LANES)].transpose(1, 2)
-        return part.reshape(-1, self.width)[: stop - start].float() - 128
+        return part.reshape(-1, self.width)[: stop - start].float() - ZERO
+
+
+def scale_of(item_XH: Tensor) -> float:
+    """The scale of a corpus with these vectors, or with many like them."""
+    X, H = item_XH.shape
+    some = item_XH[:: max(1, X * H // NUMBERS)].abs().float().flatten()
+    held = float(some.kthvalue(math.ceil(len(some) * (1 - CLAMPED))).values) if len(some) else 0.0
+    return (held or (float(some.max()) if len(some) else 0.0)) / LARGEST or 1.0
+
+
+def _huge(memory: Tensor) -> Tensor:
+    """The same, in pages of 2 MiB where the system has them: reading from many small ones is slower."""
+    size = memory.numel() * memory.element_size()
+    if sys.platform == "linux" and memory.device.type == "cpu" and size >= HUGE:
+        first = -(-memory.data_ptr() // PAGE) * PAGE
+        # If it fails, small pages do.
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(memory.data_ptr() + size - first), MADV_HUGEPAGE
+        )
+    return memory
 
 
 @dataclass(frozen=True)

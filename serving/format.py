@@ -1,16 +1,18 @@
-"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 2.
+"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 3.
 
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
     items-00000-of-000NN.safetensors
                          consecutive items: table [R, D], the vectors from which histories are encoded (with ids alone
-                         the rows of the item table), and the item cache: the items' sides for the similarity
-                         (similarity.0, …; for MoL the components [R, I, C] and the gating weights [R, M]) and for the
-                         h-indexer, if there is one (hindexer.0 [R, H]). If item_cache is false, the inputs of all this
+                         the rows of the item table), and the item cache: the items' side for the similarity
+                         (similarity.0, …; for MoL the components [R, I, C] and the gating weights [R, M]) in the
+                         manifest's precision. int8 stores MoL's components as I8, with their scale in
+                         similarity.0.scale [1], and the weights in BF16. If item_cache is false, the inputs of all this
                          instead: own_row [R, W], the items' rows of the item table, and NAME.values of each of their
                          features. For kinds id and ids, these are rows of the feature's table (I32, or I64 if a table
                          has more than 2^31 rows); kind ids also has NAME.offsets (I64 [R + 1], where each item's
-                         values begin and end)
+                         values begin and end). With an h-indexer, its vectors in INT8: corpus (U8 [R / 16, H / 4, 16,
+                         4], see Int8Corpus in modules/stage1.py) and corpus.scale [1], the same in all files
     tables-00000-of-000NN.safetensors
                          consecutive rows: TABLE [any number, W], a piece of each table that has rows in this file. A
                          table's pieces, file after file, are all of its rows; of the item table, only the row of
@@ -34,6 +36,7 @@ All other tensors are FP32. The fields of the manifest:
     schema                    the features that the model uses, and their tables (modules/schema.py)
     num_items                 X
     item_cache                whether the files of items hold the item cache
+    precision                 fp32, bf16, fp16 or int8: how they store it
     exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
@@ -66,7 +69,17 @@ from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.items import ItemInputs, stored_type
-from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, item_shapes, row_shapes, weight_shapes
+from logitmix.serving.model import (
+    CORPUS_SCALE,
+    IDS_ALONE,
+    OWN_ROW,
+    STORED,
+    TABLE,
+    Precision,
+    item_types,
+    row_shapes,
+    weight_shapes,
+)
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import MAX_ITEMS
@@ -74,7 +87,7 @@ from logitmix.serving.topk import MAX_ITEMS
 T = TypeVar("T")
 
 FORMAT = "logitmix serving directory"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
 CARD = "README.md"
@@ -84,10 +97,11 @@ EXTRAS = re.compile(r"README\.md|(similarity|hindexer)\.faiss")
 Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
 
-_DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES |= {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 _SOURCE = ("run", "step", "dataset")
 _WRITERS = ("logitmix", "torch")
-_ABOUT_ITEMS = ("num_items", "exclude_history", "item_cache")
+_ABOUT_ITEMS = ("num_items", "exclude_history", "item_cache", "precision")
 _FIELDS = (
     "format",
     "format_version",
@@ -125,6 +139,8 @@ class About:
     """The dataset's features that the model uses."""
     item_cache: bool = True
     """Whether the shards hold the item tower's outputs, or its inputs."""
+    precision: Precision = "fp32"
+    """How they store the outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +155,7 @@ class Contents:
     vocabularies: Mapping[str, Texts]
     """For each table of features, the values by row, with their order."""
     shards: Sequence[Mapping[str, Tensor]]
-    """Consecutive items, by the names of `item_cache` or of `ItemInputs.tensors`."""
+    """Consecutive items, by the names of `stored_items` and, without the item cache, of `ItemInputs.tensors`."""
     raw_ids: Texts
     """[X], distinct, with their order."""
     titles: Texts | None
@@ -207,6 +223,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "num_items": about.num_items,
         "exclude_history": about.exclude_history,
         "item_cache": about.item_cache,
+        "precision": about.precision,
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
@@ -267,6 +284,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
         exclude_history=manifest["exclude_history"],
         schema=_parse(Schema, manifest["schema"], path / MANIFEST, "schema."),
         item_cache=manifest["item_cache"],
+        precision=manifest["precision"],
     )
     _check_about(path / MANIFEST, manifest, about)
     tensors = _check_files(path / MANIFEST, manifest["files"], about)
@@ -277,6 +295,8 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
     names = [table.name for table in about.schema.tables if table.name != ITEM]
     on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
     shards = {name: on_device[name] for name in _numbered(items_file, on_device)}
+    if len({float(shard[CORPUS_SCALE]) for shard in shards.values() if CORPUS_SCALE in shard}) > 1:
+        _broken(path / MANIFEST, f"its files have several {CORPUS_SCALE}")
     for name, shard in {} if about.item_cache else shards.items():
         if problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema):
             _broken(path / name, f"its {problem}")
@@ -377,6 +397,8 @@ def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
     for name in ("exclude_history", "item_cache"):
         if type(value := getattr(about, name)) is not bool:
             _broken(file, f"{name} is {value!r}, not true or false")
+    if about.precision not in STORED:
+        _broken(file, f"precision is {about.precision!r}, not {' or '.join(STORED)}")
     if manifest["signature"] != signature(about.model, about.schema):
         _broken(file, "its signature is not that of its model")
 
@@ -435,9 +457,11 @@ def _table(about: About) -> str:
 def _items(found: Mapping[str, Any], about: About) -> dict[str, Any]:
     """The tensors of a shard, with as many items and ids in bags as found."""
     R = found[_table(about)]["shape"][0]
+    types = item_types(about.model, about.schema, R, about.precision, about.item_cache)
+    expected = {name: {"dtype": _DTYPES[dtype], "shape": shape} for name, (dtype, shape) in types.items()}
     if about.item_cache:
-        return _float32(item_shapes(about.model, R, about.schema))
-    expected = _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
+        return expected
+    expected |= _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
     for feature in about.schema.of("item"):
         if feature.name == ITEM:
             continue

@@ -7,7 +7,8 @@ model, W of the item table.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate, pairwise
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from torch.nn import functional as F
 
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, Feature, Schema
-from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.similarity.base import Side
 from logitmix.modules.towers import Tower
-from logitmix.serving.model import OWN_ROW, TABLE
+from logitmix.serving.model import OWN_ROW, TABLE, side_of
 from logitmix.serving.pieces import Pieces, fetch_rows, gather
 
+Stage = Literal["similarity", "hindexer"]
 Chunk = tuple[Tensor, Side]
 """Indices [N] and sides of some items."""
 
@@ -35,36 +37,39 @@ class Shard(Protocol):
     def vectors(self, index_N: Tensor) -> Tensor:
         """Vectors [N, D], from which histories are encoded."""
 
-    def side(self, stage: str, start: int, stop: int) -> Side:
-        """Sides of a range of items, for "similarity" or "hindexer"."""
+    def side(self, stage: Stage, start: int, stop: int) -> Side:
+        """Sides of a range of items, FP32."""
 
-    def some(self, stage: str, index_N: Tensor) -> Side:
-        """Sides of any items."""
+    def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
+        """The similarity of queries with candidates of their own, as in Similarity.candidates."""
 
 
 class CachedShard:
-    """Items whose vectors and sides are stored."""
+    """Items whose vectors and sides for the similarity are stored."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """By the names of `item_cache`."""
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], tower: Tower) -> None:
+        """By the names of `stored_items`."""
+        self.vector_RD, self.tower = tensors[TABLE], tower
+        self.stored, self.scale = side_of(tensors)
 
     def __len__(self) -> int:
-        return len(self.tensors[TABLE])
+        return len(self.vector_RD)
 
     def vectors(self, index_N: Tensor) -> Tensor:
-        return self.tensors[TABLE][index_N]
+        return self.vector_RD[index_N]
 
-    def side(self, stage: str, start: int, stop: int) -> Side:
-        return tuple(part[start:stop] for part in self._side(stage))
+    def side(self, stage: Stage, start: int, stop: int) -> Side:
+        if stage == "hindexer":
+            vector_ND = self.vector_RD[start:stop]
+            assert self.tower.hindexer is not None
+            return self.tower.hindexer.item(vector_ND, torch.arange(len(vector_ND), device=vector_ND.device))
+        first, *others = (part[start:stop].float() for part in self.stored)
+        return (first * self.scale if self.scale != 1 else first, *others)
 
-    def some(self, stage: str, index_N: Tensor) -> Side:
-        return tuple(part[index_N] for part in self._side(stage))
-
-    def _side(self, stage: str) -> Side:
-        """similarity.0, similarity.1, … as the tuple that the stage's `item_side` returned."""
-        count = sum(name.startswith(f"{stage}.") for name in self.tensors)
-        return tuple(self.tensors[f"{stage}.{i}"] for i in range(count))
+    def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
+        # The scale of the first part is that of its products.
+        scaled = (query[0] * self.scale, *query[1:]) if self.scale != 1 else query
+        return self.tower.similarity.candidates(scaled, self.stored, item_P, bounds)
 
 
 @dataclass(frozen=True)
@@ -153,12 +158,21 @@ class ComputedShard:
     def vectors(self, index_N: Tensor) -> Tensor:
         return self._embedded(index_N).vector_RD
 
-    def side(self, stage: str, start: int, stop: int) -> Side:
-        return self.some(stage, torch.arange(start, stop, device=self.inputs.own_RW.device))
-
-    def some(self, stage: str, index_N: Tensor) -> Side:
-        similarity: Similarity = getattr(self.tower, stage)
+    def side(self, stage: Stage, start: int, stop: int) -> Side:
+        similarity = self.tower.similarity if stage == "similarity" else self.tower.hindexer
+        assert similarity is not None
+        index_N = torch.arange(start, stop, device=self.inputs.own_RW.device)
         return similarity.item_side(self._embedded(index_N), index_N)
+
+    def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
+        similarity, parts = self.tower.similarity, []
+        for b, (first, last) in enumerate(pairwise(bounds)):
+            one = tuple(part[b : b + 1] for part in query)
+            for index_N in item_P[first:last].split(COMPUTED_CHUNK):
+                side = similarity.item_side(self._embedded(index_N), index_N)
+                every_N = torch.arange(len(index_N), device=index_N.device)
+                parts.append(similarity.candidates(one, side, every_N, [0, len(index_N)]))
+        return torch.cat([query[0].new_empty(0), *parts])
 
     def _embedded(self, index_N: Tensor) -> Embedded:
         return self.inputs.take(index_N).embed(self.tower, self.tables)
@@ -180,7 +194,7 @@ class Items:
         """From the tensors of an export's shards."""
         dim, device = tower.config.dim, next(tower.parameters()).device
         if cached:
-            return cls([CachedShard(shard) for shard in shards], dim, device)
+            return cls([CachedShard(shard, tower) for shard in shards], dim, device)
         inputs = [ItemInputs.of_tensors(shard, tower.schema) for shard in shards]
         return cls([ComputedShard(each, tower, tables) for each in inputs], dim, device, COMPUTED_CHUNK)
 
@@ -189,7 +203,7 @@ class Items:
         row_TD = torch.empty(len(index_T), self.dim, device=self.device)
         return gather(index_T, self.starts, lambda number, index_N: self.shards[number].vectors(index_N), row_TD)
 
-    def all(self, stage: str, chunk: int) -> Iterator[Chunk]:
+    def all(self, stage: Stage, chunk: int) -> Iterator[Chunk]:
         """All items, at most `chunk` at a time."""
         chunk = min(chunk, self.most or chunk)
         for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
@@ -198,11 +212,19 @@ class Items:
                 index_N = torch.arange(start + first, start + stop, device=self.device)
                 yield index_N, shard.side(stage, first, stop)
 
-    def some(self, stage: str, index_K: Tensor, chunk: int) -> Iterator[Chunk]:
-        """The items of ascending indices, at most `chunk` at a time."""
-        chunk = min(chunk, self.most or chunk)
-        bounds = torch.searchsorted(index_K, self.starts.to(index_K.device)).tolist()
+    def scores(self, query: Side, index_BK: Tensor) -> Tensor:
+        """The similarity FP32 [B, K] of B queries with candidates of their own: ascending indices, and after them -1
+        for none, whose score is -inf."""
+        B, K = index_BK.shape
+        score_BK = torch.full((B, K), -torch.inf, device=index_BK.device)
+        found_BK = index_BK.masked_fill(index_BK < 0, int(self.starts[-1]))
+        bound_BS = torch.searchsorted(found_BK, self.starts.to(index_BK.device).expand(B, -1).contiguous()).tolist()
         for number, (shard, start) in enumerate(zip(self.shards, self.starts.tolist(), strict=False)):
-            for index_N in index_K[bounds[number] : bounds[number + 1]].split(chunk):
-                if len(index_N):
-                    yield index_N, shard.some(stage, index_N - start)
+            ranges = [(bound_S[number], bound_S[number + 1]) for bound_S in bound_BS]
+            bounds = [0, *accumulate(stop - first for first, stop in ranges)]
+            if bounds[-1]:
+                item_P = torch.cat([index_BK[b, first:stop] for b, (first, stop) in enumerate(ranges)]) - start
+                score_P = shard.scores(query, item_P, bounds)
+                for b, (first, stop) in enumerate(ranges):
+                    score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
+        return score_BK

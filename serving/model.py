@@ -1,9 +1,11 @@
-"""The trained tower for serving: loaded from its weights, and the names and shapes of an export's tensors.
+"""The trained tower for serving: loaded from its weights, and the names, types and shapes of an export's tensors.
 
-Axes: R items, D width of the model.
+Axes: R items, D width of the model, H of the h-indexer.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,13 +13,27 @@ from torch import Tensor
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.similarity.base import Side
+from logitmix.modules.stage1 import LANES, LARGEST, Int8Corpus, scale_of
 from logitmix.modules.towers import Sides, Tower
 
 TABLE = "table"
 """Name of the items' vectors [R, D] beside the cache: histories are encoded with them."""
 OWN_ROW = "own_row"
 """Name of the items' rows of the item table [R, W], used without the cache."""
+CORPUS, CORPUS_SCALE = "corpus", "corpus.scale"
+"""The h-indexer's vectors of a shard in INT8."""
 IDS_ALONE = Schema.of_ids(1)
+
+Precision = Literal["fp32", "bf16", "fp16", "int8"]
+"""How the item cache stores the items' sides."""
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
+"""By precision; for INT8, all but MoL's components."""
+FP16_MOST = torch.finfo(torch.float16).max / 4
+"""The largest of some items must be below this: others may be larger."""
+
+_SIDE = "similarity."
+_COMPONENTS_SCALE = "similarity.0.scale"
 
 
 def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Tensor]) -> Tower:
@@ -27,14 +43,73 @@ def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Ten
     return tower.requires_grad_(False).eval()
 
 
-def item_cache(tower: Tower, items: Embedded) -> dict[str, Tensor]:
-    """The items' vectors and sides of both stages by name: table, similarity.0, … and hindexer.0, each [R, ...]."""
-    return {TABLE: items.vector_RD, **named(tower.item_sides(items))}
-
-
 def named(sides: Sides) -> dict[str, Tensor]:
     """Both stages' sides by name: similarity.0, … and hindexer.0, each [R, ...]."""
     return {f"{stage}.{i}": part for stage, side in sides._asdict().items() for i, part in enumerate(side or ())}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of what an export stores in INT8; None for what it does not."""
+
+    corpus: float | None
+    """The h-indexer's vectors."""
+    components: float | None
+    """MoL's components of items, where the item cache is INT8."""
+
+
+def estimated(tower: Tower, precision: Precision, some: Embedded) -> tuple[Precision, Scales]:
+    """Scales by some of the items, and the precision: BF16 instead of FP16 where that is too small for them."""
+    sides = tower.item_sides(some)
+    if precision == "fp16" and any(bool((part.abs() > FP16_MOST).any()) for part in sides.similarity):
+        precision = "bf16"
+    corpus = None if sides.hindexer is None else scale_of(sides.hindexer[0])
+    largest = float(sides.similarity[0].abs().max()) if precision == "int8" else None
+    return precision, Scales(corpus, None if largest is None else largest / LARGEST or 1.0)
+
+
+def stored_items(
+    tower: Tower, items: Embedded, precision: Precision, cached: bool, scales: Scales
+) -> dict[str, Tensor]:
+    """What an export stores of consecutive items, by name. With the item cache: table [R, D], the items' vectors in
+    FP32, and their side for the similarity, similarity.0, …, each [R, ...] in the precision; for INT8, similarity.0 is
+    a value over similarity.0.scale [1], and the rest is BF16. If there is an h-indexer: its vectors as corpus, the
+    blocks of an Int8Corpus, and corpus.scale [1].
+
+    Raises ValueError for numbers that the precision cannot hold.
+    """
+    tensors: dict[str, Tensor] = {}
+    sides = tower.item_sides(items)
+    if cached:
+        tensors[TABLE] = items.vector_RD
+        for i, part in enumerate(sides.similarity):
+            if i == 0 and scales.components is not None:
+                values = (part / scales.components).round().clamp(-LARGEST, LARGEST)
+                tensors |= {_SIDE + "0": values.to(torch.int8), _COMPONENTS_SCALE: torch.tensor([scales.components])}
+                continue
+            tensors[f"{_SIDE}{i}"] = stored = part.to(STORED[precision])
+            if part.isfinite().all() and not stored.isfinite().all():
+                raise ValueError(f"the items' {_SIDE}{i} does not fit {precision}; export with --precision bf16")
+    if sides.hindexer is not None:
+        assert scales.corpus is not None
+        (vector_RH,) = sides.hindexer
+        corpus = Int8Corpus.empty(len(vector_RH), vector_RH.shape[1], scales.corpus)
+        corpus.fill(0, vector_RH)
+        tensors |= {CORPUS: corpus.blocks, CORPUS_SCALE: torch.tensor([scales.corpus])}
+    return tensors
+
+
+def side_of(tensors: Mapping[str, Tensor]) -> tuple[Side, float]:
+    """A shard's side for the similarity as stored, and the scale of its first part."""
+    count = sum(name.startswith(_SIDE) and name != _COMPONENTS_SCALE for name in tensors)
+    scale = float(tensors[_COMPONENTS_SCALE]) if _COMPONENTS_SCALE in tensors else 1.0
+    return tuple(tensors[f"{_SIDE}{i}"] for i in range(count)), scale
+
+
+def scales_of(tensors: Mapping[str, Tensor]) -> Scales:
+    """Those of a shard."""
+    corpus, components = (tensors.get(name) for name in (CORPUS_SCALE, _COMPONENTS_SCALE))
+    return Scales(None if corpus is None else float(corpus), None if components is None else float(components))
 
 
 def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
@@ -42,14 +117,19 @@ def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, 
     return {name: list(value.shape) for name, value in _empty_tower(config, schema).state_dict().items()}
 
 
-def item_shapes(config: ModelConfig, count: int, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
-    """Shapes of `item_cache`'s output for `count` items and a tower of this configuration."""
+def item_types(
+    config: ModelConfig, schema: Schema, count: int, precision: Precision = "fp32", cached: bool = True
+) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Types and shapes of `stored_items`'s output for `count` items and a tower of this configuration."""
     # Computed for one real item: torch takes seconds to load what it needs to compute with shapes alone.
     zeros = {name: torch.zeros(shape) for name, shape in weight_shapes(config, schema).items()}
     tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
+    one = Embedded(vector_1D, [vector_1D] * (len(schema.of("item")) - 1))
     with torch.inference_mode():
-        cache = item_cache(tower, Embedded(vector_1D, [vector_1D] * (len(schema.of("item")) - 1)))
-    return {name: [count, *value.shape[1:]] for name, value in cache.items()}
+        scales = Scales(1.0 if tower.hindexer else None, 1.0 if precision == "int8" else None)
+        stored = stored_items(tower, one, precision, cached, scales)
+    lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, _COMPONENTS_SCALE: 1}
+    return {name: (of.dtype, [lengths.get(name, count), *of.shape[1:]]) for name, of in stored.items()}
 
 
 def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:

@@ -5,23 +5,27 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.features import Features, Values, recency_rows
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
-from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.similarity.base import NUMBERS, Similarity
+from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
-from logitmix.serving.items import Chunk, ItemInputs, Items
-from logitmix.serving.model import item_cache, named, trained_tower
+from logitmix.serving.items import ItemInputs, Items
+from logitmix.serving.model import CORPUS, named, scales_of, stored_items, trained_tower
 from logitmix.serving.pieces import fetch_rows
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
@@ -31,8 +35,6 @@ UNKNOWN = -1
 """Instead of an item's index: an unknown item."""
 _QUERIES = 32
 """Histories ranked at once."""
-_NUMBERS = {"cpu": 2**22, "cuda": 2**26}
-"""Numbers that a chunk of query-item pairs may hold at once, roughly: enough to fit the caches, or fill the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,8 @@ class Request(TypedDict, total=False):
     events: Sequence[Mapping[str, Any]]
     """Features of the events, one mapping for each item of the history."""
     allowed: Sequence[str | int]
-    """Raw ids: if given, only these items are ranked, all of them by the similarity."""
+    """Raw ids: if given, only these items are ranked; all of them by the similarity, unless they are more than the
+    h-indexer keeps."""
     blocked: Sequence[str | int]
     """Raw ids of items to leave out. Unknown ids are ignored, here and in `allowed`."""
 
@@ -81,7 +84,7 @@ class Retriever:
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
         self.tower = trained_tower(about.model, about.schema, contents.weights)
-        self._tables, self._cached = contents.tables, about.item_cache
+        self._tables, self._about, self._shards = contents.tables, about, contents.shards
         self._items = Items.of_tensors(contents.shards, about.item_cache, self.tower, contents.tables)
         self._reader = FeatureReader(about.schema, contents.vocabularies)
         # A dataset may have a feature of this name that means something else.
@@ -98,9 +101,19 @@ class Retriever:
         version, and for a device that does not exist.
         """
         kind = str(device).partition(":")[0]
-        if kind not in _NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
+        if kind not in NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"there is no device {device} to retrieve on; cpu is always there")
         return cls(read(Path(path), device))
+
+    @cached_property
+    def _corpus(self) -> Int8Corpus | None:
+        """The h-indexer's vectors; made when they are first needed."""
+        scale = scales_of(self._shards[0]).corpus
+        if scale is None:
+            return None
+        counts = [len(shard) for shard in self._items.shards]
+        blocks = [shard[CORPUS] for shard in self._shards]
+        return Int8Corpus.joined(list(zip(blocks, counts, strict=True)), scale)
 
     @property
     def num_items(self) -> int:
@@ -119,8 +132,9 @@ class Retriever:
 
         The last L items of a history are encoded (the model's L). `exclude_history` leaves all items of the history out
         of the ranking; the default is how the model was evaluated. Features of users and events, including recency, are
-        unknown here. The h-indexer keeps `stage1` items (by default 100,000, or k if that is more), which the
-        similarity ranks. If there are no more items than that, or no h-indexer, the similarity ranks the whole corpus.
+        unknown here. The h-indexer keeps `stage1` items (by default 100,000, or k if that is more), by products in
+        INT8, which the similarity ranks. If there are no more items than that, or no h-indexer, the similarity ranks
+        the whole corpus.
 
         Raises ValueError for an empty history, for a value that is not an item index, and for a k below 1 or above
         `stage1`.
@@ -223,8 +237,10 @@ class Retriever:
     def new_items(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The tensors of a shard of this export for untrained items, from the raw values of their features by name.
         Raises ValueError that names the record and the feature."""
-        inputs, tower = self._item_inputs(records), self.tower
-        return item_cache(tower, inputs.embed(tower, self._tables)) if self._cached else inputs.tensors(tower.schema)
+        inputs, tower, about = self._item_inputs(records), self.tower, self._about
+        embedded, scales = inputs.embed(tower, self._tables), scales_of(self._shards[0])
+        stored = stored_items(tower, embedded, about.precision, about.item_cache, scales)
+        return stored if about.item_cache else stored | inputs.tensors(tower.schema)
 
     def _item_inputs(self, records: Sequence[Mapping[str, Any]]) -> ItemInputs:
         unknown_R = torch.zeros(len(records), dtype=torch.int64)
@@ -282,38 +298,51 @@ class Retriever:
         """Keys [B, k] of the best items for each request."""
         query = self._queries(asked)
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
+        two_stages = query.hindexer is not None and kept < self.num_items
+        few = [of.allowed is not None and (not two_stages or len(of.allowed) <= kept) for of in asked]
         best_BK = torch.full((len(asked), k), NOTHING, device=self._items.device)
-        if whole := [row for row, of in enumerate(asked) if of.allowed is None]:
-            keys_BK = self._rank_corpus(_of_rows(query, whole), [excluded[row] for row in whole], k, kept)
-            best_BK[whole, : keys_BK.shape[1]] = keys_BK
-        for row, of in enumerate(asked):
-            if of.allowed is not None:
-                index_K = torch.tensor(sorted(set(of.allowed) - set(excluded[row])), dtype=torch.int64)
-                best_BK[row] = self._rerank(query.similarity, row, index_K.to(self._items.device), k)[0]
+        if rows := [row for row, are in enumerate(few) if are]:
+            candidates = [sorted(set(asked[row].allowed or ()) - set(excluded[row])) for row in rows]
+            best_BK[rows] = self._best_of(_of_rows(query, rows), _padded(candidates).to(self._items.device), k)
+        if rows := [row for row, are in enumerate(few) if not are]:
+            of_rows, without = _of_rows(query, rows), [excluded[row] for row in rows]
+            if two_stages:
+                allowed = self._allowed([asked[row].allowed for row in rows], without)
+                assert of_rows.hindexer is not None and self._corpus is not None
+                found = hindexer_topk(of_rows.hindexer[0], self._corpus, kept, allowed)
+                best_BK[rows] = self._best_of(of_rows, found.items_BK, k)
+            else:
+                best_BK[rows] = self._best_of_all(of_rows, without, k)
         return best_BK
 
-    def _rank_corpus(self, query: Sides, without: list[list[int]], k: int, kept: int) -> Tensor:
-        """Keys [B, <= k] of the best items for B queries; `without` has the items to leave out for each."""
-        tower, B = self.tower, len(without)
-        excluded = _Excluded(without, self._items.device)
-        if tower.hindexer is None or query.hindexer is None or kept >= self.num_items:
-            items = self._items.all("similarity", self._chunk(B, tower.similarity))
-            return _best(tower.similarity, query.similarity, items, k, excluded)
-        items = self._items.all("hindexer", self._chunk(B, tower.hindexer))
-        candidates_BK = _best(tower.hindexer, query.hindexer, items, kept, excluded)
-        index_BK = split_keys(candidates_BK)[0]
-        # In the order of the items, so that gathering reads memory forwards.
-        candidates = [index_K[index_K >= 0].sort().values for index_K in index_BK]
-        return torch.cat([self._rerank(query.similarity, row, index_K, k) for row, index_K in enumerate(candidates)])
+    def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
+        """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""
+        score_BK = self._items.scores(query.similarity, index_BK)
+        keys_BK = rank_keys(score_BK, index_BK).masked_fill(index_BK < 0, NOTHING)
+        return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
 
-    def _rerank(self, query: Side, row: int, index_K: Tensor, k: int) -> Tensor:
-        """Keys [1, k] of the best of one query's candidates, given as ascending indices."""
-        similarity = self.tower.similarity
-        items = self._items.some("similarity", index_K, self._chunk(1, similarity))
-        one = tuple(part[row : row + 1] for part in query)
-        best_1K = _best(similarity, one, items, k, None)
-        missing = best_1K.new_full((1, k - best_1K.shape[1]), NOTHING)
-        return torch.cat([best_1K, missing], dim=1)
+    def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
+        """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
+        excluded = _Excluded(without, self._items.device)
+        items = self._items.all("similarity", self._chunk(len(without), self.tower.similarity))
+        best_BK = torch.full((len(without), k), NOTHING, device=self._items.device)
+        for index_N, side in items:
+            keys_BN = rank_keys(self.tower.similarity.all_pairs(query.similarity, side), index_N)
+            excluded.erase(keys_BN, int(index_N[0]))
+            best_BK = merge(best_BK, keys_BN, k)
+        return best_BK
+
+    def _allowed(self, allowed: list[list[int] | None], without: list[list[int]]) -> Tensor | None:
+        """Bits of the items that each query may find, as `hindexer_topk` takes them; None if all may find all."""
+        if not any(without) and all(of is None for of in allowed):
+            return None
+        rows = []
+        for only, out in zip(allowed, without, strict=True):
+            may = np.zeros(self.num_items, bool) if only is not None else np.ones(self.num_items, bool)
+            may[[] if only is None else only] = True
+            may[[item for item in out if item != UNKNOWN]] = False
+            rows.append(np.packbits(may, bitorder="little"))
+        return torch.from_numpy(np.stack(rows)).to(self._items.device)
 
     def _queries(self, asked: list["_Asked"]) -> Sides:
         device, encoded = self._items.device, self._encoded(asked)
@@ -340,7 +369,7 @@ class Retriever:
 
     def _chunk(self, queries: int, stage: Similarity) -> int:
         """Items to score at once with that many queries."""
-        return max(1, _NUMBERS[self._items.device.type] // (queries * stage.pair_numbers))
+        return max(1, NUMBERS[self._items.device.type] // (queries * stage.pair_numbers))
 
 
 @dataclass(frozen=True)
@@ -403,12 +432,6 @@ class _Excluded:
         keys_BN[self.row_T[inside_T], self.item_T[inside_T] - start] = NOTHING
 
 
-def _best(similarity: Similarity, query: Side, items: Iterator[Chunk], k: int, excluded: _Excluded | None) -> Tensor:
-    """Keys [B, <= k] of the best items by their similarity to B queries; items come in chunks of indices and sides."""
-    best_BK = torch.empty(len(query[0]), 0, dtype=torch.int64, device=query[0].device)
-    for index_N, side in items:
-        keys_BN = rank_keys(similarity.all_pairs(query, side), index_N)
-        if excluded is not None:
-            excluded.erase(keys_BN, int(index_N[0]))
-        best_BK = merge(best_BK, keys_BN, k)
-    return best_BK
+def _padded(candidates: list[list[int]]) -> Tensor:
+    """Indices [B, K], -1 after the last of each row."""
+    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in candidates], True, -1)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import evaluate as evaluation
 from logitmix.trainer import export as exporting
@@ -54,8 +55,12 @@ def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", thr
 
 @quietly()
 def export(
-    run: str | Path, out: str | Path, overwrite: bool = False, extras: Collection[exporting.Extra] = ()
+    run: str | Path,
+    out: str | Path,
+    overwrite: bool = False,
+    precision: Precision = "fp32",
+    extras: Collection[exporting.Extra] = (),
 ) -> dict[str, Any]:
-    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest. `extras`
-    are files for other servers (docs/export.md)."""
-    return exporting.export(Path(run), Path(out), overwrite, extras=extras)
+    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest.
+    `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
+    return exporting.export(Path(run), Path(out), overwrite, precision=precision, extras=extras)

@@ -139,6 +139,9 @@ class ExportCommand:
     item_cache: bool = True
     """Store the item tower's outputs. Otherwise store the items' rows and features, which take fewer bytes but pass
     through the tower for each request."""
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """How they are stored. bf16 and fp16 halve them; int8 is for the components of mol. Where fp16 cannot hold them,
+    bf16 is taken."""
     faiss: bool = False
     """Also write the items' vectors as faiss indexes."""
     processes: int = 1
@@ -343,7 +346,13 @@ def _export(words: list[str]) -> None:
 
     extras = [name for name in EXTRAS if getattr(command, name)]
     manifest = export(
-        Path(command.run), Path(command.out), command.overwrite, command.checkpoint, command.item_cache, extras
+        Path(command.run),
+        Path(command.out),
+        command.overwrite,
+        command.checkpoint,
+        command.item_cache,
+        command.precision,
+        extras,
     )
     if not _is_main():
         return
@@ -351,6 +360,8 @@ def _export(words: list[str]) -> None:
         print(json.dumps(manifest))
     else:
         print(f"{command.out}: {manifest['num_items']:,} items, step {manifest['step']} of {command.run}")
+        if manifest["precision"] != command.precision:
+            print(f"{command.precision} cannot hold the items' sides: they are stored in {manifest['precision']}")
 
 
 def _retrieve(words: list[str]) -> None:

@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,13 +23,14 @@ from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.features import Values
+from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.stage1 import LANES
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, stored_type
-from logitmix.serving.model import item_cache, item_shapes, row_shapes
+from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer.card import Facts, read_facts, write_card
@@ -43,7 +45,9 @@ from logitmix.trainer.sharded_rows import own_range
 SHARD_BYTES = 2**28
 """Size of a shard of items, and of a file of tables, roughly."""
 CHUNK_ITEMS = 2**13
-"""Items whose cache is computed at once."""
+"""Items whose cache is computed at once, a multiple of LANES."""
+SAMPLED_PARTS, SAMPLED_ITEMS = 2**4, 2**9
+"""Parts of the corpus, and in each as many items that the scales are estimated on."""
 
 
 class _Maker(NamedTuple):
@@ -75,14 +79,16 @@ def export(
     overwrite: bool = False,
     which: Literal["best", "last"] = "best",
     item_cache: bool = True,
+    precision: Precision = "fp32",
     extras: Collection[Extra] = (),
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one) and returns its manifest; alone, or under
     torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
-    the Retriever passes them through the item tower for each request. `extras` are files for other servers, which rank
-    0 makes. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
-    exists and must not be overwritten, if the run has no intact checkpoint, if the dataset is missing or is not the one
-    that the run was trained on, or if an extra cannot be made.
+    the Retriever passes them through the item tower for each request. `precision` is that of the item cache; INT8 is
+    for MoL's components. `extras` are files for other servers, which rank 0 makes. The raw ids and titles come from the
+    dataset directory that the run names. Raises ValueError if `out` exists and must not be overwritten, if the run has
+    no intact checkpoint, if the dataset is missing or is not the one that the run was trained on, if an extra cannot be
+    made, or if the precision cannot hold the items' sides.
     """
     with process_group("cpu", read_config(run).comm.timeout_seconds) as ranks:
         model = load_saved(run, which, ranks)
@@ -90,7 +96,9 @@ def export(
         require_same_dataset(run, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
-        about = About(model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache)
+        about = About(
+            model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache, precision
+        )
         items = DatasetItems(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
         )
@@ -117,6 +125,9 @@ def export_model(
 
     def make() -> Path:
         serving.check_target(out, overwrite)
+        if about.precision == "int8" and about.model.similarity.kind != "mol":
+            kind = about.model.similarity.kind
+            raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
         for name in extras:
             EXTRAS[name].check(about.model)
         staging = staging_path(out)
@@ -126,10 +137,12 @@ def export_model(
     staging = on_first_rank(make, ranks)
     try:
         tables = _merged(on_all_ranks(lambda: _write_tables(model, about, staging, ranks), ranks))
-        others = _merged(on_all_ranks(lambda: _write_items(model, about, dataset, tables, staging, ranks), ranks))
+        precision, scales = on_first_rank(lambda: _estimated(model, about, dataset, tables, staging), ranks)
+        about = replace(about, precision=precision)
+        others = on_all_ranks(lambda: _write_items(model, about, dataset, tables, scales, staging, ranks), ranks)
 
         def finish() -> dict[str, Any]:
-            entries = tables | others
+            entries = tables | _merged(others)
             entries |= write_extras(staging, about, entries, extras)
             if facts:
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
@@ -192,6 +205,7 @@ def _write_items(
     about: About,
     dataset: DatasetItems,
     written: Entries,
+    scales: Scales,
     staging: Path,
     ranks: Ranks,
 ) -> Entries:
@@ -204,13 +218,31 @@ def _write_items(
     bounds = _shard_bounds(about, dataset.features)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
-        own_RW = model.read_rows(ITEM, bounds[number], bounds[number + 1])
-        inputs = ItemInputs(
-            own_RW, _values(about.schema, dataset.features, np.arange(bounds[number], bounds[number + 1]))
-        )
-        items = _cache(tower, inputs, tables) if about.item_cache else inputs.tensors(about.schema)
+        inputs = _inputs(model, about, dataset, bounds[number], bounds[number + 1])
+        items = items_of(tower, inputs, tables, about.precision, about.item_cache, scales)
         entries |= serving.write_items(staging, about, number, count, items)
     return entries
+
+
+def _inputs(model: SavedModel, about: About, dataset: DatasetItems, start: int, stop: int) -> ItemInputs:
+    values = _values(about.schema, dataset.features, np.arange(start, stop))
+    return ItemInputs(model.read_rows(ITEM, start, stop), values)
+
+
+@torch.inference_mode()
+def _estimated(
+    model: SavedModel, about: About, dataset: DatasetItems, written: Entries, staging: Path
+) -> tuple[Precision, Scales]:
+    """By parts of the corpus that lie far apart."""
+    tower, tables = model.tower.eval(), serving.read_tables(staging, written)
+    size = min(SAMPLED_ITEMS, _shard_bounds(about, dataset.features)[1])
+    bounds = [about.num_items * part // SAMPLED_PARTS for part in range(SAMPLED_PARTS + 1)]
+    ranges = [(start, min(stop, start + size)) for start, stop in pairwise(bounds) if start < stop]
+    parts = [_inputs(model, about, dataset, start, stop) for start, stop in ranges]
+    embedded = [part.embed(tower, tables) for part in parts]
+    groups = zip(*(part.groups for part in embedded), strict=True)
+    some = Embedded(torch.cat([part.vector_RD for part in embedded]), [torch.cat(group) for group in groups])
+    return estimated(tower, about.precision, some)
 
 
 def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
@@ -227,12 +259,14 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
 
 def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
     if about.item_cache:
-        item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(about.model, 1, about.schema).values())
+        types = item_types(about.model, about.schema, LANES, about.precision).values()
+        item_bytes = -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
     else:
         own = [columns[feature.name] for feature in about.schema.of("item") if feature.name != ITEM]
         of_all = sum(array.nbytes for column in own for array in (column.values, column.offsets) if array is not None)
         item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
-    rows = max(1, SHARD_BYTES // item_bytes)
+    # Whole blocks of the INT8 corpus.
+    rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
     return [*range(0, about.num_items, rows), about.num_items]
 
 
@@ -250,15 +284,25 @@ def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict
 
 
 @torch.inference_mode()
-def _cache(tower: Tower, inputs: ItemInputs, tables: Mapping[str, Pieces]) -> dict[str, Tensor]:
-    """The items' vectors and sides."""
-    count = len(inputs.own_RW)
-    items = {name: torch.empty(shape) for name, shape in item_shapes(tower.config, count, tower.schema).items()}
-    for start in range(0, count, CHUNK_ITEMS):
-        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, count)))
-        for name, value in item_cache(tower, part.embed(tower, tables)).items():
-            items[name][start : start + CHUNK_ITEMS] = value
-    return items
+def items_of(
+    tower: Tower,
+    inputs: ItemInputs,
+    tables: Mapping[str, Pieces],
+    precision: Precision,
+    cached: bool,
+    scales: Scales,
+) -> dict[str, Tensor]:
+    """What an export stores of items."""
+    parts = []
+    for start in range(0, len(inputs.own_RW), CHUNK_ITEMS):
+        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, len(inputs.own_RW))))
+        parts.append(stored_items(tower, part.embed(tower, tables), precision, cached, scales))
+    # A scale is the same in each part.
+    items = {
+        name: of if name.endswith(".scale") else torch.cat([part[name] for part in parts])
+        for name, of in parts[0].items()
+    }
+    return items if cached else items | inputs.tensors(tower.schema)
 
 
 def texts_of(column: pa.ChunkedArray) -> Texts:

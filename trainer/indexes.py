@@ -8,7 +8,7 @@ from pathlib import Path
 from logitmix.modules.config import ModelConfig
 from logitmix.serving import format as serving
 from logitmix.serving.format import Contents, Entries
-from logitmix.serving.items import Items
+from logitmix.serving.items import Items, Stage
 from logitmix.serving.model import trained_tower
 
 CHUNK_ITEMS = 2**16
@@ -52,6 +52,7 @@ def write_indexes(staging: Path, contents: Contents) -> Entries:
     return entries
 
 
-def _stages(model: ModelConfig) -> list[str]:
+def _stages(model: ModelConfig) -> list[Stage]:
     """Those whose score is a dot product of one vector each."""
-    return ["similarity"] * (model.similarity.kind == "dot") + ["hindexer"] * (model.hindexer.weight > 0)
+    stages: dict[Stage, bool] = {"similarity": model.similarity.kind == "dot", "hindexer": model.hindexer.weight > 0}
+    return [stage for stage, is_dot in stages.items() if is_dot]

@@ -108,6 +108,13 @@ class MoL(Similarity):
         (query_TUC, query_TM), (item_NIC, item_NM) = query, item
         T, U, C = query_TUC.shape
         N, I, _ = item_NIC.shape
+        if dropout is None and not torch.is_grad_enabled():
+            every_P = torch.arange(N, device=item_NIC.device).repeat(T)
+            fused = mol_scores(
+                query, item, self.pair_parameters(), every_P, range(0, T * N + 1, N) if N else [0] * (T + 1)
+            )
+            if fused is not None:
+                return fused.view(T, N)
         logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
         logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
         return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)

@@ -144,3 +144,17 @@ def test_masks_are_packed_as_numpy_does(X: int) -> None:
 def test_vectors_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         Int8Corpus.of(torch.tensor([[1.0, math.inf]]))
+
+
+@pytest.mark.parametrize("counts", [[50], [32, 16, 9], [5, 40, 1, 16, 2]])
+def test_parts_join_to_one_corpus(counts: list[int]) -> None:
+    """Of any lengths, whole blocks or not."""
+    item_XH = torch.randn(sum(counts), 6, generator=torch.Generator().manual_seed(0))
+    whole = Int8Corpus.of(item_XH)
+    parts = []
+    for part_RH in item_XH.split(counts):
+        part = Int8Corpus.empty(*part_RH.shape, whole.scale)
+        part.fill(0, part_RH)
+        parts.append((part.blocks, len(part_RH)))
+    joined = Int8Corpus.joined(parts, whole.scale)
+    assert joined.num_items == whole.num_items and torch.equal(joined.blocks, whole.blocks)

@@ -14,8 +14,11 @@ from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.similarity.base import Side, Similarity
+from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
+from logitmix.serving.model import Precision
 from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
@@ -92,10 +95,12 @@ def raw_ids(num_items: int) -> list[str]:
     return [f"id {index * 7}" for index in range(num_items)]
 
 
-def export_small(model: SmallModel, out: Path, overwrite: bool = False, item_cache: bool = True) -> Path:
+def export_small(
+    model: SmallModel, out: Path, overwrite: bool = False, item_cache: bool = True, precision: Precision = "fp32"
+) -> Path:
     ids = raw_ids(len(model.item_XD))
     titles = [f"«{raw_id}»" for raw_id in ids]
-    about = About(model.config, SOURCE, len(ids), True, model.tower.schema, item_cache)
+    about = About(model.config, SOURCE, len(ids), True, model.tower.schema, item_cache, precision)
 
     def vocabulary(table: str) -> pa.ChunkedArray:
         rows = pa.array(range(len(model.others[table]))).cast(pa.string())
@@ -111,7 +116,7 @@ def export_small(model: SmallModel, out: Path, overwrite: bool = False, item_cac
 
 @dataclass(frozen=True)
 class BruteForce:
-    """Scores [B, X] of all items, from the trained modules; excluded items have -inf."""
+    """Scores [B, X] of all items, from the trained modules, the h-indexer's in INT8; excluded items have -inf."""
 
     similarity_BX: Tensor
     hindexer_BX: Tensor | None
@@ -120,7 +125,8 @@ class BruteForce:
         """The similarity, with -inf for items that are not among the best `stage1` of the h-indexer."""
         assert self.hindexer_BX is not None
         left_out = torch.ones_like(self.hindexer_BX, dtype=torch.bool)
-        left_out.scatter_(1, self.hindexer_BX.topk(stage1).indices, False)
+        best = self.hindexer_BX.sort(descending=True, stable=True).indices[:, :stage1]
+        left_out.scatter_(1, best, False)
         return self.similarity_BX.masked_fill(left_out, -torch.inf)
 
 
@@ -131,15 +137,22 @@ def brute_force(model: SmallModel, histories: list[list[int]], exclude_history: 
     history_T = torch.tensor([item for history in seen for item in history])
     query_BD = tower.queries(model.item_XD[history_T], packing).vector_RD
 
-    def score(stage: torch.nn.Module) -> Tensor:
-        query = stage.query(query_BD, packing.last_B)
-        score_BX = stage.all_pairs(query, stage.item(model.item_XD, torch.arange(len(model.item_XD))))
+    def sides(stage: Similarity) -> tuple[Side, Side]:
+        item_X = torch.arange(len(model.item_XD))
+        return stage.query(query_BD, packing.last_B), stage.item(model.item_XD, item_X)
+
+    def left(score_BX: Tensor) -> Tensor:
         if exclude_history:
             for row, history in enumerate(histories):
                 score_BX[row, history] = -torch.inf
         return score_BX
 
-    return BruteForce(score(tower.similarity), score(tower.hindexer) if tower.hindexer else None)
+    similarity_BX = left(tower.similarity.all_pairs(*sides(tower.similarity)))
+    if tower.hindexer is None:
+        return BruteForce(similarity_BX, None)
+    (query_BH,), (item_XH,) = sides(tower.hindexer)
+    # All items, in the order of their index.
+    return BruteForce(similarity_BX, left(hindexer_topk(query_BH, Int8Corpus.of(item_XH), len(item_XH)).scores_BK))
 
 
 def random_histories(num_items: int, lengths: list[int], seed: int = 1) -> list[list[int]]:

@@ -28,12 +28,12 @@ from logitmix.serving.format import (
     write_vocabularies,
     write_weights,
 )
-from logitmix.serving.model import item_shapes, row_shapes, weight_shapes
+from logitmix.serving.model import CORPUS_SCALE, item_types, row_shapes, weight_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer import export as export_module
 
-X = 20
+X = 40
 FILES = (
     "manifest.json",
     "tower.safetensors",
@@ -43,7 +43,7 @@ FILES = (
     "vocabularies.safetensors",
 )
 """One of each kind."""
-SHARD_BYTES = 7 * 4 * (16 + 3 * 4 + 6 + 8)
+SHARD_BYTES = 16 * (4 * (16 + 3 * 4 + 6) + 8 + 1)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,15 @@ SCHEMA = Schema(
 def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents:
     config, generator = small_model("mol", 1).tower.config, torch.Generator().manual_seed(0)
     sizes = (1, len(ids) - 1)
-    weights, rows, *shards = (
+    weights, rows = (
         {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        for shapes in (
-            weight_shapes(config, SCHEMA),
-            row_shapes(config, SCHEMA),
-            *(item_shapes(config, R, SCHEMA) for R in sizes),
-        )
+        for shapes in (weight_shapes(config, SCHEMA), row_shapes(config, SCHEMA))
     )
+    shards = [
+        {name: torch.randn(shape, generator=generator).to(of) for name, (of, shape) in types.items()}
+        | {CORPUS_SCALE: torch.ones(1)}
+        for types in (item_types(config, SCHEMA, R) for R in sizes)
+    ]
     about = About(config, SOURCE, len(ids), exclude_history=False, schema=SCHEMA)
     tables = {"item": Pieces([rows["item"]]), "brand": Pieces(rows["brand"].split([1, 2]))}
     vocabularies = {"brand": in_order(["", "é", "17"])}
@@ -149,12 +150,13 @@ def test_the_manifest_says_what_is_here(original: Path) -> None:
     manifest = read_manifest(original)
     assert (manifest["run"], manifest["step"], manifest["dataset"], manifest["num_items"]) == ("small", 12, "demo", X)
     assert manifest["torch"] == torch.__version__
-    for number, R in enumerate((7, 7, 6)):
+    for number, R in enumerate((16, 16, 8)):
         assert manifest["files"][f"items-{number:05}-of-00003.safetensors"]["tensors"] == {
             "table": {"dtype": "F32", "shape": [R, 16]},
             "similarity.0": {"dtype": "F32", "shape": [R, 3, 4]},
             "similarity.1": {"dtype": "F32", "shape": [R, 6]},
-            "hindexer.0": {"dtype": "F32", "shape": [R, 8]},
+            "corpus": {"dtype": "U8", "shape": [1, 2, 16, 4]},
+            "corpus.scale": {"dtype": "F32", "shape": [1]},
         }
     assert manifest["files"]["ids.safetensors"]["tensors"]["raw_ids.order"] == {"dtype": "I64", "shape": [X]}
     assert manifest["files"]["tables-00000-of-00001.safetensors"]["tensors"] == {
@@ -240,7 +242,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "is not the manifest of a": lambda m: m.update(format="another"),
-    "it has format version 1, this logitmix reads 2": lambda m: m.update(format_version=1),
+    "it has format version 1, this logitmix reads 3": lambda m: m.update(format_version=1),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
@@ -256,8 +258,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no field files.items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
     "the tensors of its files are not names with shapes": lambda m: m["files"][FILES[2]].update(tensors=[]),
     "its tensors of items-00001-of-00003.safetensors are not": lambda m: m["files"][FILES[2]]["tensors"][
-        "hindexer.0"
-    ].update(shape=[7, 9]),
+        "corpus"
+    ].update(shape=[1, 3, 16, 4]),
     "its tensors of ids.safetensors are not": lambda m: m["files"]["ids.safetensors"]["tensors"][
         "raw_ids.order"
     ].update(dtype="F32"),
@@ -270,7 +272,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "model.encoder.blocks is 0; it must be at least 1": lambda m: m["model"]["encoder"].update(blocks=0),
     "num_items is 0": lambda m: m.update(num_items=0),
     "num_items is True": lambda m: m.update(num_items=True),
-    "its files have 20 items, and num_items is 21": lambda m: m.update(num_items=X + 1),
+    "its files have 40 items, and num_items is 41": lambda m: m.update(num_items=X + 1),
     "no field files.tables-00000-of-00001.safetensors": lambda m: m["files"].update(
         {"tables-00001-of-00002.safetensors": m["files"].pop(FILES[4])}
     ),
@@ -287,6 +289,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
     "the tensors of its files are not names": lambda m: m.update(item_cache=False),
+    "precision is 'fp8', not fp32 or": lambda m: m.update(precision="fp8"),
+    "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
 
@@ -366,7 +370,7 @@ def test_features_of_items_that_do_not_fit_are_refused(
     schema = dataclasses.replace(schema, tables=(Table("item", X + 1), *schema.tables[1:]))
     served = export_small(small_model("mol", X, schema=schema), tmp_path / "served", item_cache=False)
     assert read_manifest(served)["files"]["items-00000-of-00001.safetensors"]["tensors"].keys() == {
-        "own_row", "brand.values", "price.values", "tags.values", "tags.offsets"
+        "own_row", "corpus", "corpus.scale", "brand.values", "price.values", "tags.values", "tags.offsets"
     }  # fmt: skip
     tensors = load_file(served / "items-00000-of-00001.safetensors")
     change(tensors)

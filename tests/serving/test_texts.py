@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import in_order
+from small_models import in_order, small_model
 
 from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.texts import Texts
@@ -43,9 +43,11 @@ def test_signs_of_patterns_are_letters_like_others() -> None:
 
 def test_items_are_found_in_their_shards() -> None:
     table = torch.arange(20.0).view(10, 2)
-    shards = [{"table": rows, "hindexer.0": rows + 0.5, "similarity.0": rows, "similarity.1": -rows}
-              for rows in table.split([1, 5, 4])]  # fmt: skip
-    items = Items([CachedShard(shard) for shard in shards], 2, torch.device("cpu"))
+    shards = [
+        {"table": rows, "similarity.0": rows.bfloat16(), "similarity.1": -rows} for rows in table.split([1, 5, 4])
+    ]
+    tower = small_model("dot", 1).tower
+    items = Items([CachedShard(shard, tower) for shard in shards], 2, torch.device("cpu"))
     index = torch.tensor([9, 0, 5, 6, 5, 1])
     assert torch.equal(items.rows(index), table[index])
     for chunk in (1, 2, 100):
@@ -53,7 +55,7 @@ def test_items_are_found_in_their_shards() -> None:
         assert torch.cat([index for index, _ in chunks]).tolist() == list(range(10))
         assert torch.equal(torch.cat([side[1] for _, side in chunks]), -table)
         assert max(len(index) for index, _ in chunks) == min(chunk, 5)
-        chosen = torch.tensor([0, 2, 3, 4, 9])
-        parts = list(items.some("hindexer", chosen, chunk))
-        assert torch.equal(torch.cat([index for index, _ in parts]), chosen)
-        assert torch.equal(torch.cat([side[0] for _, side in parts]), table[chosen] + 0.5)
+    query = (torch.tensor([[1.0, 0.0], [0.0, -2.0], [1.0, 1.0]]), torch.zeros(3, 2))
+    index_BK = torch.tensor([[0, 2, 9], [4, -1, -1], [-1, -1, -1]])
+    expected = torch.tensor([[0.0, 4.0, 18.0], [-18.0, *[-torch.inf] * 2], [-torch.inf] * 3])
+    assert torch.equal(items.scores(query, index_BK), expected)

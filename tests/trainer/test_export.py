@@ -16,7 +16,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving.format import read
-from logitmix.serving.model import item_shapes
+from logitmix.serving.model import item_types
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
@@ -200,13 +200,14 @@ def export_in_parts(run: Path, out: Path, shard_bytes: int) -> tuple[dict[str, A
 
 
 def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    item_bytes = 4 * sum(math.prod(shape) for shape in item_shapes(read_config(run).model, 1).values())
-    monkeypatch.setattr(export_module, "SHARD_BYTES", 12 * item_bytes)
+    types = item_types(read_config(run).model, Schema.of_ids(1), 16).values()
+    shard_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) + 16
+    monkeypatch.setattr(export_module, "SHARD_BYTES", shard_bytes)
     alone = export(run, tmp_path / "alone")
     shards = [name for name in alone["files"] if name.startswith("items-")]
-    assert shards == [f"items-{number:05}-of-00005.safetensors" for number in range(5)]
-    for manifest, most in two_ranks.run(export_in_parts, run, tmp_path / "together", 12 * item_bytes):
-        assert manifest == alone and most == 12
+    assert shards == [f"items-{number:05}-of-00004.safetensors" for number in range(4)]
+    for manifest, most in two_ranks.run(export_in_parts, run, tmp_path / "together", shard_bytes):
+        assert manifest == alone and most == 16
     histories = [[3, 49, 7, 12, 12], [0, 25], [49]]
     monkeypatch.setattr(export_module, "SHARD_BYTES", 2**28)
     assert "items-00000-of-00001.safetensors" in export(run, tmp_path / "whole")["files"]
@@ -241,7 +242,7 @@ def test_what_one_rank_cannot_write_none_does(run: Path, tmp_path: Path, among: 
 
 def test_items_are_cached_in_chunks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(run, tmp_path / "whole")
-    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 7)
+    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 16)
     export(run, tmp_path / "parts")
     (whole,), (parts,) = (read(tmp_path / name).shards for name in ("whole", "parts"))
     for name, tensor in whole.items():

@@ -147,3 +147,12 @@ def test_without_the_library_plain_torch_scores(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "_library", lambda: None)
         assert mol_scores(query, item, mol.pair_parameters(), item_P, bounds) is None
         torch.testing.assert_close(mol.candidates(query, item, item_P, bounds), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_all_pairs_without_gradients_are_fused(level: int) -> None:
+    mol = mol_of(8, 8, 32, 16)
+    query, item = sides_of(mol, 3, 30)
+    with torch.no_grad():
+        fused, empty = mol.all_pairs(query, item), mol.all_pairs(query, tuple(part[:0] for part in item))
+    assert empty.shape == (3, 0)
+    torch.testing.assert_close(fused, mol.all_pairs(query, item), rtol=1e-5, atol=2e-5)
