@@ -5,14 +5,15 @@
 In turn: versions; the tests marked `gpu`; collectives over NCCL, one rank on each GPU; a short training on all GPUs
 against the losses of one process on the CPU; the GPU's kernels compared with eager plain torch and with their floors.
 The floor of a codec is a copy of as many bytes; that of a loss is its matrix products alone, forward once and backward
-twice, at the rate of one large product in the same precision. With one GPU the collectives and the training have one
+twice, at the rate of one large product in the same precision; that of stage 1 and of MoL's scores of what it found is
+the time to read the INT8 corpus or the candidates' rows once. With one GPU the collectives and the training have one
 rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
 
 If a check fails, it is named, and the exit status is 1. Only if all pass is --out written: one table, and what it was
 measured on.
 
 Axes: T positions, V items, N negatives of a sequence, D width; U, I, M components of query, item and mixture, C their
-width, H hidden width of the gates.
+width, H hidden width of the gates; B queries, X items of a corpus, P pairs of a query and one of its candidates.
 """
 
 import json
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks import codec
 from benchmarks.measure import logitmix, machine
@@ -43,10 +45,13 @@ from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
+from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.trainer.run import read_rows
 
 LENGTH, NEGATIVES, DIM, ITEMS = 200, 128, 64, 3706
 """Positions of a sequence, N, D and V of the losses that are measured: MovieLens-1M's."""
+CORPUS, ITEM_CACHE, STAGE_1 = 10_000_000, 1_000_000, 100_000
+"""Items that stage 1 searches, items whose rows MoL reads, and candidates of a query: X and k' of the paper's order."""
 STEPS = 20
 TRAINING = {
     "FP32": (["--train.precision", "fp32", "--comm.forward", "fp32", "--comm.backward", "fp32"], 1e-4),
@@ -55,7 +60,8 @@ TRAINING = {
 """Arms of the short training, and how far a loss may be from the CPU's, as a share of it. On CPU, two processes and one
 are 3e-7 and 3e-4 apart, and the arms 8e-4 from each other."""
 LOSS_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""How far the compiled loss and its gradients may be from plain torch, relative to the largest number."""
+"""How far the compiled loss and its gradients may be from plain torch, relative to the largest number, and MoL's
+scores, relative to their size."""
 
 
 PACKAGES = ("torchrec", "fbgemm-gpu", "triton")
@@ -220,6 +226,10 @@ def kernels() -> tuple[list[str], list[Row]]:
         rows.append(loss_row(MoL(DIM, MoLConfig()), dtype, device, 25_600))
     # Dot products are FP32 under autocast, too.
     rows.append(loss_row(Dot(DIM, DotConfig()), torch.float32, device, 25_600))
+    for B, allowed in ((1, None), (8, None), (8, 0.5), (32, None)):
+        rows.append(stage1_row(B, CORPUS, STAGE_1, allowed, device))
+    for dtype in (torch.float32, torch.bfloat16):
+        rows.append(scores_row(MoL(DIM, MoLConfig()), dtype, 8, ITEM_CACHE, STAGE_1, device))
     return [], rows
 
 
@@ -241,6 +251,69 @@ def loss_row(
     floor_s = 3 * case.flops / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
     slow = seconds(eager, device, max(1, repetitions // 3))
     return Row(case.what, seconds(compiled, device, repetitions) * 1e3, slow * 1e3, floor_s * 1e3)
+
+
+def stage1_row(B: int, X: int, k: int, allowed: float | None, device: torch.device, repetitions: int = 10) -> Row:
+    """hindexer_topk, which must find what it finds on the CPU, beside all products in BF16 and torch.topk. `allowed`:
+    the share of the items that a filter keeps."""
+    item_XD, query_BD = (F.normalize(torch.randn(n, DIM, device=device), dim=1) for n in (X, B))
+    mask_X = None if allowed is None else torch.rand(X, device=device) < allowed
+    corpus, half_XD = Int8Corpus.of(item_XD), item_XD.bfloat16()
+    del item_XD
+    on_cpu = Int8Corpus(corpus.blocks.cpu(), corpus.scale, X)
+
+    def eager() -> object:
+        score_BX = query_BD.bfloat16() @ half_XD.T
+        return (score_BX if mask_X is None else score_BX.masked_fill_(~mask_X, -torch.inf)).topk(k)
+
+    search = partial(hindexer_topk, query_BD, corpus, k, mask_X)
+    found, expected = search(), hindexer_topk(query_BD.cpu(), on_cpu, k, None if mask_X is None else mask_X.cpu())
+    what = f"top {k:,} of {X:,} x {DIM} in INT8, {B} queries" + ("" if allowed is None else f", {allowed:.0%} allowed")
+    for again in range(2):
+        same = torch.equal(found.items_BK.cpu(), expected.items_BK)
+        _require(same, f"{what}: other items than on the CPU" + " the second time" * again)
+        found = search()
+    floor_s = read_s(corpus.blocks, repetitions)
+    return Row(what, *(seconds(work, device, repetitions) * 1e3 for work in (search, eager)), floor_s * 1e3)
+
+
+@torch.no_grad()
+def scores_row(
+    mol: MoL, dtype: torch.dtype, B: int, X: int, k: int, device: torch.device, repetitions: int = 10
+) -> Row:
+    """MoL of B queries with k candidates each, compiled and in plain torch on a copy of the candidates' rows, which
+    must agree."""
+    mol = mol.to(device).requires_grad_(False).eval()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        query = mol.query(torch.randn(B, DIM, device=device), torch.arange(B, device=device))
+        parts = [mol.item(torch.randn(n, DIM, device=device), torch.arange(n, device=device)) for n in _cut(X, 2**17)]
+        item = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        index_P, bounds = torch.randint(X, (B * k,), device=device), range(0, B * k + 1, k)
+        compiled = partial(mol.candidates, query, item, index_P, bounds)
+
+        def eager() -> Tensor:
+            with torch.enable_grad():  # or all pairs of a query with its candidates are compiled, too
+                return Similarity.candidates(mol, query, item, index_P, bounds)
+
+        found, expected = compiled(), eager()
+        off = float((found - expected).norm() / expected.norm())
+        what = f"MoL, {str(dtype).removeprefix('torch.')}, {B} queries x {k:,} of {X:,} items"
+        _require(off <= LOSS_BOUND[dtype], f"{what}: scores are off by {off:.1e} of their size")
+        row_bytes = sum(part[0].numel() * part.element_size() for part in item)
+        floor_s = read_s(torch.ones(B * k * row_bytes // 8 * 8, dtype=torch.uint8, device=device), repetitions)
+        times = [
+            seconds(work, device, count) for work, count in ((compiled, repetitions), (eager, max(1, repetitions // 3)))
+        ]
+    return Row(what, *(time * 1e3 for time in times), floor_s * 1e3)
+
+
+def read_s(contiguous: Tensor, repetitions: int) -> float:
+    """To read a tensor once."""
+    return seconds(contiguous.view(-1).view(torch.int64).sum, contiguous.device, repetitions)
+
+
+def _cut(count: int, most: int) -> list[int]:
+    return [min(most, count - start) for start in range(0, count, most)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,8 +391,10 @@ def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row])
     lines += [f"- {line}" for line in versions]
     lines += ["", *(f"- {line}" for line in notes), ""]
     lines += [
-        "Eager is the same in plain torch. The floor is a copy of as many bytes for the codec, and for a loss its",
-        "matrix products alone at the rate of one large product.",
+        "Eager is the same in plain torch; for the top of a corpus, all products in BF16 and `torch.topk`. The floor",
+        "is a copy of as many bytes for the codec, for a loss its matrix products alone at the rate of one large",
+        "product, and for the top of a corpus and MoL of candidates reading the INT8 corpus or the candidates' rows",
+        "once.",
         "",
         "| | ms | eager, ms | faster than eager | floor, ms | time / floor |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -2,6 +2,8 @@
 
 import importlib
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -98,6 +100,38 @@ def test_the_compiled_loss_must_be_the_eager_one(
     monkeypatch.setattr(similarity, "sampled_softmax", lambda *arguments: 1.001 * right(*arguments))
     with pytest.raises(gpu.Wrong, match="loss is off by"):
         gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
+
+
+@pytest.mark.parametrize("allowed", [None, 0.5])
+def test_stage_1_must_find_what_the_cpu_finds(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, allowed: float | None
+) -> None:
+    row = gpu.stage1_row(2, 3000, 100, allowed, CPU, repetitions=1)
+    assert min(row.ms, row.eager_ms, row.floor_ms) > 0
+
+    right, calls = gpu.hindexer_topk, []
+
+    def wrong_in(call: int, *arguments: object) -> object:
+        found = right(*arguments)
+        calls.append(call)
+        return replace(found, items_BK=found.items_BK.flip(1)) if len(calls) == call else found
+
+    for call, said in ((1, "other items than on the CPU$"), (3, "other items than on the CPU the second time$")):
+        calls.clear()
+        monkeypatch.setattr(gpu, "hindexer_topk", partial(wrong_in, call))
+        with pytest.raises(gpu.Wrong, match=said):
+            gpu.stage1_row(2, 3000, 100, allowed, CPU, repetitions=1)
+
+
+def test_scores_of_candidates_must_be_the_eager_ones(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    mol = MoL(64, MoLConfig(query_components=2, item_components=3, gate_hidden=8))
+    row = gpu.scores_row(mol, torch.float32, 3, 500, 40, CPU, repetitions=3)
+    assert min(row.ms, row.eager_ms, row.floor_ms) > 0
+
+    right = mol.candidates
+    monkeypatch.setattr(mol, "candidates", lambda *arguments: 1.001 * right(*arguments))
+    with pytest.raises(gpu.Wrong, match=r"3 queries x 40 of 500 items: scores are off by 1\.0e-03"):
+        gpu.scores_row(mol, torch.float32, 3, 500, 40, CPU, repetitions=3)
 
 
 def test_a_row_of_the_codec_in_milliseconds(gpu: ModuleType) -> None:
