@@ -19,8 +19,9 @@ from .schema import Feature
 class Values:
     """One feature of R rows.
 
-    For kind id, `values` is int64 [R]; for kind ids, int64 [S] with `offsets` [R + 1]. Both index the unique ids of the
-    feature's table. For kind number it is FP32 [R], for kind vector FP32 [R, W], as in the dataset.
+    For kind id, `values` is int64 [R]; for kind ids, int64 [S] with `offsets` [R + 1], or [R, any] with -1 behind each
+    row's ids, for programs whose shapes may not depend on values. They index the unique ids of the feature's table. For
+    kind number it is FP32 [R], for kind vector FP32 [R, W], as in the dataset.
     """
 
     values: Tensor
@@ -105,8 +106,11 @@ def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tens
     match feature.kind:
         case "id":
             return F.embedding(of.values, rows[feature.table])
+        case "ids" if of.offsets is None:
+            weight_RS1 = (of.values >= 0).unsqueeze(2).to(rows[feature.table].dtype)
+            row_RSW = F.embedding(of.values.clamp(min=0), rows[feature.table])
+            return (row_RSW * weight_RS1).sum(1) / weight_RS1.sum(1).clamp(min=1)
         case "ids":
-            assert of.offsets is not None
             return F.embedding_bag(of.values, rows[feature.table], of.offsets, mode="mean", include_last_offset=True)
         case _:
             normalized = (of.values - feature.mean) / feature.deviation

@@ -26,6 +26,10 @@
     README.md            the model card, for people (trainer/card.py)
     similarity.faiss, hindexer.faiss
                          on request, the items' vectors as faiss indexes (trainer/indexes.py)
+    query_tower.onnx     on request, the query tower (trainer/programs.py)
+    programs/NAME.pt2, programs/NAME.aoti.pt2
+                         on request, query_tower, item_tower and cascade as programs. These run code when they are
+                         loaded, so the Retriever never does; serving/programs.py loads them where they are trusted
 
 All other tensors are FP32. The fields of the manifest:
 
@@ -90,8 +94,10 @@ FORMAT = "logitmix serving directory"
 FORMAT_VERSION = 3
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
-CARD = "README.md"
-EXTRAS = re.compile(r"README\.md|(similarity|hindexer)\.faiss")
+CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
+EXTRAS = re.compile(
+    r"README\.md|(similarity|hindexer)\.faiss|query_tower\.onnx|programs/(query_tower|item_tower|cascade)(\.aoti)?\.pt2"
+)
 """Names of the extras: `read` neither reads nor checks them."""
 
 Entries = dict[str, dict[str, Any]]
@@ -245,6 +251,16 @@ def is_extra(name: str) -> bool:
     return EXTRAS.fullmatch(name) is not None
 
 
+def checked_extra(path: Path, name: str) -> Path:
+    """The file of an extra that a serving directory has. ValueError if it is not there or not that of the manifest."""
+    files = read_manifest(path)["files"]
+    if name not in files or not is_extra(name):
+        there = ", ".join(filter(is_extra, files)) or "none"
+        raise ValueError(f"{path} has no {name}; extras that are there: {there}")
+    _check_file(path / name, files[name])
+    return path / name
+
+
 def items_file(number: int, count: int) -> str:
     return f"items-{number:05}-of-{count:05}.safetensors"
 
@@ -387,7 +403,8 @@ def _is_ours(path: Path) -> bool:
     """Whether this is a serving directory, intact or damaged, that holds nothing else."""
     if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
         return False
-    names = {entry.name for entry in path.iterdir()} - {MANIFEST, WEIGHTS, VOCABULARIES, IDS}
+    names = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
+    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, PROGRAMS}
     return all(is_extra(name) or re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 

@@ -172,9 +172,8 @@ class Retriever:
     def query_sides(
         self, requests: Sequence[Request], unknown: Literal["skip", "unknown", "refuse"] = "skip"
     ) -> dict[str, Tensor]:
-        """What both stages take of the queries, named and scaled like the items' sides in an export: similarity.0, …
-        and hindexer.0, each FP32 [B, ...]. A dot product with an item's hindexer.0 is the h-indexer's score, and with
-        kind dot one with similarity.0 is the similarity: so they can be searched for with another index.
+        """What both stages take of the queries: similarity.0, … and hindexer.0, each FP32 [B, ...]. Its product
+        with a vector of hindexer.faiss is the h-indexer's score, and with one of similarity.faiss the similarity.
 
         Raises ValueError as `recommend` does.
         """

@@ -144,6 +144,10 @@ class ExportCommand:
     bf16 is taken."""
     faiss: bool = False
     """Also write the items' vectors as faiss indexes."""
+    onnx: bool = False
+    """Also write the query tower as ONNX."""
+    programs: bool = False
+    """Also write the towers and the cascade as programs of torch.export and AOTInductor."""
     processes: int = 1
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False

@@ -39,6 +39,7 @@ from logitmix.trainer.data.dataset import Column, load_dataset
 from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.indexes import check_indexes, write_indexes
+from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
 from logitmix.trainer.run import read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
 
@@ -57,8 +58,12 @@ class _Maker(NamedTuple):
     """Writes it beside the other files of an export; returns the manifest's entries."""
 
 
-Extra = Literal["faiss"]
-EXTRAS: Mapping[Extra, _Maker] = {"faiss": _Maker(check_indexes, write_indexes)}
+Extra = Literal["faiss", "onnx", "programs"]
+EXTRAS: Mapping[Extra, _Maker] = {
+    "faiss": _Maker(check_indexes, write_indexes),
+    "onnx": _Maker(check_onnx, write_onnx),
+    "programs": _Maker(check_programs, write_programs),
+}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "fbgemm_gpu", "root")
+LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "torch.onnx", "fbgemm_gpu", "root")
 
 
 @contextmanager

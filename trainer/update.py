@@ -146,6 +146,7 @@ def _write(
 
 
 def _link(old: Path, new: Path) -> None:
+    new.parent.mkdir(exist_ok=True)
     try:
         os.link(old, new)
     except OSError:

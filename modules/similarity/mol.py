@@ -108,7 +108,8 @@ class MoL(Similarity):
         (query_TUC, query_TM), (item_NIC, item_NM) = query, item
         T, U, C = query_TUC.shape
         N, I, _ = item_NIC.shape
-        if dropout is None and not torch.is_grad_enabled():
+        # torch.export traces tensors that have no numbers yet.
+        if dropout is None and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             every_P = torch.arange(N, device=item_NIC.device).repeat(T)
             fused = mol_scores(
                 query, item, self.pair_parameters(), every_P, range(0, T * N + 1, N) if N else [0] * (T + 1)

@@ -1,6 +1,6 @@
 """Small trained models and brute-force rankings of them, for the tests of serving."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, ModelConfig, MoLConfig, SASRecConfig
+from logitmix.modules.config import (
+    DotConfig,
+    EncoderConfig,
+    HIndexerConfig,
+    MLPConfig,
+    ModelConfig,
+    MoLConfig,
+    SASRecConfig,
+)
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
@@ -23,7 +31,7 @@ from logitmix.serving.texts import Texts
 from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Column
-from logitmix.trainer.export import DatasetItems, export_model
+from logitmix.trainer.export import DatasetItems, Extra, export_model
 
 LENGTH = 7
 SOURCE = Source(run="small", step=12, dataset="demo")
@@ -51,14 +59,19 @@ class SmallModel:
 
 
 def small_model(
-    kind: str, num_items: int, hindexer: bool = True, seed: int = 0, schema: Schema | None = None
+    kind: str,
+    num_items: int,
+    hindexer: bool = True,
+    seed: int = 0,
+    schema: Schema | None = None,
+    encoder: EncoderConfig = SASRecConfig(blocks=2, heads=2, max_length=LENGTH),  # noqa: B008 (frozen)
 ) -> SmallModel:
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
     schema = schema or Schema.of_ids(num_items)
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
     config = ModelConfig(
         dim=16,
-        encoder=SASRecConfig(blocks=2, heads=2, max_length=LENGTH),
+        encoder=encoder,
         similarity={"dot": DotConfig(), "mlp": MLPConfig(hidden=12), "mol": mol}[kind],
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
@@ -96,7 +109,12 @@ def raw_ids(num_items: int) -> list[str]:
 
 
 def export_small(
-    model: SmallModel, out: Path, overwrite: bool = False, item_cache: bool = True, precision: Precision = "fp32"
+    model: SmallModel,
+    out: Path,
+    overwrite: bool = False,
+    item_cache: bool = True,
+    precision: Precision = "fp32",
+    extras: Collection[Extra] = (),
 ) -> Path:
     ids = raw_ids(len(model.item_XD))
     titles = [f"«{raw_id}»" for raw_id in ids]
@@ -110,7 +128,7 @@ def export_small(
         lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.features, vocabulary
     )
     with process_group("cpu", 60) as ranks:
-        export_model(model.saved(), about, items, out, overwrite, ranks)
+        export_model(model.saved(), about, items, out, overwrite, ranks, extras=extras)
     return out
 
 

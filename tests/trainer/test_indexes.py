@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
 import pytest
 import torch
+import two_ranks
 from small_data import ITEMS, small_config, write_dataset
 
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
@@ -17,6 +19,7 @@ from logitmix.serving.format import read_manifest
 from logitmix.serving.retriever import Request, Retriever
 from logitmix.trainer import export as export_module
 from logitmix.trainer import indexes
+from logitmix.trainer.cli import main
 from logitmix.trainer.export import export
 from logitmix.trainer.indexes import check_indexes
 from logitmix.trainer.loop import train
@@ -151,6 +154,24 @@ def test_a_model_without_vectors_is_refused() -> None:
     check_indexes(ModelConfig(hindexer=HIndexerConfig(weight=0.1)))
     with pytest.raises(ValueError, match="a similarity of kind mol without an h-indexer has none; train with"):
         check_indexes(ModelConfig(similarity=MoLConfig(), hindexer=HIndexerConfig(weight=0.0)))
+
+
+def export_with_indexes(run: Path, out: Path) -> dict[str, Any]:
+    return export(run, out, extras=["faiss"])
+
+
+def test_of_several_ranks_the_first_makes_the_indexes(run: Path, tmp_path: Path) -> None:
+    alone = export_with_indexes(run, tmp_path / "alone")
+    assert {"similarity.faiss", "hindexer.faiss"} < alone["files"].keys()
+    assert two_ranks.run(export_with_indexes, run, tmp_path / "together") == [alone, alone]
+    assert_entries_fit(tmp_path / "together")
+
+
+def test_the_command_makes_what_it_is_told_to(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", str(run), "--out", str(tmp_path / "served"), "--faiss"])
+    assert capsys.readouterr().err == ""
+    assert {path.name for path in tmp_path.glob("served/*.*s*")} >= {"similarity.faiss", "hindexer.faiss"}
+    assert not (tmp_path / "served" / "query_tower.onnx").exists()
 
 
 def test_an_export_with_indexes_is_the_same_each_time(run: Path, tmp_path: Path) -> None:

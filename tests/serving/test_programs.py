@@ -1,0 +1,453 @@
+"""The query tower, the item tower and the cascade as programs, which run where logitmix is not installed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_data import FEATURES
+from small_models import LENGTH, BruteForce, SmallModel, export_small, random_histories, small_model
+from torch import Tensor
+
+from logitmix.modules.batch import Packing
+from logitmix.modules.config import EncoderConfig, PooledConfig, SASRecConfig
+from logitmix.modules.features import Embedded, Features, Values
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
+from logitmix.modules.towers import Sides
+from logitmix.serving.format import read_manifest
+from logitmix.serving.model import Precision, named
+from logitmix.serving.pieces import Pieces
+from logitmix.serving.programs import load_program
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import programs
+from logitmix.trainer.programs import CascadeProgram, ItemProgram, QueryProgram
+from logitmix.trainer.update import update_items
+
+ROOT = Path(__file__).resolve().parents[2]
+X = 30
+EVERY_KIND = replace(
+    FEATURES,
+    features=(*FEATURES.features, RECENCY_FEATURE),
+    tables=(Table(ITEM, X + 1), *FEATURES.tables[1:], Table(RECENCY, 66)),
+)
+TORCH_ALONE = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+load = {"plain": lambda path: torch.export.load(path).module(), "aoti": torch._inductor.aoti_load_package}[sys.argv[4]]
+save_file({name: of.contiguous() for name, of in load(sys.argv[1])(**load_file(sys.argv[2])).items()}, sys.argv[3])
+assert not [name for name in sys.modules if name.partition(".")[0] == "logitmix"]
+"""
+ONNX_ALONE = """
+import sys
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1])
+found = session.run(None, dict(numpy.load(sys.argv[2])))
+numpy.savez(sys.argv[3], **{of.name: each for of, each in zip(session.get_outputs(), found, strict=True)})
+assert not [name for name in sys.modules if name.partition(".")[0] in ("logitmix", "torch")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def tables_of(model: SmallModel) -> dict[str, Pieces]:
+    """In several pieces, as in an export."""
+    return {name: Pieces([table[:2], table[2:]]) for name, table in model.others.items()}
+
+
+def given_to(feature: Feature, schema: Schema, rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random values as a program takes them."""
+    match feature.kind:
+        case "id":
+            return torch.randint(schema.table(feature.table).rows, rows, generator=generator)
+        case "ids":
+            ids = torch.randint(schema.table(feature.table).rows, (*rows, 3), generator=generator)
+            counts = torch.randint(4, (*rows, 1), generator=generator)
+            return ids.masked_fill(torch.arange(3) >= counts, -1)
+        case "number":
+            return torch.randn(rows, generator=generator)
+        case _:
+            return torch.randn(*rows, feature.width, generator=generator)
+
+
+def packed(feature: Feature, value: Tensor) -> Values:
+    """The same as the towers take them in training."""
+    if feature.kind != "ids":
+        return Values(value)
+    there = value >= 0
+    return Values(value[there], torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]))
+
+
+def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The query tower's inputs, and what the trained one makes of the same histories, packed."""
+    generator, schema, tower = torch.Generator().manual_seed(len(lengths)), model.tower.schema, model.tower
+    B, lengths_B = len(lengths), torch.tensor(lengths)
+    valid_BL = torch.arange(longest) < lengths_B[:, None]
+    vectors_BLD = torch.randn(B, longest, 16, generator=generator) * valid_BL[:, :, None]
+    given, values = {"vectors": vectors_BLD, "lengths": lengths_B}, {}
+    for feature in schema.of("user"):
+        of = given[f"user_{feature.name}"] = given_to(feature, schema, (B,), generator)
+        values[feature.name] = packed(feature, of)
+    for feature in schema.of("event"):
+        of = given_to(feature, schema, (B, longest), generator)
+        values[feature.name] = packed(feature, of[valid_BL])
+        of[~valid_BL] = -1 if feature.sparse else 0
+        given[f"event_{feature.name}"] = of
+    query = tower.queries(vectors_BLD[valid_BL], Packing(lengths_B), model.others, Features(values=values))
+    return given, sides_of("query", tower.query_sides(query))
+
+
+def items_for(model: SmallModel, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same of the item tower."""
+    generator, schema, tower = torch.Generator().manual_seed(count), model.tower.schema, model.tower
+    given, values = {"own_row": torch.randn(count, 16, generator=generator)}, {}
+    for feature in schema.of("item"):
+        if feature.name != ITEM:
+            of = given[f"item_{feature.name}"] = given_to(feature, schema, (count,), generator)
+            values[feature.name] = packed(feature, of)
+    item = tower.item_tower({**model.others, ITEM: given["own_row"]}, Features(values=values))
+    return given, {"item_vector": item.vector_RD} | sides_of("item", tower.item_sides(item))
+
+
+def sides_of(owner: str, sides: Sides) -> dict[str, Tensor]:
+    return {f"{owner}_{name.replace('.', '_')}": part for name, part in named(sides).items()}
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, of in expected.items():
+        assert found[name].shape == of.shape and found[name].dtype == of.dtype
+        assert float((found[name] - of).abs().max()) <= 1e-5 * float(of.abs().max()), name
+
+
+SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1], 6))
+"""Lengths, and the longest: of one history of one item, and of histories that are all shorter than the rows."""
+
+
+@pytest.mark.parametrize("schema", [None, EVERY_KIND], ids=["ids", "features"])
+@pytest.mark.parametrize(
+    ("kind", "encoder"),
+    [
+        ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
+        ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
+        ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ],
+)
+def test_the_exported_towers_are_the_trained_ones(kind: str, encoder: EncoderConfig, schema: Schema | None) -> None:
+    model = small_model(kind, X, schema=schema, encoder=encoder)
+    query = QueryProgram(model.tower, tables_of(model)).export().module()
+    item = ItemProgram(model.tower, tables_of(model)).export().module()
+    for lengths, longest in SHAPES:
+        given, expected = histories_for(model, lengths, longest)
+        assert_close(query(**given), expected)
+        given, expected = items_for(model, len(lengths))
+        assert_close(item(**given), expected)
+
+
+def test_a_history_may_have_one_item_alone() -> None:
+    model = small_model("dot", X, encoder=SASRecConfig(blocks=1, max_length=1))
+    query = QueryProgram(model.tower, {}).export().module()
+    given, expected = histories_for(model, [1, 1, 1], 1)
+    assert_close(query(**given), expected)
+
+
+def asked_of(model: SmallModel, histories: list[list[int]]) -> dict[str, Tensor]:
+    """The cascade's inputs, from the trained tower."""
+    tower, seen = model.tower, [history[-LENGTH:] for history in histories]
+    packing = Packing(torch.tensor([len(history) for history in seen]))
+    query = tower.queries(model.item_XD[[item for history in seen for item in history]], packing)
+    longest = max(map(len, histories))
+    excluded = torch.tensor([of + [-1] * (longest - len(of)) for of in histories])
+    items = sides_of("item", tower.item_sides(Embedded(model.item_XD)))
+    return sides_of("query", tower.query_sides(query)) | items | {"excluded": excluded}
+
+
+def scores_of(model: SmallModel, given: Mapping[str, Tensor]) -> BruteForce:
+    """Of all items, by the trained modules from the cascade's inputs."""
+
+    def score(stage: str) -> Tensor:
+        query, item = (
+            tuple(part for name, part in given.items() if name.startswith(f"{owner}_{stage}"))
+            for owner in ("query", "item")
+        )
+        score_BX: Tensor = getattr(model.tower, stage).all_pairs(query, item)
+        for row, items in enumerate(given["excluded"].tolist()):
+            score_BX[row, [item for item in items if item >= 0]] = -torch.inf
+        return score_BX
+
+    return BruteForce(score("similarity"), score("hindexer") if model.tower.hindexer else None)
+
+
+def assert_ranked(found: Mapping[str, Tensor], score_BX: Tensor) -> None:
+    """By the trained modules' scores, with -1 where no item is left."""
+    score_BK, item_BK = score_BX.topk(found["items"].shape[1])
+    assert torch.equal(found["items"], item_BK.masked_fill(score_BK == -torch.inf, -1))
+    torch.testing.assert_close(found["scores"], score_BK, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mol", "dot", "mlp"])
+@pytest.mark.parametrize("stage1", [12, X, None])
+def test_the_exported_cascade_ranks_as_the_trained_model(kind: str, stage1: int | None) -> None:
+    """Without an h-indexer for None. It was exported for fewer items, and for one query only 5 items are left."""
+    model = small_model(kind, X, hindexer=stage1 is not None)
+    query, item = QueryProgram(model.tower, {}), ItemProgram(model.tower, {})
+    cascade = CascadeProgram(query, item, 20, 10, stage1 or X)
+    assert CascadeProgram(query, item, X, X, 12).k == (X if stage1 is None else 12)
+    assert cascade.two_stages == (stage1 == 12)
+    program = cascade.export().module()
+    for histories in ([*random_histories(X, [3, 1]), list(range(25))], random_histories(X, [2])):
+        given = asked_of(model, histories)
+        found, expected = program(**given), scores_of(model, given)
+        assert_ranked(found, expected.two_stages(12) if cascade.two_stages else expected.similarity_BX)
+        assert int((found["items"] == -1).sum()) == (5 if len(histories) == 3 else 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_files_hold_the_items_for_the_cascade(tmp_path: Path, precision: Precision) -> None:
+    """By the lines of docs/export.md."""
+    model = small_model("mol", X)
+    served = export_small(model, tmp_path / "served", precision=precision)
+    (lines,) = re.findall(r"```python\n(files = .*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec("import glob, torch, safetensors.torch\n" + lines.replace('"DIR', f'"{served}'), names)
+    expected = sides_of("item", model.tower.item_sides(Embedded(model.item_XD)))
+    if precision == "fp32":
+        assert_close(names["items"], expected)
+    for name, of in expected.items():
+        torch.testing.assert_close(names["items"][name], of, rtol=2e-2, atol=2e-2)
+
+
+def in_a_clean_process(script: str, file: Path, given: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The outputs of a program that runs without logitmix."""
+    if script is ONNX_ALONE:
+        np.savez(folder / "given.npz", **{name: of.numpy() for name, of in given.items()})
+        subprocess.run([sys.executable, "-c", script, *map(str, (file, folder / "given.npz", folder / "found.npz"))],
+                       check=True)  # fmt: skip
+        return {name: torch.from_numpy(of) for name, of in np.load(folder / "found.npz").items()}
+    save_file({name: of.contiguous() for name, of in given.items()}, folder / "given")
+    kind = "aoti" if file.name.endswith(".aoti.pt2") else "plain"
+    words = [sys.executable, "-W", "ignore", "-c", script, *map(str, (file, folder / "given", folder / "found")), kind]
+    subprocess.run(words, check=True)
+    return load_file(folder / "found")
+
+
+@pytest.mark.parametrize("schema", [None, EVERY_KIND], ids=["ids", "features"])
+def test_onnxruntime_alone_runs_the_query_tower(schema: Schema | None, tmp_path: Path) -> None:
+    model = small_model("mol", X, schema=schema)
+    served = export_small(model, tmp_path / "served", extras=["onnx"])
+    onnx.checker.check_model(served / "query_tower.onnx", full_check=True)
+    for lengths, longest in SHAPES:
+        given, expected = histories_for(model, lengths, longest)
+        assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+
+
+def test_onnx_of_pooled_histories(tmp_path: Path) -> None:
+    model = small_model("dot", X, encoder=PooledConfig(hidden=8, max_length=LENGTH))
+    served = export_small(model, tmp_path / "served", extras=["onnx"])
+    given, expected = histories_for(model, *SHAPES[2])
+    assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+
+
+def test_without_onnx_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = programs.find_spec
+    monkeypatch.setattr(programs, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    with pytest.raises(ValueError, match="--onnx needs packages that are not installed: pip install onnxscript"):
+        export_small(small_model("dot", X), tmp_path / "served", extras=["onnx"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_no_onnx_file_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = export_small(small_model("dot", X), tmp_path / "served")
+    before = read_manifest(served)
+    monkeypatch.setattr(programs, "ONNX_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"the query tower and its tables of features take 0\.0 GiB; an ONNX file"):
+        export_small(small_model("dot", X), served, overwrite=True, extras=["onnx"])
+    assert [path.name for path in tmp_path.iterdir()] == ["served"] and read_manifest(served) == before
+
+
+def compile_nothing(exported: object, package_path: str) -> str:
+    Path(package_path).write_bytes(b"native code")
+    return package_path
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTInductor takes minutes: here it writes a few bytes."""
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_torch_alone_runs_the_programs(tmp_path: Path) -> None:
+    model = small_model("mol", X, schema=EVERY_KIND)
+    served = export_small(model, tmp_path / "served", extras=["programs"])
+    assert_programs_run(model, served, "", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage1", [12, X])
+def test_torch_alone_runs_what_the_compiler_made(tmp_path: Path, stage1: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "STAGE_1", stage1)
+    model = small_model("mol", X, schema=EVERY_KIND)
+    served = export_small(model, tmp_path / "served", extras=["programs"])
+    for kind in ("", ".aoti"):
+        assert_programs_run(model, served, kind, tmp_path, stage1)
+
+
+def assert_programs_run(model: SmallModel, served: Path, kind: str, folder: Path, stage1: int = X) -> None:
+    def run(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return in_a_clean_process(TORCH_ALONE, served / "programs" / f"{name}{kind}.pt2", given, folder)
+
+    given, queries = histories_for(model, *SHAPES[2])
+    assert_close(run("query_tower", given), queries)
+    given, items = items_for(model, X)
+    assert_close(run("item_tower", given), items)
+    del items["item_vector"]
+
+    given = queries | items | {"excluded": torch.full((len(SHAPES[2][0]), 1), -1)}
+    assert_ranked(run("cascade", given), scores_of(model, given).two_stages(stage1))
+    # In this process, if trusted, and of a tensor that is not contiguous.
+    given, expected = histories_for(model, *SHAPES[1])
+    given["vectors"] = given["vectors"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert_close(load_program(served, f"query_tower{kind}", trust=True)(**given), expected)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
+        folder = tmp_path_factory.mktemp("export")
+        return export_small(small_model("dot", X), folder / "served", extras=["programs", "onnx"])
+
+
+@pytest.fixture
+def served(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "served"))
+
+
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+def _change(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "trust", "change", "said"),
+    [
+        ("item_tower", False, None, "item_tower is native code or unpickled, so to load it is to run what its author"),
+        ("item_tower.aoti", False, None, "item_tower.aoti is native code or unpickled, so to load it is to run what"),
+        ("item_tower", True, _change, r"programs/item_tower\.pt2: it is damaged \(its sha256 is not the manifest's"),
+        ("cascade.aoti", True, _change, r"programs/cascade\.aoti\.pt2: it is damaged \(its sha256 is not"),
+        ("item_tower", True, _remove, r"programs/item_tower\.pt2: it is missing"),
+        (
+            "tower",
+            True,
+            None,
+            r"served has no programs/tower\.pt2; extras that are there: programs/cascade\.aoti\.pt2, ",
+        ),
+        ("../tower", True, None, r"served has no programs/\.\./tower\.pt2; extras that are there: "),
+    ],
+)
+def test_what_is_not_trusted_or_not_whole_is_not_loaded(
+    served: Path,
+    name: str,
+    trust: bool,
+    change: Callable[[Path], None] | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if change:
+        change(served / "programs" / f"{name}.pt2")
+    monkeypatch.setattr(torch.export, "load", lambda file: pytest.fail("it was loaded"))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda file: pytest.fail("it was loaded"))
+    with pytest.raises(ValueError, match=said) as caught:
+        load_program(served, name, trust)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_retriever_reads_no_program(served: Path) -> None:
+    for file in (*(served / "programs").iterdir(), served / "query_tower.onnx"):
+        file.unlink()
+        os.mkfifo(file)  # whoever reads it waits forever
+    assert Retriever.load(served).retrieve([[1, 2]], 3).items.shape == (1, 3)
+
+
+def test_overwriting_takes_programs_away_but_no_other_folder(served: Path) -> None:
+    (served / "programs" / "mine.py").write_text("pass")
+    with pytest.raises(ValueError, match="exists and is not a serving directory"):
+        export_small(small_model("dot", X), served, overwrite=True)
+    (served / "programs" / "mine.py").unlink()
+    export_small(small_model("dot", X), served, overwrite=True)
+    assert not (served / "programs").exists() and not (served / "query_tower.onnx").exists()
+
+
+def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
+    """They hold no item."""
+    before = read_manifest(served)["files"]
+    (tmp_path / "new.csv").write_text("item\nnew-1\nnew-2\n")
+    update_items(served, str(tmp_path / "new.csv"))
+    after = read_manifest(served)["files"]
+    names = [name for name in before if name.startswith("programs/") or name == "query_tower.onnx"]
+    assert len(names) == 7 and all(before[name] == after[name] for name in names)
+    assert load_program(served, "item_tower", trust=True)(own_row=torch.ones(3, 16))["item_vector"].shape == (3, 16)
+    shard = load_file(served / "items-00001-of-00002.safetensors")
+    assert len(shard["table"]) == 2
+
+
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo g++ && exit
+echo 'nothing can be compiled' >&2; exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (
+            "no-such-compiler",
+            "--programs needs a C++ compiler, and there is no no-such-compiler: install g++, or set CX",
+        ),
+        ("COMPILER", "the C++ compiler cannot compile query_tower: "),
+    ],
+)
+def test_without_a_compiler_nothing_is_written(
+    tmp_path: Path, compiler: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler == "COMPILER":
+        (tmp_path / "g++").write_text(COMPILER)
+        (tmp_path / "g++").chmod(0o755)
+        compiler = str(tmp_path / "g++")
+    monkeypatch.setenv("CXX", compiler)
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}), pytest.raises(ValueError) as caught:
+        export_small(small_model("dot", X), tmp_path / "served", extras=["programs"])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("*served*"))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(exported: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch.export, "save", full)
+    with pytest.raises(OSError, match=r"query_tower\.pt2 cannot be written: PytorchStreamWriter failed"):
+        export_small(small_model("dot", X), tmp_path / "served", extras=["programs"])
+    assert not any(tmp_path.iterdir())

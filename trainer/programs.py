@@ -1,0 +1,308 @@
+"""The towers and the cascade as programs for servers that have torch alone, or onnxruntime, but not logitmix.
+
+query_tower   vectors [B, L, D] of histories' items, oldest first, zeros behind a history; lengths int64 [B], from 1 to
+              L; features user_NAME and event_NAME -> query_similarity_0, …, query_hindexer_0
+item_tower    own_row [V, W], the items' rows of the item table; features item_NAME -> item_vector, from which histories
+              are encoded, item_similarity_0, …, item_hindexer_0
+cascade       what both return of queries and of the corpus's items, but the vectors; excluded int64 [B, E], indices of
+              items to leave out, -1 for none -> items int64 and scores FP32 [B, K]: the h-indexer's best STAGE_1, or
+              the whole corpus where it has no more, ranked by the similarity
+
+Features are those of users [B, ...], events [B, L, ...] or items [V, ...]. Kind id: int64, the row of the feature's
+table, which is its value's place in the vocabulary. Kind ids: int64 [..., S], such rows with -1 behind them. Kinds
+number [...] and vector [..., W]: FP32. The tables of features are in the programs.
+
+Axes: B histories, L positions, T of all histories, V items, X items of the corpus, S ids of a list, K items that are
+kept, P pairs, D width of the model, W of a table or vector, R rows.
+"""
+
+import inspect
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional as F
+
+from logitmix.modules.batch import Packing
+from logitmix.modules.config import ModelConfig
+from logitmix.modules.features import Features, Values
+from logitmix.modules.schema import ITEM, Feature, Owner
+from logitmix.modules.towers import NO_ROWS, Sides, Tower
+from logitmix.serving import format as serving
+from logitmix.serving.format import Contents, Entries
+from logitmix.serving.model import OWN_ROW, named, trained_tower
+from logitmix.serving.pieces import Pieces
+from logitmix.serving.retriever import STAGE_1
+from logitmix.serving.topk import NOTHING, rank_keys, split_keys
+
+TOP_K = 500
+"""Items that the cascade returns, or all if there are fewer."""
+ONNX_BYTES = 2**31 - 2**24
+"""Weights that fit into an ONNX file, which protobuf limits to 2 GiB."""
+VECTOR = "item_vector"
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input as it is exported with: of sizes that torch does not take for constants, and with names of its dynamic
+    axes."""
+
+    example: Tensor
+    dynamic: Mapping[int, Any]
+
+
+class _Program(nn.Module):
+    """A part of the model as a function of tensors that are given as keywords."""
+
+    def __init__(self, tower: Tower, inputs: Mapping[str, _Input], tables: Mapping[str, Tensor] = NO_ROWS) -> None:
+        super().__init__()
+        self.tower, self.inputs, self.names = tower, inputs, list(tables)
+        for name, table in tables.items():
+            self.register_buffer(f"table_{name}", table)
+
+        def forward(**given: Tensor) -> dict[str, Tensor]:
+            return self.compute(given)
+
+        # Keywords, because AOTInductor takes the tensors of a mapping in whatever order they come. torch.export wants
+        # to know their names.
+        keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
+        forward.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        self.forward = forward
+
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(f"table_{name}") for name in self.names}
+
+    @property
+    def examples(self) -> dict[str, Tensor]:
+        return {name: of.example for name, of in self.inputs.items()}
+
+    def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def export(self) -> ExportedProgram:
+        dynamic = {name: of.dynamic for name, of in self.inputs.items()}
+        return torch.export.export(self, (), self.examples, dynamic_shapes=dynamic)
+
+
+class QueryProgram(_Program):
+    """Histories -> the sides of their queries."""
+
+    def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+        most, dim = tower.config.encoder.max_length, tower.config.dim
+        B = {0: Dim("batch", min=1)}
+        BL = B | ({1: Dim("length", min=1, max=most)} if most > 1 else {})
+        inputs = {
+            "vectors": _Input(torch.zeros(2, min(2, most), dim), BL),
+            "lengths": _Input(torch.ones(2, dtype=torch.int64), B),
+        }
+        inputs |= {_name(of): _example(of, (2,), B) for of in tower.schema.of("user")}
+        inputs |= {_name(of): _example(of, (2, min(2, most)), BL) for of in tower.schema.of("event")}
+        super().__init__(tower, inputs, _tables_of(_features(tower, "user", "event"), tables))
+
+    def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        vectors_BLD, tower = given["vectors"], self.tower
+        values = {of.name: _values(of, given) for of in tower.schema.of("user")}
+        values |= {of.name: Values(_values(of, given).values.flatten(0, 1)) for of in tower.schema.of("event")}
+        packing = _Rows(given["lengths"], vectors_BLD.shape[1])
+        query = tower.queries(vectors_BLD.flatten(0, 1), packing, self.tables, Features(values=values))
+        return _outputs("query", tower.query_sides(query))
+
+
+class ItemProgram(_Program):
+    """Items -> their vectors and sides."""
+
+    def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+        V = {0: Dim("items", min=1)}
+        inputs = {OWN_ROW: _Input(torch.zeros(2, tower.schema.dims(tower.config.dim)[ITEM]), V)}
+        inputs |= {_name(of): _example(of, (2,), V) for of in _features(tower, "item")}
+        super().__init__(tower, inputs, _tables_of(_features(tower, "item"), tables))
+
+    def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = {of.name: _values(of, given) for of in _features(self.tower, "item")}
+        item = self.tower.item_tower(self.tables | {ITEM: given[OWN_ROW]}, Features(values=values))
+        return {VECTOR: item.vector_RD} | _outputs("item", self.tower.item_sides(item))
+
+
+class CascadeProgram(_Program):
+    """Sides of queries and of the corpus's items -> the best items."""
+
+    def __init__(self, query: QueryProgram, item: ItemProgram, num_items: int, k: int, stage1: int) -> None:
+        """`num_items` decides whether there is a stage 1, which keeps `stage1` items. The program can be given more."""
+        self.two_stages = query.tower.hindexer is not None and num_items > stage1
+        self.k, self.stage1 = min(k, stage1 if self.two_stages else num_items), stage1
+        least = stage1 if self.two_stages else self.k
+        B, X = {0: Dim("batch", min=1)}, {0: Dim("corpus", min=least)}
+        with torch.no_grad():
+            sides = {name: (part, B) for name, part in query.compute(query.examples).items()}
+            for name, part in item.compute(item.examples).items():
+                # Contiguous, as the inputs will be: AOTInductor compiles for the examples' strides.
+                sides[name] = torch.zeros(max(2, least), *part.shape[1:]), X
+        del sides[VECTOR]
+        inputs = {name: _Input(example, dynamic) for name, (example, dynamic) in sides.items()}
+        inputs["excluded"] = _Input(torch.full((2, 2), -1), B | {1: Dim("excluded", min=1)})
+        super().__init__(query.tower, inputs)
+
+    def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        query, item = (_sides(owner, given) for owner in ("query", "item"))
+        similarity, hindexer = self.tower.similarity, self.tower.hindexer
+        if not self.two_stages or hindexer is None or query.hindexer is None or item.hindexer is None:
+            keys_BX = _all_keys(similarity.all_pairs(query.similarity, item.similarity), given["excluded"])
+            return _ranking(keys_BX, self.k)
+        keys_BX = _all_keys(hindexer.all_pairs(query.hindexer, item.hindexer), given["excluded"])
+        index_BK, _ = split_keys(keys_BX.topk(self.stage1).values)
+        place_P = index_BK.clamp(min=0).flatten()
+        items = tuple(part[place_P] for part in item.similarity)
+        queries = tuple(
+            part[:, None].expand(-1, self.stage1, *part.shape[1:]).flatten(0, 1) for part in query.similarity
+        )
+        score_BK = similarity.pairs(queries, items).view(-1, self.stage1)
+        return _ranking(rank_keys(score_BK, index_BK).masked_fill(index_BK < 0, NOTHING), self.k)
+
+
+def _all_keys(score_BX: Tensor, excluded_BE: Tensor) -> Tensor:
+    """The keys of all items, NOTHING for those that are left out."""
+    X = score_BX.shape[1]
+    keys_BX = rank_keys(score_BX, torch.arange(X))
+    # -1 leaves out an item behind the last one.
+    place_BE = torch.where(excluded_BE < 0, X, excluded_BE)
+    return F.pad(keys_BX, (0, 1)).scatter(1, place_BE, NOTHING)[:, :-1]
+
+
+def _ranking(keys: Tensor, k: int) -> dict[str, Tensor]:
+    items_BK, score_BK = split_keys(keys.topk(k).values)
+    return {"items": items_BK, "scores": score_BK}
+
+
+class _Rows(Packing):
+    """Histories as rows of L positions, each of which counts as a position of its history: so no shape depends on the
+    lengths' values. Causality hides from a history what lies behind it."""
+
+    def __init__(self, lengths_B: Tensor, longest: int) -> None:
+        B = lengths_B.shape[0]
+        self.shape, self.lengths_B = (B, longest), lengths_B
+        self.sequence_T = torch.arange(B)[:, None].expand(B, longest).reshape(-1)
+        self.position_T = torch.arange(longest).expand(B, longest).reshape(-1)
+        self.padded_T = torch.arange(B * longest)
+        self.last_B = torch.arange(B) * longest + lengths_B - 1
+
+
+def _features(tower: Tower, *owners: Owner) -> list[Feature]:
+    """Those of some owners, without the item id."""
+    return [of for owner in owners for of in tower.schema.of(owner) if of.name != ITEM]
+
+
+def _tables_of(features: Sequence[Feature], tables: Mapping[str, Pieces]) -> dict[str, Tensor]:
+    names = {of.table: None for of in features if of.sparse}
+    return {name: torch.cat(list(tables[name].pieces)) for name in names}
+
+
+def _name(feature: Feature) -> str:
+    return f"{feature.owner}_{feature.name}"
+
+
+def _example(feature: Feature, rows: tuple[int, ...], dynamic: Mapping[int, Any]) -> _Input:
+    match feature.kind:
+        case "id":
+            return _Input(torch.zeros(rows, dtype=torch.int64), dynamic)
+        case "ids":
+            return _Input(torch.full((*rows, 2), -1), {**dynamic, len(rows): Dim(f"ids_of_{_name(feature)}", min=1)})
+        case "number":
+            return _Input(torch.zeros(rows), dynamic)
+        case _:
+            return _Input(torch.zeros(*rows, feature.width), dynamic)
+
+
+def _values(feature: Feature, given: Mapping[str, Tensor]) -> Values:
+    values = given[_name(feature)]
+    # Behind a history there may be -1, as in lists.
+    return Values(values.clamp(min=0) if feature.kind == "id" else values)
+
+
+def _outputs(owner: str, sides: Sides) -> dict[str, Tensor]:
+    return {f"{owner}_{name.replace('.', '_')}": part for name, part in named(sides).items()}
+
+
+def _sides(owner: str, given: Mapping[str, Tensor]) -> Sides:
+    """From the output of `_outputs`."""
+    similarity, hindexer = (
+        tuple(part for name, part in given.items() if name.startswith(f"{owner}_{stage}_"))
+        for stage in ("similarity", "hindexer")
+    )
+    return Sides(similarity, hindexer or None)
+
+
+def programs_of(contents: Contents) -> dict[str, _Program]:
+    """By name."""
+    tower = trained_tower(contents.about.model, contents.about.schema, contents.weights)
+    query, item = QueryProgram(tower, contents.tables), ItemProgram(tower, contents.tables)
+    cascade = CascadeProgram(query, item, contents.about.num_items, TOP_K, STAGE_1)
+    return {"query_tower": query, "item_tower": item, "cascade": cascade}
+
+
+def check_programs(model: ModelConfig) -> None:
+    """ValueError without a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(f"--programs needs a C++ compiler, and there is no {compiler}: install g++, or set CXX to one")
+
+
+def write_programs(staging: Path, contents: Contents) -> Entries:
+    """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
+    instruction set, for torch._inductor.aoti_load_package. ValueError if the compiler fails, OSError if the disk is
+    full."""
+    (staging / serving.PROGRAMS).mkdir()
+    entries = Entries()
+    for name, program in programs_of(contents).items():
+        plain, compiled = (f"{serving.PROGRAMS}/{name}{suffix}.pt2" for suffix in ("", ".aoti"))
+        exported = program.export()
+        try:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(staging / compiled))
+        except (InductorError, InvalidCxxCompiler) as error:
+            if isinstance(error, InductorError) and not isinstance(error.inner_exception, CppCompileError):
+                raise
+            raise ValueError(f"the C++ compiler cannot compile {name}: {_last_line(str(error))}") from None
+        # The examples are as large as the corpus.
+        exported.example_inputs = None
+        try:
+            torch.export.save(exported, staging / plain)
+        except RuntimeError as error:
+            raise OSError(f"{staging / plain} cannot be written: {error}") from None
+        entries |= serving.extra_entry(staging, plain) | serving.extra_entry(staging, compiled)
+    return entries
+
+
+def _last_line(text: str) -> str:
+    return [line for line in text.splitlines() if line.strip()][-1].strip()
+
+
+def check_onnx(model: ModelConfig) -> None:
+    """ValueError where onnx or onnxscript is not installed."""
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise ValueError(f"--onnx needs packages that are not installed: pip install {' '.join(missing)}")
+
+
+def write_onnx(staging: Path, contents: Contents) -> Entries:
+    """Writes query_tower.onnx, the query tower with these inputs and outputs. ValueError if it is too large for one
+    file."""
+    program = programs_of(contents)["query_tower"]
+    size = sum(tensor.nbytes for tensor in program.state_dict().values())
+    if size > ONNX_BYTES:
+        raise ValueError(
+            f"the query tower and its tables of features take {size / 2**30:.1f} GiB; an ONNX file holds 2; leave "
+            "--onnx out"
+        )
+    names = list(program.compute(program.examples))
+    made = torch.onnx.export(program.export(), dynamo=True, external_data=False, output_names=names, verbose=False)
+    assert made is not None
+    made.save(staging / serving.ONNX)
+    return serving.extra_entry(staging, serving.ONNX)
