@@ -1,8 +1,7 @@
 """The JSON body of a request to the server -> a question for the Retriever, or one line that says what is wrong."""
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
@@ -17,39 +16,28 @@ MAX_IDS = 100_000
 MAX_STAGE_1 = 1_000_000
 
 
-def _checked(allowed: Callable[[Any], bool], needs: str, schema: Any) -> PlainValidator:
-    def check(value: Any) -> Any:
-        if not allowed(value):
-            raise ValueError(needs)
+def _id(value: Any) -> Any:
+    if type(value) is str or (type(value) is int and -(2**63) <= value < 2**64):
         return value
-
-    return PlainValidator(check, json_schema_input_type=schema)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is str or (type(value) is int and -(2**63) <= value < 2**64)
+    raise ValueError("must be text or a whole number of 64 bits")
 
 
-def _is_flat(value: Any) -> bool:
-    return not any(isinstance(entry, list | dict) for entry in (value if isinstance(value, list) else [value]))
-
-
-Id = Annotated[str | int, _checked(_is_id, "must be text or a whole number of 64 bits", str | int)]
-Value = Annotated[Any, _checked(_is_flat, "must be text, a number, or a list of these", Any)]
-"""Of a feature; the Retriever knows the feature's kind and checks the rest."""
+Id = Annotated[str | int, PlainValidator(_id, json_schema_input_type=str | int)]
+Ids = Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """One request in the form of `Retriever.recommend`, and its arguments; null is the same as nothing."""
+    """One request in the form of `Retriever.recommend`, and its arguments; null is the same as nothing. The Retriever
+    knows the model's features and checks their values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     history: Annotated[list[Id], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
     timestamps: Annotated[list[int], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
-    user: dict[str, Value] | None = None
-    events: Annotated[list[dict[str, Value]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
-    allowed: Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
-    blocked: Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
+    user: dict[str, Any] | None = None
+    events: Annotated[list[dict[str, Any]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
+    allowed: Ids | None = None
+    blocked: Ids | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     unknown: Literal["skip", "unknown", "refuse"] = "skip"
     exclude_history: bool | None = None
@@ -59,7 +47,7 @@ class Body(BaseModel):
 def parse(body: bytes) -> Question:
     """ValueError of one line for all that is not the JSON of a `Body`."""
     try:
-        found = json.loads(body, parse_constant=_no_number)
+        found = json.loads(body)
     except RecursionError:
         raise ValueError("the body is nested too deep") from None
     except ValueError as error:
@@ -72,10 +60,6 @@ def parse(body: bytes) -> Question:
         raise ValueError(f"stage1 is {asked.stage1}; it must be at least k ({asked.k})")
     request: Any = {name: value for name in Request.__annotations__ if (value := getattr(asked, name)) is not None}
     return Question(request, asked.k, asked.unknown, asked.exclude_history, asked.stage1)
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _plainly(error: ValidationError) -> str:

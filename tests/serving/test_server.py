@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_models import export_small, random_histories, raw_ids, small_model
+from small_models import export_small, in_order, random_histories, raw_ids, small_model
 
 from logitmix.common.files import publish
 from logitmix.modules.schema import Feature, Schema, Table
@@ -337,6 +338,8 @@ MALFORMED = [
     b'{"history": ["id 7"], "user": {"age": "old"}}',
     b'{"history": ["id 7"], "user": {"country": 1.5}}',
     b'{"history": ["id 7"], "user": {"country": {"a": 1}}}',
+    b'{"history": ["id 7"], "user": {"country": ["' + b"a" * 10_000 + b'"]}}',
+    b'{"history": ["id 7"], "user": {"age": NaN}}',
     b'{"history": ["id 7"], "allowed": "id 7"}',
     b'{"history": ["id 7"], "blocked": [{}]}',
     json.dumps({"history": ["id 7"] * 10_001}).encode(),
@@ -475,7 +478,9 @@ def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.M
 
 def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    start = time.monotonic()
     received = silent.send(head(100), b"{")
+    assert 0.2 < time.monotonic() - start < 5
     assert (
         received.startswith(b"HTTP/1.1 408 ") and b'{"error": "the body did not arrive within 0.3 seconds"}' in received
     )
@@ -570,7 +575,6 @@ def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest
     assert found("%C2%AB") == {"items": everything, "more": False}
     with_7 = [each for each in everything if "7" in each["id"]]
     assert found("7") == {"items": with_7, "more": False}
-    # The item with this very id comes first, and 14 more contain it in either case.
     assert found("ID%2014")["items"] == [each for each in everything if "id 14" in each["id"]]
     monkeypatch.setattr(live_module, "_WINDOW", 1000)
     assert silent.ask(b"", "GET", "/items?limit=2&query=id%2049")[1] == {
@@ -580,6 +584,11 @@ def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest
     assert silent.ask(b"", "GET", "/items?limit=2&query=7")[1] == {"items": with_7[:2], "more": True}
     monkeypatch.setattr(live_module, "SEARCH_SECONDS", 0.0)
     assert silent.ask(b"", "GET", "/items?query=7")[1] == {"items": [], "more": True}
+
+
+def test_the_item_of_the_very_id_comes_first() -> None:
+    retriever: Any = SimpleNamespace(raw_ids=in_order(["10", "1", "2"]), titles=None)
+    assert [row["id"] for row in search(retriever, "1", 5)["items"]] == ["1", "10"]
 
 
 def test_the_page_needs_nothing_else(server: Running) -> None:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from small_models import in_order, small_model
 
@@ -28,6 +28,7 @@ def test_texts_are_a_sequence() -> None:
 LETTERS = st.text(st.sampled_from("aAbéÉßS\u0130\ud800"), max_size=4)
 
 
+@example(["xa", "bx", "", "ab"], "ab", 0, 4)
 @given(st.lists(LETTERS, max_size=20), LETTERS.filter(bool), st.integers(0, 20), st.integers(0, 20))
 def test_texts_are_found_by_parts_in_either_case(texts: list[str], part: str, start: int, stop: int) -> None:
     start, stop = sorted((min(start, len(texts)), min(stop, len(texts))))
