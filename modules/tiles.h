@@ -243,10 +243,11 @@ INLINE VF FN(step)(VF sum, uint32_t a, VU b) {
 #endif
 }
 
-/* A rows x (columns * WIDTH) tile of c = from + a b, in registers. Words of a: [row, k] at row * a_row + k * a_k. */
+/* A rows x (columns * WIDTH) tile of c = from + a b, in registers. Words of a: [row, k] at row * a_row + k * a_k.
+   Meanwhile, K lines of memory are requested where `ahead` is not null. */
 INLINE void FN(tile)(
     const int rows, const int columns, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
-    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row, const char *const *ahead
 ) {
     /* A variable for each vector, not an array: compilers keep an array in memory. */
 #define START(r, j)                                                                                                    \
@@ -264,6 +265,7 @@ INLINE void FN(tile)(
         VU right0 = right[0], right1 = right[columns > 1], right2 = right[columns > 2 ? 2 : 0];
         VU right3 = right[columns > 3 ? 3 : 0];
         ALL(STEP)
+        if (ahead) __builtin_prefetch(*ahead++);
         a += a_k, b += b_k;
     } while (--K);
     ALL(END)
@@ -278,9 +280,9 @@ INLINE void FN(tile)(
 #define TILE(rows, columns)                                                                                            \
     static __attribute__((noinline)) void FN(tile##rows##columns)(                                                     \
         int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b, int64_t b_k, const float *from,   \
-        int64_t from_row, float *c, int64_t c_row                                                                      \
+        int64_t from_row, float *c, int64_t c_row, const char *const *ahead                                            \
     ) {                                                                                                                \
-        FN(tile)(rows, columns, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row);                                   \
+        FN(tile)(rows, columns, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row, ahead);                            \
     }
 #define PLACE(rows, columns) [columns - 1][rows - 1] = FN(tile##rows##columns),
 #if COLUMNS == 4
@@ -290,17 +292,19 @@ INLINE void FN(tile)(
 #endif
 EACH_TILE(TILE)
 static void (*const FN(tiles)[][8])(
-    int64_t, const uint32_t *, int64_t, int64_t, const uint32_t *, int64_t, const float *, int64_t, float *, int64_t
+    int64_t, const uint32_t *, int64_t, int64_t, const uint32_t *, int64_t, const float *, int64_t, float *, int64_t,
+    const char *const *
 ) = {EACH_TILE(PLACE)};
 #undef TILE
 #undef PLACE
 #undef EACH_TILE
 
 /* c [rows, vectors * WIDTH] = from + a b over K > 0 words; from: rows from_row apart (0: one row for all), or null.
-   Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. */
-static void FN(product)(
+   Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. Meanwhile,
+   memory is requested at `lines` addresses. */
+static void FN(product_ahead)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
-    const float *from, int64_t from_row, float *c, int64_t c_row
+    const float *from, int64_t from_row, float *c, int64_t c_row, const char *const *ahead, int64_t lines
 ) {
     for (int64_t column = 0; column < vectors * WIDTH;) {
         int64_t wide = MIN(vectors - column / WIDTH, COLUMNS), most = wide == COLUMNS ? 6 : 8;
@@ -308,12 +312,22 @@ static void FN(product)(
             int64_t tiles = (rows - row + most - 1) / most, tall = (rows - row + tiles - 1) / tiles;
             FN(tiles)[wide - 1][tall - 1](
                 K, (const uint32_t *)a + row * a_row, a_row, a_k, (const uint32_t *)b + column, b_k,
-                from ? from + row * from_row + column : NULL, from_row, c + row * c_row + column, c_row
+                from ? from + row * from_row + column : NULL, from_row, c + row * c_row + column, c_row,
+                lines >= K ? ahead : NULL
             );
+            if (lines >= K) ahead += K, lines -= K;
             row += tall;
         }
         column += wide * WIDTH;
     }
+    for (int64_t line = 0; line < lines; line++) __builtin_prefetch(ahead[line]);
+}
+
+static void FN(product)(
+    int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
+    const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    FN(product_ahead)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row, NULL, 0);
 }
 
 /* The element [k, column] of words that are `row` apart. */

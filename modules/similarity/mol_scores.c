@@ -62,6 +62,7 @@ typedef struct {
     uint32_t *item; /* words [C/2, N I] */
     float *side_F, *hidden_F, *gate_F;
     float *row_s;
+    const char **ahead; /* lines of memory that the next block reads */
 } FN(Work);
 #define WORK FN(Work)
 
@@ -93,6 +94,8 @@ static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     TAKE(hidden_F, BLOCK * w->Hp, F);
     TAKE(gate_F, BLOCK * w->Mp, F);
     TAKE(row_s, w->Mp, F);
+    int64_t lines = q->I * q->C * SIZES[q->components] / 64 + w->M * SIZES[q->weights] / 64 + 2;
+    TAKE(ahead, BLOCK * lines, sizeof(char *));
 #undef TAKE
     return next;
 }
@@ -210,15 +213,22 @@ static void FN(load_words)(WORK *w, const ELEMENT *const *item_N, int64_t N) {
             for (int64_t c = 0; c < C; c++) *FN(at)(w->item, w->NIp, c, n * I + i) = item_N[n][i * C + c];
 }
 
-INLINE void FN(request)(const char *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+/* The lines of memory that hold some bytes. */
+INLINE const char **FN(lines)(const char *from, int64_t bytes, const char **line) {
+    for (int64_t at = 0; at < bytes; at += 64) *line++ = from + at;
+    return line;
 }
 
-static void FN(request_item)(const WORK *w, int64_t item) {
+/* Those of some items' rows, whose number is returned. */
+static int64_t FN(lines_of_items)(const WORK *w, const int64_t *item_N, int64_t N, const char **line) {
     const Scores *q = w->q;
     int64_t components = q->I * q->C * SIZES[q->components], weights = w->M * SIZES[q->weights];
-    FN(request)((const char *)q->item_XIC + item * components, components);
-    FN(request)((const char *)q->item_XM + item * weights, weights);
+    const char **next = line;
+    for (int64_t n = 0; n < N; n++) {
+        next = FN(lines)((const char *)q->item_XIC + item_N[n] * components, components, next);
+        next = FN(lines)((const char *)q->item_XM + item_N[n] * weights, weights, next);
+    }
+    return next - line;
 }
 
 /* The block's items: components as words, and weights of the gate. */
@@ -240,17 +250,34 @@ static void FN(load_items)(WORK *w, const int64_t *item_N, int64_t N) {
 
 /* --- scores --------------------------------------------------------------------------------------------------- */
 
+/* e^x, zero and infinite beyond the range. 4e-6 in BF16, for which FN(exp) takes about twice as long. */
+INLINE VF FN(power)(VF x) {
+#ifdef BF16
+    x *= 1.44269504f;
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    VF r = x - (VF)whole;
+    /* 2^r for r in [-0.5, 0.5]. */
+    VF p = ((0.05550410866f * r + 0.24022650696f) * r + 0.69314718056f) * r + 1.0f;
+    return (VF)_mm512_scalef_ps((__m512)p, whole);
+#else
+    return FN(exp)(x);
+#endif
+}
+
+/* x / (1 + e^-x). */
+INLINE VF FN(gated)(VF x) { return x * FN(inverse)(1.0f + FN(power)(-x)); }
+
 /* phi of one pair from the cross gate's output z. */
 INLINE float FN(mixture)(const WORK *w, const int64_t Mp, const float *z, const ELEMENT *item, const ELEMENT *logit) {
     VF most = FN(all)(0), total = most, mixed = most;
     for (int64_t j = 0; j < Mp; j += WIDTH) {
-        VF slope, s = FN(silu)(FN(get)(w->query_gate + j) * FN(load)(item + j) + FN(get)(z + j), &slope);
+        VF s = FN(gated)(FN(get)(w->query_gate + j) * FN(load)(item + j) + FN(get)(z + j));
         FN(put)(w->row_s + j, s);
         most = FN(larger)(most, s);
     }
     VF top = FN(all)(FN(largest)(most));
     for (int64_t j = 0; j < Mp; j += WIDTH) {
-        VF e = FN(exp)(FN(get)(w->row_s + j) - top);
+        VF e = FN(power)(FN(get)(w->row_s + j) - top);
         e = (VF)((VI)e & *(const VIM *)(w->valid + j));
         total += e;
         mixed += e * FN(load)(logit + j);
@@ -272,14 +299,11 @@ static void FN(block)(WORK *w, const int64_t *item_N, int64_t N, int64_t ahead, 
     for (int64_t n = 0; n < N; n++)
         for (int64_t u = 0; u < U; u++)
             copy_few(w->logit + n * Mp + u * I, w->side_E + u * w->NIp + n * I, I * sizeof(ELEMENT));
-    FN(product)(N, Hp / WIDTH, M_words, w->logit, Mp / PER_WORD, 1, w->up, Hp, w->up_bias, 0, w->hidden_F, Hp);
-    for (int64_t j = 0; j < N * Hp; j += WIDTH) {
-        VF slope;
-        FN(store)(w->hidden + j, FN(silu)(FN(get)(w->hidden_F + j), &slope));
-    }
+    FN(product_ahead)(N, Hp / WIDTH, M_words, w->logit, Mp / PER_WORD, 1, w->up, Hp, w->up_bias, 0, w->hidden_F, Hp,
+                      w->ahead, FN(lines_of_items)(w, item_N + N, ahead, w->ahead));
+    for (int64_t j = 0; j < N * Hp; j += WIDTH) FN(store)(w->hidden + j, FN(gated)(FN(get)(w->hidden_F + j)));
     FN(product)(N, Mp / WIDTH, H_words, w->hidden, Hp / PER_WORD, 1, w->down, Mp, w->down_bias, 0, w->gate_F, Mp);
     for (int64_t n = 0; n < N; n++) {
-        if (n < ahead) FN(request_item)(w, item_N[N + n]);
         const float *z = w->gate_F + n * Mp;
         const ELEMENT *item = w->item_gate + n * Mp, *logit = w->logit + n * Mp;
         /* The usual number of components, as a constant. */
