@@ -142,12 +142,12 @@ def _settings(facts: Facts) -> str:
 
 def _holdings(about: About, entries: Entries) -> str:
     data = [entry for name, entry in entries.items() if not serving.is_extra(name)]
-    extras = [name for name in entries if serving.is_extra(name) and name != serving.CARD]
+    extras = [name for name in sorted(entries) if serving.is_extra(name) and name != serving.CARD]
     cache = f"the item tower's outputs in {about.precision.upper()}" if about.item_cache else "the item tower's inputs"
     shown = f"{about.num_items:,} items, stored as {cache}: {len(data)} files of {_bytes(data)} bytes.\n"
     if extras:
-        rows = [[_code(name), f"{entries[name]['bytes']:,}"] for name in sorted(extras)]
-        shown += f"\n{_table(['extra', 'bytes'], rows)}"
+        # Without their sizes: a compiler's output is not always the same.
+        shown += f"\nFor other servers: {', '.join(map(_code, extras))}.\n"
     return shown
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from logitmix.modules.batch import Packing
@@ -42,6 +43,7 @@ from logitmix.serving.model import OWN_ROW, named, trained_tower
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.retriever import STAGE_1
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
+from logitmix.trainer.quiet import quietly
 
 TOP_K = 500
 """Items that the cascade returns, or all if there are fewer."""
@@ -91,7 +93,12 @@ class _Program(nn.Module):
     @torch.no_grad()
     def export(self) -> ExportedProgram:
         dynamic = {name: of.dynamic for name, of in self.inputs.items()}
-        return torch.export.export(self, (), self.examples, dynamic_shapes=dynamic)
+        exported = torch.export.export(self, (), self.examples, dynamic_shapes=dynamic)
+        # They name places on this machine.
+        for part in exported.graph_module.modules():
+            for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+                node.meta.pop("stack_trace", None)
+        return exported
 
 
 class QueryProgram(_Program):
@@ -256,6 +263,7 @@ def check_programs(model: ModelConfig) -> None:
         raise ValueError(f"--programs needs a C++ compiler, and there is no {compiler}: install g++, or set CXX to one")
 
 
+@quietly()
 def write_programs(staging: Path, contents: Contents) -> Entries:
     """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
     instruction set, for torch._inductor.aoti_load_package. ValueError if the compiler fails, OSError if the disk is
@@ -291,6 +299,7 @@ def check_onnx(model: ModelConfig) -> None:
         raise ValueError(f"--onnx needs packages that are not installed: pip install {' '.join(missing)}")
 
 
+@quietly()
 def write_onnx(staging: Path, contents: Contents) -> Entries:
     """Writes query_tower.onnx, the query tower with these inputs and outputs. ValueError if it is too large for one
     file."""

@@ -24,7 +24,7 @@ from logitmix.modules.config import EncoderConfig, PooledConfig, SASRecConfig
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
-from logitmix.serving.format import read_manifest
+from logitmix.serving.format import read, read_manifest
 from logitmix.serving.model import Precision, named
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import load_program
@@ -255,9 +255,11 @@ def test_onnxruntime_alone_runs_the_query_tower(schema: Schema | None, tmp_path:
         assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
 
 
-def test_onnx_of_pooled_histories(tmp_path: Path) -> None:
+def test_onnx_of_pooled_histories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a word of torch to its developers."""
     model = small_model("dot", X, encoder=PooledConfig(hidden=8, max_length=LENGTH))
     served = export_small(model, tmp_path / "served", extras=["onnx"])
+    assert not caplog.records
     given, expected = histories_for(model, *SHAPES[2])
     assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
 
@@ -295,6 +297,16 @@ def test_torch_alone_runs_the_programs(tmp_path: Path) -> None:
     model = small_model("mol", X, schema=EVERY_KIND)
     served = export_small(model, tmp_path / "served", extras=["programs"])
     assert_programs_run(model, served, "", tmp_path)
+
+
+def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(original: Path, tmp_path: Path) -> None:
+    program = programs.programs_of(read(original))["item_tower"].export()
+    program.example_inputs = None
+    torch.export.save(program, tmp_path / "item_tower.pt2")
+    files = [*original.glob("programs/*_tower.pt2"), original / "query_tower.onnx"]
+    assert len(files) == 3 and not any(b"site-packages" in file.read_bytes() for file in files)
+    assert not any(str(ROOT).encode() in file.read_bytes() for file in files)
+    assert (tmp_path / "item_tower.pt2").read_bytes() == (original / "programs" / "item_tower.pt2").read_bytes()
 
 
 @pytest.mark.slow

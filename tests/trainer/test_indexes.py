@@ -85,7 +85,9 @@ def test_faiss_alone_finds_what_the_model_ranks(
     sides = [side for _, (side,) in retriever._items.all("hindexer", ITEMS)]
     expected = hindexer.all_pairs((queries["hindexer.0"],), (torch.cat(sides),))
     torch.testing.assert_close(scores, expected.gather(1, items), rtol=1e-5, atol=1e-5)
-    assert "| `hindexer.faiss` |" in (tmp_path / "served" / "README.md").read_text()
+    assert (
+        "For other servers: `hindexer.faiss`, `similarity.faiss`.\n" in (tmp_path / "served" / "README.md").read_text()
+    )
 
 
 def test_added_items_are_in_the_indexes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
