@@ -9,8 +9,8 @@ A client sends its next request when it has the answer to the last one, over a c
 of clients sends `--requests` with a share `--bad` of malformed ones among them, every kind in turn; before that, a
 fifth as many well-formed ones alone. One of 20 malformed ones is a client of its own that misbehaves: a body of 50 MB,
 with or without a stated length, a body that stops in the middle, a client that leaves. Times are those of well-formed
-requests, with 20 random items of history and k = 10. The server's resident memory is read after 200 requests that do
-not count, and after each line of the table.
+requests, with 20 random items of history and k = 10; the server's own CPU time for a request depends less on what else
+the machine does. Its resident memory is read after requests of all clients that do not count, and after each line.
 """
 
 import asyncio
@@ -25,9 +25,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -41,8 +42,6 @@ HUGE = 50_000_000
 """Bytes of a huge body."""
 LEFT = 0
 """Instead of a status: the client left."""
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
@@ -123,13 +122,13 @@ def _port(server: subprocess.Popen[bytes], log: Path) -> int:
     raise SystemExit(log.read_text())
 
 
-async def _measured(options: Options, pid: int, port: int, ids: list[str]) -> list[dict[str, object]]:
-    chance, rows = random.Random(options.seed), []
-    await _load(port, 8, 200, 0.0, ids, chance)
-    rows.append({"clients": None, "mb": _resident_mb(pid)})
-    for clients in map(int, options.clients.split(",")):
+async def _measured(options: Options, pid: int, port: int, ids: list[str]) -> list[dict[str, Any]]:
+    chance, numbers = random.Random(options.seed), [int(number) for number in options.clients.split(",")]
+    await _load(port, max(numbers), 5 * max(numbers), 0.0, ids, chance)
+    rows: list[dict[str, Any]] = [{"clients": None, "mb": _resident_mb(pid)}]
+    for clients in numbers:
         for bad, requests in ((0.0, max(1, options.requests // 5)), (options.bad, options.requests)):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), _cpu_seconds(pid)
             load = await _load(port, clients, requests, bad, ids, chance)
             seconds, taken = sorted(load.seconds), time.perf_counter() - start
             rows.append(
@@ -139,6 +138,7 @@ async def _measured(options: Options, pid: int, port: int, ids: list[str]) -> li
                     "requests_per_second": requests / taken,
                     "p50_ms": statistics.median(seconds) * 1000,
                     "p99_ms": seconds[int(0.99 * len(seconds))] * 1000,
+                    "cpu_ms": (_cpu_seconds(pid) - cpu) / requests * 1000,
                     "mb": _resident_mb(pid),
                     "statuses": {kind: dict(counts) for kind, counts in load.statuses.items()},
                 }
@@ -150,7 +150,8 @@ async def _load(port: int, clients: int, requests: int, bad: float, ids: list[st
     load, malformed = Load(), _malformed(ids)
     kinds = itertools.cycle(MISDEEDS.items())
     turns = [chance.random() < bad for _ in range(requests)]
-    left, background = iter(turns), set()
+    left = iter(turns)
+    background: list[tuple[str, asyncio.Task[int]]] = []
 
     async def client() -> None:
         stream = await asyncio.open_connection("127.0.0.1", port)
@@ -158,8 +159,7 @@ async def _load(port: int, clients: int, requests: int, bad: float, ids: list[st
             if is_bad and chance.random() < 0.05:
                 kind, misdeed = next(kinds)
                 task = asyncio.create_task(misdeed(port))
-                task.add_done_callback(lambda of, kind=kind: load.saw(kind, of.result()))
-                background.add(task)
+                background.append((kind, task))
                 if kind != "stops":
                     await task
                 continue
@@ -173,7 +173,8 @@ async def _load(port: int, clients: int, requests: int, bad: float, ids: list[st
         stream[1].close()
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    await asyncio.gather(*background)
+    for kind, task in background:
+        load.saw(kind, await task)
     return load
 
 
@@ -262,7 +263,7 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     return status
 
 
-MISDEEDS: dict[str, Callable[[int], Awaitable[int]]] = {
+MISDEEDS: dict[str, Callable[[int], Coroutine[Any, Any, int]]] = {
     "50 MB": _huge,
     "50 MB in chunks": _chunked,
     "stops": _stops,
@@ -271,11 +272,11 @@ MISDEEDS: dict[str, Callable[[int], Awaitable[int]]] = {
 }
 
 
-def _unexpected(rows: list[dict[str, object]]) -> list[str]:
+def _unexpected(rows: list[dict[str, Any]]) -> list[str]:
     """What should have been answered with another status."""
     expected = {"well-formed": 200, "method": 405, "path": 404, "50 MB": 413, "50 MB in chunks": 413, "stops": 408}
     expected |= {"leaves": LEFT, "leaves in the body": LEFT}
-    found = Counter()
+    found: Counter[tuple[str, int]] = Counter()
     for row in rows:
         for kind, counts in row.get("statuses", {}).items():
             found.update({(kind, status): count for status, count in counts.items()})
@@ -286,19 +287,26 @@ def _unexpected(rows: list[dict[str, object]]) -> list[str]:
     ]
 
 
-def _show(rows: list[dict[str, object]], setting: str) -> None:
-    table = Table("clients", "malformed", "requests/s", "p50 ms", "p99 ms", "answers by status", "MB", title=setting)
+def _show(rows: list[dict[str, Any]], setting: str) -> None:
+    table = Table(
+        "clients", "malformed", "requests/s", "p50 ms", "p99 ms", "CPU ms", "MB", "answers by status", title=setting
+    )
     for row in rows:
         if row["clients"] is None:
-            table.add_row("", "", "", "", "", "after the start", f"{row['mb']:.0f}")
+            table.add_row("", "", "", "", "", "", f"{row['mb']:.0f}", "before")
             continue
-        counts = Counter()
+        counts: Counter[int] = Counter()
         for of in row["statuses"].values():
             counts.update(of)
         shown = ", ".join(f"{status or 'left'}: {count:,}" for status, count in sorted(counts.items()))
-        times = (f"{row['requests_per_second']:.0f}", f"{row['p50_ms']:.1f}", f"{row['p99_ms']:.1f}")
-        table.add_row(str(row["clients"]), f"{row['bad']:.0%}", *times, shown, f"{row['mb']:.0f}")
+        times = (f"{row['requests_per_second']:.0f}", *(f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "cpu_ms")))
+        table.add_row(str(row["clients"]), f"{row['bad']:.0%}", *times, f"{row['mb']:.0f}", shown)
     Console(width=120).print(table)
+
+
+def _cpu_seconds(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_mb(pid: int) -> float:

@@ -27,8 +27,8 @@ Ids = Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """One request in the form of `Retriever.recommend`, and its arguments; null is the same as nothing. The Retriever
-    knows the model's features and checks their values."""
+    """One request in the form of `Retriever.recommend`, in which null is the same as nothing, and the arguments. The
+    Retriever knows the model's features and checks their values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from small_models import export_small, in_order, random_histories, raw_ids, small_model
 
 from logitmix.common.files import publish
@@ -52,7 +53,8 @@ ROWS = list[Row]
 class Running:
     port: int
     export: LiveExport
-    said: list[str] = field(default_factory=list)
+    said: list[str]
+    server: uvicorn.Server
 
     def ask(self, body: bytes | dict[str, Any], method: str = "POST", path: str = "/retrieve") -> tuple[int, Any]:
         """Status and content of an answer."""
@@ -88,7 +90,7 @@ def running(folder: Path, wait: float = 0.01) -> Iterator[Running]:
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
-            yield Running(listening.getsockname()[1], export, said)
+            yield Running(listening.getsockname()[1], export, said, server)
         finally:
             server.should_exit = True
             thread.join(10)
@@ -681,6 +683,18 @@ def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
     assert export.refresh() and export.retriever.num_items == X + 1 and len(said) == 2
 
 
+def test_what_takes_too_long_when_the_server_stops_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Event()
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked if begin.wait(10)])
+    with ThreadPoolExecutor(1) as clients, running(folder) as server:
+        found = clients.submit(server.ask, {"history": ["id 7"]})
+        until(lambda: server.metric("logitmix_batch_requests_count") == 1)
+        server.server.should_exit = True
+        assert found.result() == (503, {"error": "the server stops"})
+        begin.set()
+
+
 def test_the_command_answers_and_ends(folder: Path) -> None:
     """The request in flight when SIGTERM comes is answered."""
     command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", str(folder), "--port", "0", "--threads", "1"]
@@ -738,7 +752,7 @@ def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[st
 def test_other_hosts_are_warned_of(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module.uvicorn.Server, "run", lambda self, sockets: sockets[0].close())
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: sockets[0].close())
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         cli.main(["serve", str(folder), "--port", "0", "--host", "0.0.0.0"])
