@@ -30,7 +30,9 @@ COMPUTED_CHUNK = 2**13
 
 
 class Shard(Protocol):
-    """Consecutive items, indexed by their place in the shard."""
+    """Consecutive items, indexed by their place in the shard; on one device, with a tower there."""
+
+    tower: Tower
 
     def __len__(self) -> int: ...
 
@@ -198,19 +200,41 @@ class Items:
         inputs = [ItemInputs.of_tensors(shard, tower.schema) for shard in shards]
         return cls([ComputedShard(each, tower, tables) for each in inputs], dim, device, COMPUTED_CHUNK)
 
+    @classmethod
+    def joined(cls, parts: Sequence["Items"]) -> "Items":
+        """The items of several, one after the other, whose shards may be on several devices. Inputs and results are on
+        that of the first."""
+        first = parts[0]
+        return cls([shard for part in parts for shard in part.shards], first.dim, first.device, first.most)
+
     def rows(self, index_T: Tensor) -> Tensor:
         """Vectors [T, D] of items in any order."""
         row_TD = torch.empty(len(index_T), self.dim, device=self.device)
-        return gather(index_T, self.starts, lambda number, index_N: self.shards[number].vectors(index_N), row_TD)
+
+        def read(number: int, index_N: Tensor) -> Tensor:
+            shard = self.shards[number]
+            return shard.vectors(index_N.to(_device(shard))).to(self.device)
+
+        return gather(index_T, self.starts, read, row_TD)
 
     def all(self, stage: Stage, chunk: int) -> Iterator[Chunk]:
         """All items, at most `chunk` at a time."""
-        chunk = min(chunk, self.most or chunk)
+        chunk = self._size(chunk)
         for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
             for first in range(0, len(shard), chunk):
                 stop = min(first + chunk, len(shard))
                 index_N = torch.arange(start + first, start + stop, device=self.device)
                 yield index_N, shard.side(stage, first, stop)
+
+    def all_scores(self, query: Side, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Indices [N] of at most `chunk` items, and the similarity FP32 [B, N] of B queries with them; in turn for all
+        items."""
+        moved = _on_devices(self.shards, query)
+        numbers = [number for number, shard in enumerate(self.shards) for _ in range(0, len(shard), self._size(chunk))]
+        for number, (index_N, side) in zip(numbers, self.all("similarity", chunk), strict=True):
+            device = _device(self.shards[number])
+            score_BN = self.shards[number].tower.similarity.all_pairs(moved[device], side)
+            yield index_N, score_BN.to(self.device)
 
     def scores(self, query: Side, index_BK: Tensor) -> Tensor:
         """The similarity FP32 [B, K] of B queries with candidates of their own: ascending indices, and after them -1
@@ -219,12 +243,28 @@ class Items:
         score_BK = torch.full((B, K), -torch.inf, device=index_BK.device)
         found_BK = index_BK.masked_fill(index_BK < 0, int(self.starts[-1]))
         bound_BS = torch.searchsorted(found_BK, self.starts.to(index_BK.device).expand(B, -1).contiguous()).tolist()
+        moved, found = _on_devices(self.shards, query), []
         for number, (shard, start) in enumerate(zip(self.shards, self.starts.tolist(), strict=False)):
             ranges = [(bound_S[number], bound_S[number + 1]) for bound_S in bound_BS]
             bounds = [0, *accumulate(stop - first for first, stop in ranges)]
             if bounds[-1]:
                 item_P = torch.cat([index_BK[b, first:stop] for b, (first, stop) in enumerate(ranges)]) - start
-                score_P = shard.scores(query, item_P, bounds)
-                for b, (first, stop) in enumerate(ranges):
-                    score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
+                device = _device(shard)
+                found.append((ranges, bounds, shard.scores(moved[device], item_P.to(device), bounds)))
+        # Only now: a copy from one device waits for it, and the others have their work by then.
+        for ranges, bounds, score_P in found:
+            score_P = score_P.to(index_BK.device)
+            for b, (first, stop) in enumerate(ranges):
+                score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
         return score_BK
+
+    def _size(self, chunk: int) -> int:
+        return min(chunk, self.most or chunk)
+
+
+def _device(shard: Shard) -> torch.device:
+    return next(shard.tower.parameters()).device
+
+
+def _on_devices(shards: Sequence[Shard], query: Side) -> dict[torch.device, Side]:
+    return {device: tuple(part.to(device) for part in query) for device in {_device(shard) for shard in shards}}

@@ -6,6 +6,7 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +26,8 @@ from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
 from logitmix.serving.items import ItemInputs, Items
-from logitmix.serving.model import CORPUS, named, scales_of, stored_items, trained_tower
-from logitmix.serving.pieces import fetch_rows
+from logitmix.serving.model import CORPUS, OWN_ROW, TABLE, named, scales_of, stored_items, trained_tower
+from logitmix.serving.pieces import Pieces, fetch_rows
 from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
@@ -79,13 +80,29 @@ class Row(TypedDict):
 class Retriever:
     """Answers with the trained model's top-k, from a serving directory."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, devices: Sequence[str | torch.device] = ()) -> None:
+        """The shards of items are divided among the devices, one part for each; without any, all stay where they are.
+        The first also encodes the queries."""
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
-        self.tower = trained_tower(about.model, about.schema, contents.weights)
-        self._tables, self._about, self._shards = contents.tables, about, contents.shards
-        self._items = Items.of_tensors(contents.shards, about.item_cache, self.tower, contents.tables)
+        self._about, shards = about, contents.shards
+        everywhere = [torch.device(of) for of in devices] or [shards[0][TABLE if about.item_cache else OWN_ROW].device]
+        weights = {name: of.to(everywhere[0]) for name, of in contents.weights.items()}
+        self.tower = trained_tower(about.model, about.schema, weights)
+        self._tables = _moved(contents.tables, everywhere[0])
+        self._parts: list[list[Mapping[str, Tensor]]] = []
+        items = []
+        for number, device in enumerate(everywhere):
+            of_device = shards[len(shards) * number // len(everywhere) : len(shards) * (number + 1) // len(everywhere)]
+            part: list[Mapping[str, Tensor]] = [
+                {name: of.to(device) for name, of in shard.items()} for shard in of_device
+            ]
+            if part:
+                tower = self.tower if device == everywhere[0] else deepcopy(self.tower).to(device)
+                items.append(Items.of_tensors(part, about.item_cache, tower, _moved(self._tables, device)))
+                self._parts.append(part)
+        self._items = Items.joined(items)
         self._reader = FeatureReader(about.schema, contents.vocabularies)
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in about.schema.features
@@ -93,27 +110,34 @@ class Retriever:
         self._unknown_1D = self._item_inputs([{}]).embed(self.tower, self._tables).vector_RD
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Retriever":
+    def load(cls, path: str | Path, device: str | torch.device | Sequence[str | torch.device] = "cpu") -> "Retriever":
         """Reads a serving directory; the model, its tables and the items go to `device`, cpu or cuda. On the CPU rows
-        and items stay in their files until they are used.
+        and items stay in their files until they are used. Several devices share the items, file by file, and the
+        answers are those of one.
 
         Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
         version, and for a device that does not exist.
         """
-        kind = str(device).partition(":")[0]
-        if kind not in NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
-            raise ValueError(f"there is no device {device} to retrieve on; cpu is always there")
-        return cls(read(Path(path), device))
+        devices = [device] if isinstance(device, str | torch.device) else list(device)
+        if not devices:
+            raise ValueError("there are no devices to retrieve on; cpu is always there")
+        for name in devices:
+            kind = str(name).partition(":")[0]
+            if kind not in NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
+                raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")
+        return cls(read(Path(path), devices[0] if len(devices) == 1 else "cpu"), devices)
 
     @cached_property
-    def _corpus(self) -> Int8Corpus | None:
-        """The h-indexer's vectors; made when they are first needed."""
-        scale = scales_of(self._shards[0]).corpus
-        if scale is None:
-            return None
-        counts = [len(shard) for shard in self._items.shards]
-        blocks = [shard[CORPUS] for shard in self._shards]
-        return Int8Corpus.joined(list(zip(blocks, counts, strict=True)), scale)
+    def _corpora(self) -> list[tuple[int, Int8Corpus]]:
+        """For each device, its first item and the h-indexer's vectors of its items; made when they are first needed."""
+        corpora, counts, start = [], iter(map(len, self._items.shards)), 0
+        for part in self._parts:
+            scale = scales_of(part[0]).corpus
+            assert scale is not None
+            corpus = Int8Corpus.joined([(shard[CORPUS], next(counts)) for shard in part], scale)
+            corpora.append((start, corpus))
+            start += corpus.num_items
+        return corpora
 
     @property
     def num_items(self) -> int:
@@ -237,7 +261,7 @@ class Retriever:
         """The tensors of a shard of this export for untrained items, from the raw values of their features by name.
         Raises ValueError that names the record and the feature."""
         inputs, tower, about = self._item_inputs(records), self.tower, self._about
-        embedded, scales = inputs.embed(tower, self._tables), scales_of(self._shards[0])
+        embedded, scales = inputs.embed(tower, self._tables), scales_of(self._parts[0][0])
         stored = stored_items(tower, embedded, about.precision, about.item_cache, scales)
         return stored if about.item_cache else stored | inputs.tensors(tower.schema)
 
@@ -306,10 +330,9 @@ class Retriever:
         if rows := [row for row, are in enumerate(few) if not are]:
             of_rows, without = _of_rows(query, rows), [excluded[row] for row in rows]
             if two_stages:
-                allowed = self._allowed([asked[row].allowed for row in rows], without)
-                assert of_rows.hindexer is not None and self._corpus is not None
-                found = hindexer_topk(of_rows.hindexer[0], self._corpus, kept, allowed)
-                best_BK[rows] = self._best_of(of_rows, found.items_BK, k)
+                assert of_rows.hindexer is not None
+                allowed = [asked[row].allowed for row in rows]
+                best_BK[rows] = self._best_of(of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without), k)
             else:
                 best_BK[rows] = self._best_of_all(of_rows, without, k)
         return best_BK
@@ -320,28 +343,51 @@ class Retriever:
         keys_BK = rank_keys(score_BK, index_BK).masked_fill(index_BK < 0, NOTHING)
         return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
 
+    def _stage_1(
+        self, query_BH: Tensor, kept: int, allowed: list[list[int] | None], without: list[list[int]]
+    ) -> Tensor:
+        """Indices [B, <= kept] of the h-indexer's best items, as Items.scores takes them. `allowed` and `without` have
+        the only items that each query may find, and those that it may not."""
+        device, keys = self._items.device, []
+        may = self._may_find(allowed, without)
+        for (start, corpus), bits in zip(self._corpora, may, strict=True):
+            found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
+            if len(self._corpora) == 1:
+                return found.items_BK
+            of_part = rank_keys(found.scores_BK, found.items_BK + start)
+            keys.append(of_part.masked_fill(found.items_BK < 0, NOTHING).to(device))
+        every_BN = torch.cat(keys, dim=1)
+        index_BK = split_keys(every_BN.topk(min(kept, every_BN.shape[1])).values)[0]
+        index_BK = index_BK.masked_fill(index_BK < 0, self.num_items).sort(dim=1).values
+        return index_BK.masked_fill(index_BK == self.num_items, -1)
+
     def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
         excluded = _Excluded(without, self._items.device)
-        items = self._items.all("similarity", self._chunk(len(without), self.tower.similarity))
         best_BK = torch.full((len(without), k), NOTHING, device=self._items.device)
-        for index_N, side in items:
-            keys_BN = rank_keys(self.tower.similarity.all_pairs(query.similarity, side), index_N)
+        chunk = self._chunk(len(without), self.tower.similarity)
+        for index_N, score_BN in self._items.all_scores(query.similarity, chunk):
+            keys_BN = rank_keys(score_BN, index_N)
             excluded.erase(keys_BN, int(index_N[0]))
             best_BK = merge(best_BK, keys_BN, k)
         return best_BK
 
-    def _allowed(self, allowed: list[list[int] | None], without: list[list[int]]) -> Tensor | None:
-        """Bits of the items that each query may find, as `hindexer_topk` takes them; None if all may find all."""
+    def _may_find(self, allowed: list[list[int] | None], without: list[list[int]]) -> list[Tensor | None]:
+        """For each device, bits of the items that each query may find, as `hindexer_topk` takes them; None if all may
+        find all."""
         if not any(without) and all(of is None for of in allowed):
-            return None
-        rows = []
+            return [None] * len(self._corpora)
+        rows: list[list[np.ndarray]] = [[] for _ in self._corpora]
         for only, out in zip(allowed, without, strict=True):
             may = np.zeros(self.num_items, bool) if only is not None else np.ones(self.num_items, bool)
             may[[] if only is None else only] = True
             may[[item for item in out if item != UNKNOWN]] = False
-            rows.append(np.packbits(may, bitorder="little"))
-        return torch.from_numpy(np.stack(rows)).to(self._items.device)
+            for of_part, (start, corpus) in zip(rows, self._corpora, strict=True):
+                of_part.append(np.packbits(may[start : start + corpus.num_items], bitorder="little"))
+        return [
+            torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
+            for of_part, (_, corpus) in zip(rows, self._corpora, strict=True)
+        ]
 
     def _queries(self, asked: list["_Asked"]) -> Sides:
         device, encoded = self._items.device, self._encoded(asked)
@@ -434,3 +480,7 @@ class _Excluded:
 def _padded(candidates: list[list[int]]) -> Tensor:
     """Indices [B, K], -1 after the last of each row."""
     return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in candidates], True, -1)
+
+
+def _moved(tables: Mapping[str, Pieces], device: torch.device) -> dict[str, Pieces]:
+    return {name: Pieces([piece.to(device) for piece in of.pieces]) for name, of in tables.items()}

@@ -308,6 +308,24 @@ def test_fp16_that_is_too_small_gives_way_to_bf16(tmp_path: Path) -> None:
         stored_items(extreme.tower, embedded, "fp16", True, Scales(1.0, None))
 
 
+@pytest.mark.parametrize("item_cache", [True, False])
+def test_devices_that_share_the_items_answer_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item_cache: bool
+) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    path = export_small(small_model("mol", X, schema=ITEM_FEATURES), tmp_path / "served", item_cache=item_cache)
+    one, several = Retriever.load(path), Retriever.load(path, ["cpu"] * 3)
+    assert [len(part) for part in several._parts] != [len(one._parts[0])] and len(several._corpora) == 3
+    histories = random_histories(X, LENGTHS)
+    for stage1 in (None, 40, X - 1):
+        expected, found = (of.retrieve(histories, 10, stage1=stage1) for of in (one, several))
+        assert torch.equal(found.items, expected.items) and torch.equal(found.scores, expected.scores)
+    requests: list[Request] = [{"history": ["id 7"], "allowed": [f"id {item * 7}" for item in range(90)]}]
+    assert several.recommend(requests, 9, stage1=40) == one.recommend(requests, 9, stage1=40)
+    with pytest.raises(ValueError, match="there is no device tpu to retrieve on"):
+        Retriever.load(path, ["cpu", "tpu"])
+
+
 @pytest.mark.parametrize("count", [10, 100])
 def test_allowed_items_pass_stage_1_where_they_are_many(tmp_path: Path, count: int) -> None:
     model = small_model("mol", X)
