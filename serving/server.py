@@ -94,8 +94,9 @@ def _bound(host: str, port: int) -> socket.socket:
     require(0 <= port <= 65535, "--port", port, "from 0 to 65535")
     require(bool(host), "--host", repr(host), "an address, such as 127.0.0.1, or 0.0.0.0 for all of this host")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)[0]
+        # With the protocol left open, asyncio would not set TCP_NODELAY, and each answer would take 40 ms more.
+        listening = socket.socket(family, kind, proto)
     except (OSError, UnicodeError):
         raise OSError(f"there is no address for --host {host}") from None
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -82,14 +82,15 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, wait: float = 0.01) -> Iterator[Running]:
+def running(folder: Path) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = make_server(export, wait)
+    with server_module._bound("127.0.0.1", 0) as listening:
+        server = make_server(export, 0.01)
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
+            until(lambda: server.started)
             yield Running(listening.getsockname()[1], export, said, server)
         finally:
             server.should_exit = True
@@ -747,6 +748,19 @@ def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[st
     assert stop.value.code in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("logitmix: " + said.replace("PORT", port))
+
+
+def test_answers_are_sent_at_once(server: Running) -> None:
+    """Without TCP_NODELAY, the end of an answer waits for the client's acknowledgment of its head, some 40 ms."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+        seconds.append(time.perf_counter() - start)
+    connection.close()
+    assert min(seconds[10:]) < 0.03
 
 
 def test_other_hosts_are_warned_of(
