@@ -128,7 +128,7 @@ def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[l
     try:
         return _together(retriever, questions)
     except ValueError:
-        problems = [retriever.problem(of.request, of.unknown) for of in questions]
+        problems = retriever.problems([of.request for of in questions], questions[0].unknown)
     good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
     rows = iter(_together(retriever, good) if good else ())
     return [next(rows) if problem is None else ValueError(_of_one(problem)) for problem in problems]

@@ -414,7 +414,7 @@ def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
     for name in ("exclude_history", "item_cache"):
         if type(value := getattr(about, name)) is not bool:
             _broken(file, f"{name} is {value!r}, not true or false")
-    if about.precision not in STORED:
+    if about.precision not in tuple(STORED):
         _broken(file, f"precision is {about.precision!r}, not {' or '.join(STORED)}")
     if manifest["signature"] != signature(about.model, about.schema):
         _broken(file, "its signature is not that of its model")

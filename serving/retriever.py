@@ -122,8 +122,12 @@ class Retriever:
         if not devices:
             raise ValueError("there are no devices to retrieve on; cpu is always there")
         for name in devices:
-            kind = str(name).partition(":")[0]
-            if kind not in NUMBERS or (kind == "cuda" and not torch.cuda.is_available()):
+            try:
+                of = torch.device(name)
+                there = of.type == "cpu" or (of.type == "cuda" and (of.index or 0) < torch.cuda.device_count())
+            except RuntimeError:  # it is no name of a device
+                there = False
+            if not there:
                 raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")
         return cls(read(Path(path), devices[0] if len(devices) == 1 else "cpu"), devices)
 
@@ -203,14 +207,25 @@ class Retriever:
         """
         return named(self._queries([self._asked(request, place, unknown) for place, request in enumerate(requests)]))
 
-    def problem(self, request: Request, unknown: Literal["skip", "unknown", "refuse"] = "skip") -> str | None:
-        """Why `recommend` refuses this request, which it counts as 0; None if it does not."""
-        try:
-            asked = [self._asked(request, 0, unknown)]
-            self._values(asked, self._encoded(asked))
-        except ValueError as error:
-            return str(error)
-        return None
+    @torch.inference_mode()
+    def problems(
+        self, requests: Sequence[Request], unknown: Literal["skip", "unknown", "refuse"] = "skip"
+    ) -> list[str | None]:
+        """Why `recommend` refuses each request when it is alone, and so number 0; None if it does not."""
+        problems: list[str | None] = [None] * len(requests)
+        read: dict[int, _Asked] = {}
+        for place, request in enumerate(requests):
+            try:
+                asked = self._asked(request, 0, unknown)
+                self._values([asked], self._encoded([asked]))
+            except ValueError as error:
+                problems[place] = str(error)
+            else:
+                read[place] = asked
+        if read:
+            for place, finite in zip(read, _finite(self._queries(list(read.values()))), strict=True):
+                problems[place] = None if finite else _too_large(0)
+        return problems
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
         if k < 1:
@@ -320,6 +335,9 @@ class Retriever:
     def _rank(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Tensor:
         """Keys [B, k] of the best items for each request."""
         query = self._queries(asked)
+        for of, finite in zip(asked, _finite(query), strict=True):
+            if not finite:
+                raise ValueError(_too_large(of.place))
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
         two_stages = query.hindexer is not None and kept < self.num_items
         few = [of.allowed is not None and (not two_stages or len(of.allowed) <= kept) for of in asked]
@@ -433,6 +451,17 @@ class _Asked:
 def _of_rows(query: Sides, rows: list[int]) -> Sides:
     hindexer = None if query.hindexer is None else tuple(part[rows] for part in query.hindexer)
     return Sides(tuple(part[rows] for part in query.similarity), hindexer)
+
+
+def _finite(query: Sides) -> list[bool]:
+    """Which queries are finite; the numbers among their features may be too large for that."""
+    parts = [*query.similarity, *(query.hindexer or ())]
+    finite: list[bool] = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
+    return finite
+
+
+def _too_large(place: int) -> str:
+    return f"request {place}: a number among its features is too large"
 
 
 def _list(request: Request, entry: str, place: int) -> list[Any]:

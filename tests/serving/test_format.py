@@ -290,6 +290,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
     "the tensors of its files are not names": lambda m: m.update(item_cache=False),
     "precision is 'fp8', not fp32 or": lambda m: m.update(precision="fp8"),
+    "precision is [], not fp32 or": lambda m: m.update(precision=[]),
     "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }

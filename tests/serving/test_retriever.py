@@ -190,8 +190,9 @@ def test_what_a_user_gets_wrong(tmp_path: Path, call: Callable[[Retriever], obje
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     served = export_small(small_model("dot", 30), tmp_path / "served")
-    with pytest.raises(ValueError, match="no device tpu"):
-        Retriever.load(served, "tpu")
+    for name in ("tpu", "cpu:first", "cuda:99"):
+        with pytest.raises(ValueError, match=f"no device {name}"):
+            Retriever.load(served, name)
 
 
 def test_rows_are_for_reading(tmp_path: Path) -> None:

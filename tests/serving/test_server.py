@@ -204,6 +204,21 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         assert isinstance(error, ValueError) and str(error).startswith(message)
 
 
+def test_a_number_too_large_for_stage_1_fails_alone(tmp_path: Path) -> None:
+    age = Feature("age", "user", "number", deviation=0.1)
+    schema = Schema((Feature("item", "item", "id", "item"), age), (Table("item", X + 1),))
+    retriever = Retriever.load(export_small(small_model("mol", X, schema=schema), tmp_path / "served"))
+    good = Question({"history": raw_ids(3)}, stage1=20)
+    bad = Question({"history": raw_ids(3), "user": {"age": 3e38}}, stage1=20)
+    found, sizes = in_batches(retriever, [good, bad, good])
+    assert sizes == [3]
+    for answer in (found[0], found[2]):
+        assert_alike(answer.rows, one_by_one(retriever, good))
+    assert str(found[1]) == "the request: a number among its features is too large"
+    with pytest.raises(ValueError, match=r"^request 1: a number among its features is too large$"):
+        retriever.recommend([good.request, bad.request], 10, stage1=20)
+
+
 def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> ROWS:
         monkeypatch.undo()
@@ -561,10 +576,10 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     shown = server_module._json({"items": [{"id": "\ud800"}]})
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
     status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
-    assert (status, found) == (
-        400,
-        {"error": "the request's scores are not finite: a number among its features is too large"},
-    )
+    assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
+    infinite: Any = SimpleNamespace(recommend=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]])
+    (found,) = batcher_module.answer(infinite, [Question({"history": ["a"]})])
+    assert str(found) == "the request's scores are not finite: a number among its features is too large"
 
 
 def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
