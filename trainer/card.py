@@ -37,16 +37,16 @@ class Facts:
 
 
 def read_facts(run: Path, config: Config, step: int, dataset: str, validation: Mapping[str, float]) -> Facts:
-    """Adds the test metrics of the run's results.json, which are those of one checkpoint. ValueError if it is not
-    JSON."""
+    """Adds the test metrics of the run's results.json, which are those of one checkpoint. ValueError if it is
+    damaged."""
     path, test = run / "results.json", {}
     if path.exists():
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            if results["step"] == step:
+                test = {name: value for name, value in results.items() if name not in _SPEED}
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error}); remove it to export without test metrics") from None
-        if results["step"] == step:
-            test = {name: value for name, value in results.items() if name not in _SPEED}
     return Facts(config, dataset, validation, test)
 
 
