@@ -61,6 +61,8 @@ def mol_scores(
     pointers = [tensor.data_ptr() for tensor in (*inputs[:2], *items)]
     others = [tensor.data_ptr() for tensor in (*inputs[2:], index_P, bound_B, score_P)]
     problem = _Scores(U, I, C, H, *pointers, *stored, *others)
+    # For threads that go on when this call is interrupted.
+    problem.tensors = (inputs, items, index_P, bound_B, score_P)
     level = min(library.mol_scores_level(), _LEVEL)
     if item[0].dtype not in (torch.bfloat16, torch.int8):
         level = min(level, _BF16 - 1)
@@ -87,6 +89,8 @@ class _Scores(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("components", "weights")),
         *((name, ctypes.c_void_p) for name in ("up_HM", "up_H", "down_MH", "down_M", "item_P", "bound_B", "score_P")),
     )
+    tensors: object
+    """What the pointers point to."""
 
 
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
