@@ -15,7 +15,6 @@ import json
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, spent
+from benchmarks.measure import machine, milliseconds, spent
 from logitmix.modules.stage1 import CHUNK, LARGEST, Int8Corpus, hindexer_topk, scale_of
 
 HNSW_ITEMS, IVF_LISTS = 200_000, 2**12
@@ -147,17 +146,11 @@ def _compared(
         exact = torch.zeros(len(query_BH), len(item_XH), dtype=torch.bool)
         exact.scatter_(1, (query_BH @ item_XH.T).topk(k).indices, True)
     methods["read the corpus once"] = lambda: corpus.blocks.view(-1).view(torch.int64).sum()
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for repetition in range(options.repetitions + 1):
-        for name, method in methods.items():
-            start = time.perf_counter()
-            method()
-            if repetition:
-                times[name].append(time.perf_counter() - start)
+    times = milliseconds(methods, options.repetitions)
     medians = {name: statistics.median(of) for name, of in times.items()}
     rows: list[dict[str, object]] = []
     for name, method in methods.items():
-        row: dict[str, object] = {"queries": len(query_BH), "method": name, "ms": medians[name] * 1000}
+        row: dict[str, object] = {"queries": len(query_BH), "method": name, "ms": medians[name]}
         row |= {"ratio": medians[name] / medians["hindexer_topk"], "found": "", "recall": "", "mb": ""}
         if name != "read the corpus once":
             row["mb"] = f"{spent(method).peak_mb:.0f}"

@@ -52,6 +52,18 @@ def in_turn(tasks: dict[str, partial[Spent]], repetitions: int) -> dict[str, lis
     return results
 
 
+def milliseconds(methods: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+    """Wall time of calls in this process: each in turn, that many times, after a first call that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for repetition in range(repetitions + 1):
+        for name, method in methods.items():
+            start = time.perf_counter()
+            method()
+            if repetition:
+                times[name].append((time.perf_counter() - start) * 1000)
+    return times
+
+
 def median(runs: list[Spent]) -> Spent:
     return Spent(statistics.median(run.cpu_s for run in runs), statistics.median(run.peak_mb for run in runs))
 

@@ -12,7 +12,6 @@ the candidates; recall is the share of plain torch's best 100 candidates that ar
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, spent
+from benchmarks.measure import machine, milliseconds, spent
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity.mol import MoL
@@ -60,20 +59,14 @@ def main(options: Options) -> None:
         methods[f"compiled, {name} cache"] = lambda q=of_query, i=of_item: mol.candidates(q, i, item_P, bounds)  # type: ignore[misc]
     methods[REFERENCE] = lambda: plain(mol, query, item, index_BK)
     methods["plain torch, BF16 autocast"] = lambda: plain(mol, query, item, index_BK, torch.bfloat16)
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for repetition in range(options.repetitions + 1):
-        for name, method in methods.items():
-            start = time.perf_counter()
-            method()
-            if repetition:
-                times[name].append(time.perf_counter() - start)
+    times = milliseconds(methods, options.repetitions)
     medians = {name: statistics.median(of) for name, of in times.items()}
     expected = methods[REFERENCE]().view(options.queries, K)
     rows = []
     for name, method in methods.items():
         found, peak = method().view(options.queries, K), spent(method).peak_mb
         best = found.topk(min(BEST, K)).indices[:, :, None] == expected.topk(min(BEST, K)).indices[:, None]
-        row = {"ms": medians[name] * 1000, "ratio": medians[REFERENCE] / medians[name], "mb": peak}
+        row = {"ms": medians[name], "ratio": medians[REFERENCE] / medians[name], "mb": peak}
         row |= {"error": float((found - expected).std() / expected.std()), "recall": float(best.any(1).float().mean())}
         rows.append({"method": name, **row})
     setting = f"{options.queries} x {K:,} of {options.items:,} items, {options.threads} threads; {machine()}"

@@ -11,7 +11,6 @@ called in turn, `--repetitions` times, after a first call that does not count.
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, spent
+from benchmarks.measure import machine, milliseconds, spent
 from benchmarks.mol_scoring import D, random_items, random_mol
 from logitmix.modules.stage1 import CHUNK, Int8Corpus, hindexer_topk
 from logitmix.serving.topk import rank_keys
@@ -56,7 +55,7 @@ def main(options: Options) -> None:
     sizes = [int(size) for size in options.sizes.split(",")]
     rows = []
     for X in sizes:
-        kept = max(1000, options.kept * X // max(sizes))
+        kept = min(X, max(1000, options.kept * X // max(sizes)))
         rows += [{"items": X, "kept": kept} | row for row in compared(X, kept, options)]
     setting = f"{options.queries} queries at once, k = {options.k}, {options.threads} threads; {machine()}"
     if options.plot:
@@ -97,13 +96,7 @@ def compared(X: int, kept: int, options: Options) -> list[dict[str, float | str]
         DOT_BF16: lambda: (query_BH.bfloat16() @ half_XH.T).topk(options.k),
         DOT_INT8: lambda: hindexer_topk(query_BH, corpus, options.k),
     }
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for repetition in range(options.repetitions + 1):
-        for name, method in methods.items():
-            start = time.perf_counter()
-            method()
-            if repetition:
-                times[name].append((time.perf_counter() - start) * 1000)
+    times = milliseconds(methods, options.repetitions)
     medians = {name: statistics.median(of) for name, of in times.items()}
     return [
         {
