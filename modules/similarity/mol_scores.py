@@ -29,7 +29,8 @@ def mol_scores(
     query: components [B, U, C], already divided by tau, and gating weights [B, M], FP32. item: components [X, I, C] and
     gating weights [X, M], each FP32, BF16, FP16 or INT8. cross_gate: weight [H, M] and bias [H], then weight [M, H] and
     bias [M], of its two linear layers. The candidates of query b are item_P[bounds[b] : bounds[b + 1]], indices into
-    the X items. For INT8 components, those of the query include their scale.
+    the X items. For INT8 components, those of the query include their scale. All numbers are finite; NaN in FP32 or
+    BF16 gives NaN.
 
     Products are of BF16 numbers with FP32 sums if the components are BF16 or INT8 and the processor has such products,
     and of FP32 numbers otherwise. It uses as many threads as torch would; the result does not depend on their number.

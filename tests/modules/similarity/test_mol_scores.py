@@ -127,6 +127,16 @@ def test_a_score_depends_on_its_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(mol_scores(query, item, mol.pair_parameters(), some, [0, 4]), whole[some])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_gives_nan(dtype: torch.dtype, level: int) -> None:
+    mol = mol_of(4, 4, 32, 8)
+    query, item = sides_of(mol, 1, 9)
+    stored = tuple(part.to(dtype) for part in item)
+    stored[0][4, 1, 3] = stored[1][6, 5] = torch.nan
+    found = mol_scores(query, stored, mol.pair_parameters(), torch.arange(9), [0, 9])
+    assert found is not None and found.isnan().nonzero().flatten().tolist() == [4, 6]
+
+
 def test_indices_that_do_not_fit_are_refused() -> None:
     mol = mol_of(2, 3, 4, 5)
     query, item = sides_of(mol, 2, 10)
@@ -154,5 +164,7 @@ def test_all_pairs_without_gradients_are_fused(level: int) -> None:
     query, item = sides_of(mol, 3, 30)
     with torch.no_grad():
         fused, empty = mol.all_pairs(query, item), mol.all_pairs(query, tuple(part[:0] for part in item))
+        every_P, bounds = torch.arange(30).repeat(3), [0, 30, 60, 90]
+        assert torch.equal(fused.flatten(), mol_scores(query, item, mol.pair_parameters(), every_P, bounds))
     assert empty.shape == (3, 0)
     torch.testing.assert_close(fused, mol.all_pairs(query, item), rtol=1e-5, atol=2e-5)
