@@ -6,6 +6,7 @@ intact export (live.py). What a client does wrong ends as a status from 400 to 4
 
 import asyncio
 import base64
+import contextlib
 import errno
 import hashlib
 import ipaddress
@@ -17,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -87,7 +87,9 @@ def serve(directory: Path, host: str, port: int, threads: int, wait_ms: float) -
 
 
 def _say(line: str) -> None:
-    print(f"logitmix: {line}", file=sys.stderr, flush=True)
+    # Where nobody reads the lines any more, the server still answers and takes over new exports.
+    with contextlib.suppress(OSError):
+        print(f"logitmix: {line}", file=sys.stderr, flush=True)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -143,7 +145,7 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(batcher.run()), asyncio.create_task(watch())]
         yield

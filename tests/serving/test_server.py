@@ -680,6 +680,19 @@ def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypa
     assert server.said == [f"new export: {X} items of demo, step 12 of run small"] * 2
 
 
+def test_lines_that_nobody_reads_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = export_small(small_model("mol", X), tmp_path / "served")
+    export = LiveExport(folder, server_module._say)
+    export_small(small_model("mol", X + 1), folder, overwrite=True)
+    reading, writing = os.pipe()
+    os.close(reading)
+    gone = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stderr", gone)
+    assert export.refresh() and export.retriever.num_items == X + 1
+    with pytest.raises(BrokenPipeError):
+        gone.close()
+
+
 def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
     said: list[str] = []
     folder = export_small(small_model("mol", X, seed=0), tmp_path / "served")
