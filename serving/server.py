@@ -47,6 +47,7 @@ DISCARDED = 2**26
 PATIENCE_SECONDS = 10.0
 """Time that a client has to send the head of a request, and then to send its body."""
 KEEP_ALIVE_SECONDS = 30
+MOST_THREADS = 1024
 CONNECTIONS = 512
 SEARCHES = 16
 """Most searches for items that wait."""
@@ -68,7 +69,7 @@ def serve(directory: Path, host: str, port: int, threads: int, wait_ms: float) -
     listened on.
     """
     require(0 <= wait_ms <= 1000, "--wait-ms", wait_ms, "from 0 to 1000")
-    require(threads >= 0, "--threads", threads, "at least 0")
+    require(0 <= threads <= MOST_THREADS, "--threads", threads, f"from 0 to {MOST_THREADS}")
     if threads:
         torch.set_num_threads(threads)
     with _bound(host, port) as listening:

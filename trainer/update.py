@@ -125,7 +125,9 @@ def _write(
         EXTRAS["faiss"].check(about.model)
     with whole_directory(directory) as staging:
         names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
-        names |= {name: name for name in files if name not in (*names, *indexed, serving.IDS, serving.CARD)}
+        kept = [name for name in files if name not in (*names, *indexed, serving.IDS, serving.CARD)]
+        # Nobody needs an extra that was removed.
+        names |= {name: name for name in kept if (directory / name).exists() or not serving.is_extra(name)}
         for old, name in names.items():
             _link(directory / old, staging / name)
         entries = {name: files[old] for old, name in names.items()}

@@ -1,6 +1,6 @@
 """Mixture of logits (MoL) of queries with candidates of their own, fused: nothing is in memory for each pair but its
 score, and the candidates' rows are read where the items are stored, without a copy (the paper's index select, section
-4.2).
+4.1).
 
 Axes: B queries, P pairs (query, candidate), X items, U query components, I item components, C their width, M = U * I
 mixture components, H hidden width of the cross gate.

@@ -6,7 +6,7 @@ mixture components, H hidden width of the cross gate; N candidates of a tile.
 
 A program has one query and some tiles of its candidates; the cross gate's weights stay on chip for all of them. The
 candidates' rows are read where the items are stored, in the type that they are stored in (the paper's index select,
-section 4.2), and multiplied as [N * I, C] x [C, U] on tensor cores. All else is the forward pass of mol_triton.py.
+section 4.1), and multiplied as [N * I, C] x [C, U] on tensor cores. All else is the forward pass of mol_triton.py.
 Nothing is written for a pair but its score.
 
 Precision: FP32 items have FP32 products, never TF32; others have products of 16 bits with FP32 sums, in FP16 if the

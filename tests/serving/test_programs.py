@@ -423,6 +423,13 @@ def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
     assert len(shard["table"]) == 2
 
 
+def test_a_program_that_was_removed_does_not_stop_new_items(served: Path, tmp_path: Path) -> None:
+    (served / "query_tower.onnx").unlink()
+    (tmp_path / "new.csv").write_text("item\nnew-1\n")
+    update_items(served, str(tmp_path / "new.csv"))
+    assert "query_tower.onnx" not in read_manifest(served)["files"] and Retriever.load(served).num_items == X + 1
+
+
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo g++ && exit
 echo 'nothing can be compiled' >&2; exit 1

@@ -764,7 +764,8 @@ def test_the_command_answers_and_ends(folder: Path) -> None:
         ("FOLDER --port 0 --host 1.2.3.4.5", "there is no address for --host 1.2.3.4.5"),
         ("FOLDER --port 0 --host 192.0.2.1", "port 0 of 192.0.2.1: Cannot assign requested address"),
         ("FOLDER --port 0 --wait-ms -1", "--wait-ms is -1.0; it must be from 0 to 1000"),
-        ("FOLDER --port 0 --threads -1", "--threads is -1; it must be at least 0"),
+        ("FOLDER --port 0 --threads -1", "--threads is -1; it must be from 0 to 1024"),
+        ("FOLDER --port 0 --threads 99999999999999", "--threads is 99999999999999; it must be from 0 to 1024"),
     ],
 )
 def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
