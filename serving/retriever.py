@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from logitmix.modules.batch import Packing
 from logitmix.modules.features import Features, Values, recency_rows
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
-from logitmix.modules.similarity.base import NUMBERS, Similarity
+from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
@@ -34,6 +34,7 @@ STAGE_1 = 100_000
 """Items that stage 1 keeps unless told otherwise; the paper's k'."""
 UNKNOWN = -1
 """Instead of an item's index: an unknown item."""
+_BIT = (1 << np.arange(8)).astype(np.uint8)
 _QUERIES = 32
 """Histories ranked at once."""
 
@@ -383,7 +384,8 @@ class Retriever:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
         excluded = _Excluded(without, self._items.device)
         best_BK = torch.full((len(without), k), NOTHING, device=self._items.device)
-        chunk = self._chunk(len(without), self.tower.similarity)
+        similarity = self.tower.similarity
+        chunk = max(1, NUMBERS[self._items.device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self._items.all_scores(query.similarity, chunk):
             keys_BN = rank_keys(score_BN, index_N)
             excluded.erase(keys_BN, int(index_N[0]))
@@ -397,11 +399,8 @@ class Retriever:
             return [None] * len(self._corpora)
         rows: list[list[np.ndarray]] = [[] for _ in self._corpora]
         for only, out in zip(allowed, without, strict=True):
-            may = np.zeros(self.num_items, bool) if only is not None else np.ones(self.num_items, bool)
-            may[[] if only is None else only] = True
-            may[[item for item in out if item != UNKNOWN]] = False
             for of_part, (start, corpus) in zip(rows, self._corpora, strict=True):
-                of_part.append(np.packbits(may[start : start + corpus.num_items], bitorder="little"))
+                of_part.append(_bits(only, out, start, corpus.num_items))
         return [
             torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
             for of_part, (_, corpus) in zip(rows, self._corpora, strict=True)
@@ -429,10 +428,6 @@ class Retriever:
         values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
         names = [f"request {of.place}, an event" for of, items in zip(asked, encoded, strict=True) for _ in items]
         return values | self._reader.read("event", [event for of_history in events for event in of_history], names)
-
-    def _chunk(self, queries: int, stage: Similarity) -> int:
-        """Items to score at once with that many queries."""
-        return max(1, NUMBERS[self._items.device.type] // (queries * stage.pair_numbers))
 
 
 @dataclass(frozen=True)
@@ -504,6 +499,24 @@ class _Excluded:
         """Sets the keys of excluded items to NOTHING, where column 0 is item `start`."""
         inside_T = (self.item_T >= start) & (self.item_T < start + keys_BN.shape[1])
         keys_BN[self.row_T[inside_T], self.item_T[inside_T] - start] = NOTHING
+
+
+def _bits(only: list[int] | None, without: list[int], start: int, count: int) -> np.ndarray:
+    """uint8 [count / 8], the lowest bit first: which of the items from `start` on are among `only` (None: all) and not
+    among `without`. Takes time for these and not for every item, of which there are many."""
+
+    def places(items: list[int]) -> np.ndarray:
+        place = np.array(items, np.int64) - start
+        return place[(place >= 0) & (place < count)]
+
+    bits = np.full(-(-count // 8), 255 if only is None else 0, np.uint8)
+    place = places(only or [])
+    np.bitwise_or.at(bits, place >> 3, _BIT[place & 7])
+    place = places(without)
+    np.bitwise_and.at(bits, place >> 3, ~_BIT[place & 7])
+    if count % 8:
+        bits[-1] &= (1 << count % 8) - 1
+    return bits
 
 
 def _padded(candidates: list[list[int]]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.serving import items as items_module
 from logitmix.serving import requests as request_files
+from logitmix.serving import retriever as retriever_module
 from logitmix.serving.format import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.retriever import Request, Retrieved, Retriever, Row
@@ -307,6 +309,17 @@ def test_fp16_that_is_too_small_gives_way_to_bf16(tmp_path: Path) -> None:
     embedded = Embedded(extreme.item_XD * 1e3, [])
     with pytest.raises(ValueError, match=r"similarity.1 does not fit fp16; export with --precision bf16"):
         stored_items(extreme.tower, embedded, "fp16", True, Scales(1.0, None))
+
+
+@given(data=st.data())
+def test_bits_are_those_of_the_items_that_may_be_found(data: st.DataObject) -> None:
+    """Of a part of the corpus: -1, which is no item, and items of other parts change nothing."""
+    start, count = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 40))
+    items = st.lists(st.integers(-1, 70))
+    only, without = data.draw(st.none() | items), data.draw(items)
+    may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
+    found = retriever_module._bits(only, without, start, count)
+    assert np.array_equal(found, np.packbits(may, bitorder="little"))
 
 
 @pytest.mark.parametrize("item_cache", [True, False])
