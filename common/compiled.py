@@ -3,6 +3,12 @@
 import ctypes
 import functools
 import importlib.util
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def compiled_library(module: str) -> ctypes.CDLL | None:
@@ -14,6 +20,22 @@ def compiled_library(module: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(spec.origin)
     except OSError:
         return None
+
+
+def in_threads(work: Callable[[int], T], workers: int) -> list[T]:
+    """work(0), …, work(workers - 1), all but the first in threads of their own. For calls of compiled libraries, which
+    run beside each other."""
+    others = [_pool().submit(work, worker) for worker in range(1, workers)]
+    return [work(0), *(other.result() for other in others)]
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "compiled")
+
+
+# A forked process does not have its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.compiled import compiled_library, has_triton, in_threads
 
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
@@ -345,10 +344,7 @@ def _compiled(
         first, last = blocks * worker // workers, blocks * (worker + 1) // workers
         library.stage1_scan(ctypes.byref(parts[worker].scan), first, last, level)
 
-    others = [_pool().submit(work, worker) for worker in range(1, workers)]
-    work(0)
-    for other in others:
-        other.result()
+    in_threads(work, workers)
     found = _joined(parts, query, corpus, K, bits)
     result = found.result(scale_B)
     if estimate and len(missed := (found.count_B < K).nonzero().flatten()):
@@ -416,8 +412,3 @@ def _level() -> int:
 
 _BEST = 2
 """The best of stage1.c's levels to use, if the machine has it."""
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "stage1")

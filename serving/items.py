@@ -219,22 +219,24 @@ class Items:
 
     def all(self, stage: Stage, chunk: int) -> Iterator[Chunk]:
         """All items, at most `chunk` at a time."""
-        chunk = self._size(chunk)
-        for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
-            for first in range(0, len(shard), chunk):
-                stop = min(first + chunk, len(shard))
-                index_N = torch.arange(start + first, start + stop, device=self.device)
-                yield index_N, shard.side(stage, first, stop)
+        for shard, first, stop, index_N in self._ranges(chunk):
+            yield index_N, shard.side(stage, first, stop)
 
     def all_scores(self, query: Side, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Indices [N] of at most `chunk` items, and the similarity FP32 [B, N] of B queries with them; in turn for all
         items."""
         moved = _on_devices(self.shards, query)
-        numbers = [number for number, shard in enumerate(self.shards) for _ in range(0, len(shard), self._size(chunk))]
-        for number, (index_N, side) in zip(numbers, self.all("similarity", chunk), strict=True):
-            device = _device(self.shards[number])
-            score_BN = self.shards[number].tower.similarity.all_pairs(moved[device], side)
-            yield index_N, score_BN.to(self.device)
+        for shard, first, stop, index_N in self._ranges(chunk):
+            side = shard.side("similarity", first, stop)
+            yield index_N, shard.tower.similarity.all_pairs(moved[_device(shard)], side).to(self.device)
+
+    def _ranges(self, chunk: int) -> Iterator[tuple[Shard, int, int, Tensor]]:
+        """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""
+        chunk = min(chunk, self.most or chunk)
+        for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
+            for first in range(0, len(shard), chunk):
+                stop = min(first + chunk, len(shard))
+                yield shard, first, stop, torch.arange(start + first, start + stop, device=self.device)
 
     def scores(self, query: Side, index_BK: Tensor) -> Tensor:
         """The similarity FP32 [B, K] of B queries with candidates of their own: ascending indices, and after them -1
@@ -257,9 +259,6 @@ class Items:
             for b, (first, stop) in enumerate(ranges):
                 score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
         return score_BK
-
-    def _size(self, chunk: int) -> int:
-        return min(chunk, self.most or chunk)
 
 
 def _device(shard: Shard) -> torch.device:

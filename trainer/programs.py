@@ -19,6 +19,7 @@ kept, P pairs, D width of the model, W of a table or vector, R rows.
 import inspect
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -61,7 +62,7 @@ class _Input:
     dynamic: Mapping[int, Any]
 
 
-class _Program(nn.Module):
+class _Program(nn.Module, ABC):
     """A part of the model as a function of tensors that are given as keywords."""
 
     def __init__(self, tower: Tower, inputs: Mapping[str, _Input], tables: Mapping[str, Tensor] = NO_ROWS) -> None:
@@ -87,8 +88,9 @@ class _Program(nn.Module):
     def examples(self) -> dict[str, Tensor]:
         return {name: of.example for name, of in self.inputs.items()}
 
+    @abstractmethod
     def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """The outputs by name."""
 
     @torch.no_grad()
     def export(self) -> ExportedProgram:

@@ -5,9 +5,7 @@ components, C their width, M = U * I mixture components, H hidden width of the c
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.compiled import compiled_library, has_triton, in_threads
 
 from ..noise import derive_key, threshold
 from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
@@ -119,15 +117,6 @@ _LEVEL = _BF16
 """The best level to use, if the machine has it."""
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "mol-loss")
-
-
-# A forked process does not have its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 class _Fused(torch.autograd.Function):
     """The compiled form; the gradients are computed in forward and kept."""
 
@@ -192,8 +181,8 @@ def _run(
             raise MemoryError("no memory for the buffers of the MoL loss")
         return problem.loss
 
-    others = [_pool().submit(work, worker) for worker in range(1, workers)]
-    loss = work(0) + sum(other.result() for other in others)
+    first, *others = in_threads(work, workers)
+    loss = first + sum(others)
     for other in sums[1:]:
         for total, part in zip(sums[0], other, strict=True):
             total += part

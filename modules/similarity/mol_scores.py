@@ -7,15 +7,13 @@ mixture components, H hidden width of the cross gate.
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.compiled import compiled_library, has_triton, in_threads
 
 from ..losses.blockwise import Side
 
@@ -42,8 +40,8 @@ def mol_scores(
     if None in stored or not (on_cuda or (item_P.device.type == "cpu" and library)):
         return None
     (B, U, C), (X, I, _), H = query[0].shape, item[0].shape, len(cross_gate[1])
-    P = len(item_P)
-    if bounds[0] != 0 or bounds[-1] != P or len(bounds) != B + 1 or any(torch.tensor(list(bounds)).diff() < 0):
+    P, bound_B = len(item_P), torch.tensor(list(bounds))
+    if bounds[0] != 0 or bounds[-1] != P or len(bounds) != B + 1 or bool((bound_B.diff() < 0).any()):
         raise ValueError(f"bounds must rise from 0 to {P}, the number of pairs, with one more than the {B} queries")
     if on_cuda:
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
@@ -58,7 +56,7 @@ def mol_scores(
             raise IndexError(f"items are numbered from 0 to {X - 1}, not from {least} to {most}")
     inputs = [tensor.detach().float().contiguous() for tensor in (*query, *cross_gate)]
     items = [part.detach().contiguous() for part in item]
-    index_P, bound_B, score_P = item_P.long().contiguous(), torch.tensor(list(bounds)), torch.empty(P)
+    index_P, score_P = item_P.long().contiguous(), torch.empty(P)
     pointers = [tensor.data_ptr() for tensor in (*inputs[:2], *items)]
     others = [tensor.data_ptr() for tensor in (*inputs[2:], index_P, bound_B, score_P)]
     problem = _Scores(U, I, C, H, *pointers, *stored, *others)
@@ -74,10 +72,7 @@ def mol_scores(
         if library.mol_scores(ctypes.byref(problem), first, last, level):
             raise MemoryError("no memory for the buffers of the MoL scores")
 
-    of_others = [_pool().submit(work, worker) for worker in range(1, workers)]
-    work(0)
-    for other in of_others:
-        other.result()
+    in_threads(work, workers)
     return score_P
 
 
@@ -112,12 +107,3 @@ def _library() -> ctypes.CDLL | None:
         return None
     library.mol_scores.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     return library
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "mol-scores")
-
-
-# A forked process does not have its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
