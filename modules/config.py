@@ -103,6 +103,63 @@ class MLPConfig:
 
 
 @dataclass(frozen=True)
+class NeuMFConfig:
+    """phi(x, u), the similarity, of kind "neumf": neural matrix factorization (appendix A)."""
+
+    kind: Literal["neumf"] = "neumf"
+    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    gmf_dim: int = 32
+    """G: width of the product of query and item ("GMF")."""
+    hidden: int = 256
+    """H: hidden width of the MLP of query and item."""
+    mlp_dim: int = 64
+    """O: width of that MLP's output."""
+    final_hidden: int = 256
+    """F: hidden width of the final MLP, which takes both."""
+    dropout: float = 0.1
+    """Rate on the hidden layer of the MLP of query and item."""
+
+    def __post_init__(self) -> None:
+        for name in ("gmf_dim", "hidden", "mlp_dim", "final_hidden"):
+            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+        require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class DeepFMConfig:
+    """phi(x, u), the similarity, of kind "deepfm": products of groups of query and item, and an MLP of them
+    (appendix A, "FM")."""
+
+    kind: Literal["deepfm"] = "deepfm"
+    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    query_components: int = 8
+    """U: groups of the query, MoL's k_u."""
+    item_components: int = 8
+    """I: groups of the item, MoL's k_x."""
+    component_dim: int = 32
+    """C: width of a group."""
+    projection_hidden: int = 512
+    """Hidden width of the two projections to groups; 0 makes them linear ("N/A" in appendix A)."""
+    projection_dropout: float = 0.1
+    """Rate on the input of the item's projection."""
+    hidden: int = 256
+    """Hidden width of the output layer, an MLP of the groups' products."""
+    dropout: float = 0.2
+    """Rate on its hidden layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("query_components", "item_components", "component_dim", "hidden"):
+            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+        _require_projection_hidden(self.projection_hidden)
+        for name in ("projection_dropout", "dropout"):
+            require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
+
+
+def _require_projection_hidden(value: int) -> None:
+    require(value >= 0, "model.similarity.projection_hidden", value, "0 or more")
+
+
+@dataclass(frozen=True)
 class MoLConfig:
     """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
@@ -121,8 +178,11 @@ class MoLConfig:
     gate_hidden: int = 128
     """Hidden width of the three gating MLPs (gating function decomposition, section 3.2)."""
     projection_hidden: int = 512
-    """Hidden width of the two projections to components."""
+    """Hidden width of the two projections to components; 0 makes them linear ("N/A" in appendix A)."""
+    item_projection_linear: bool = False
+    """The item's projection is linear, whatever the query's is, as in the authors' later code."""
     projection_dropout: float = 0.1
+    """Rate on the input of the item's projection."""
     gate_dropout: float = 0.2
     """Rate on the gating distribution, which is renormalized afterwards."""
     gate_input_dropout: float = 0.0
@@ -130,13 +190,14 @@ class MoLConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
-        for name in ("query_components", "item_components", "component_dim", "gate_hidden", "projection_hidden"):
+        for name in ("query_components", "item_components", "component_dim", "gate_hidden"):
             require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+        _require_projection_hidden(self.projection_hidden)
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
 
 
-SimilarityConfig = DotConfig | MLPConfig | MoLConfig
+SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
 """One class per kind of similarity; similarity/build.py has the modules."""
 
 

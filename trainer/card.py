@@ -21,7 +21,13 @@ HOLDINGS = "## This directory\n"
 """Heading of the last section, the one that changes when items are added."""
 _SPEED = ("step", "examples_per_second", "seconds")
 """Numbers of results.json that are no metrics."""
-_KINDS = {"dot": "dot product", "mlp": "multilayer perceptron", "mol": "mixture of logits"}
+_KINDS = {
+    "dot": "dot product",
+    "mlp": "multilayer perceptron",
+    "neumf": "neural matrix factorization",
+    "deepfm": "deep factorization machine",
+    "mol": "mixture of logits",
+}
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,19 @@ from logitmix.common.mappings import classes_by_kind
 
 from ..config import SimilarityConfig
 from .base import Similarity
+from .deepfm import DeepFM
 from .dot import Dot
 from .mlp import MLP
 from .mol import MoL
+from .neumf import NeuMF
 
-MODULES: dict[str, Callable[[int, Any], Similarity]] = {"dot": Dot, "mlp": MLP, "mol": MoL}
+MODULES: dict[str, Callable[[int, Any], Similarity]] = {
+    "dot": Dot,
+    "mlp": MLP,
+    "neumf": NeuMF,
+    "deepfm": DeepFM,
+    "mol": MoL,
+}
 """By kind: the class, built from a width and a configuration of that kind."""
 assert MODULES.keys() == classes_by_kind(SimilarityConfig).keys()
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MoLConfig
-from ..features import AdaptiveCompression, Embedded
+from ..features import Embedded
 from ..losses.blockwise import Examples, GateDropout, Side
 from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
+from .components import Compressed, Projection, begin_alike
 from .dot import l2_normalize
 from .mol_scores import mol_scores
 
@@ -38,49 +39,44 @@ class MoL(Similarity):
         super().__init__()
         self.config, self.pair_dropout = config, config.gate_dropout
         U, I, C = config.query_components, config.item_components, config.component_dim
-        self.query_projection = _Projection(dim, config.projection_hidden, U * C)
-        self.item_projection = _Projection(dim, config.projection_hidden, I * C)
+        hidden = config.projection_hidden
+        self.query_projection = Projection(dim, hidden, U, C)
+        self.item_projection = Projection(dim, 0 if config.item_projection_linear else hidden, I, C)
         self.query_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.item_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
         self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
         self.dim = dim
-        self.query_features: _Compressed | None = None
-        self.item_features: _Compressed | None = None
+        self.query_features: Compressed | None = None
+        self.item_features: Compressed | None = None
 
     def use_features(self, of_query: int, of_item: int) -> None:
         """Gives each feature its own component, which is compressed together with the others."""
+        C, hidden = self.config.component_dim, self.config.gate_hidden
         if of_query:
-            self.query_features = _Compressed(self.dim, of_query, self.config.query_components, self.config)
+            self.query_features = Compressed(self.dim, of_query, self.config.query_components, C, hidden)
         if of_item:
-            self.item_features = _Compressed(self.dim, of_item, self.config.item_components, self.config)
+            self.item_features = Compressed(self.dim, of_item, self.config.item_components, C, hidden)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Random layers, changed so that the mixture begins as a similarity.
 
-        Component c of the query and component c of the item begin as the same map of the width D, so that queries and
-        items are compared in one space. The map is nearly linear, because the gated units begin open. The cross gate
+        Component c of the query and component c of the item begin as the same map (`begin_alike`). The cross gate
         begins with a preference for the logits of such pairs and ignores the values of the logits: with sizes of up to
         1/tau, they would make its choice random.
         """
         super().reset_parameters(generator)
-        U, I, C = self.config.query_components, self.config.item_components, self.config.component_dim
-        for projection in (self.query_projection, self.item_projection):
-            projection.gated.bias[self.config.projection_hidden :] = 1.0
-        self.query_projection.gated.weight.copy_(self.item_projection.gated.weight)
-        paired = min(U, I) * C
-        self.query_projection.output.weight[:paired] = self.item_projection.output.weight[:paired]
+        begin_alike(self.query_projection, self.item_projection)
         last = cast(nn.Linear, self.cross_gate[2])
         last.weight.zero_()
-        last.bias.view(U, I).fill_diagonal_(PREFERENCE)
+        last.bias.view(self.config.query_components, -1).fill_diagonal_(PREFERENCE)
         for features in (self.query_features, self.item_features):
             if features is not None:
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
-        shape = (query_TD.shape[0], self.config.query_components, self.config.component_dim)
-        components = self.query_projection(query_TD).view(shape)
+        components = self.query_projection(query_TD)
         if self.query_features is not None:
             components = self.query_features(components, groups)
         weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
@@ -91,8 +87,7 @@ class MoL(Similarity):
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
-        shape = (item_ND.shape[0], self.config.item_components, self.config.component_dim)
-        components = self.item_projection(dropped_ND).view(shape)
+        components = self.item_projection(dropped_ND)
         if self.item_features is not None:
             components = self.item_features(components, groups)
         weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
@@ -194,33 +189,6 @@ class MoL(Similarity):
 def _logits_of_pairs(query: Side, item: Side) -> Tensor:
     """<f_u(u), g_i(x)> / tau of query t with item t [T, M]."""
     return torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
-
-
-class _Compressed(nn.Module):
-    """Components of the whole vector and one of each feature, k' in total, compressed to k."""
-
-    def __init__(self, dim: int, groups: int, kept: int, config: MoLConfig) -> None:
-        super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(dim, config.component_dim) for _ in range(groups))
-        self.compression = AdaptiveCompression(kept + groups, kept, config.component_dim, config.gate_hidden)
-
-    def forward(self, whole_RKC: Tensor, groups: Sequence[Tensor]) -> Tensor:
-        of_groups = [map_(group_RD) for map_, group_RD in zip(self.maps, groups, strict=True)]
-        compressed: Tensor = self.compression(torch.cat([whole_RKC, torch.stack(of_groups, 1)], 1))
-        return compressed
-
-
-class _Projection(nn.Module):
-    """Gated linear unit, then a linear layer: D -> hidden -> components."""
-
-    def __init__(self, dim: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.gated = nn.Linear(dim, 2 * hidden)
-        self.output = nn.Linear(hidden, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        value, gate = self.gated(x).chunk(2, dim=-1)
-        return self.output(value * F.silu(gate))
 
 
 def _gate(dim: int, hidden: int, out: int, bias: bool) -> nn.Sequential:

@@ -16,7 +16,11 @@ from logitmix.trainer.evaluate import HIT_RATES, evaluate_run
 from logitmix.trainer.export import export
 from logitmix.trainer.loop import train
 
-SMALL: dict[str, dict[str, Any]] = {"mlp": {"model.similarity.hidden": 64}}
+SMALL: dict[str, dict[str, Any]] = {
+    "mlp": {"model.similarity.hidden": 64},
+    "neumf": {"model.similarity.hidden": 64, "model.similarity.final_hidden": 64},
+    "deepfm": {"model.similarity.projection_hidden": 64, "model.similarity.hidden": 64},
+}
 """Settings of the kinds that are large by default."""
 
 

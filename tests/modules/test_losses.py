@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.modules.config import DotConfig, HIndexerConfig, MLPConfig, MoLConfig
+from logitmix.modules.config import DeepFMConfig, DotConfig, HIndexerConfig, MLPConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.hindexer import HIndexer
 from logitmix.modules.losses import blockwise, mol_loss
 from logitmix.modules.losses.blockwise import Examples
@@ -32,6 +32,10 @@ def make(kind: str, normalize: bool = True) -> Similarity:
     configs = {
         "dot": DotConfig(normalize=normalize, temperature=0.2),
         "mlp": MLPConfig(hidden=7, dropout=0.0),
+        "neumf": NeuMFConfig(gmf_dim=3, hidden=7, mlp_dim=4, final_hidden=6, dropout=0.0),
+        "deepfm": DeepFMConfig(
+            query_components=2, item_components=3, component_dim=4, projection_hidden=6, hidden=5, dropout=0.0
+        ),
         "mol": MoLConfig(
             temperature=0.2,
             query_components=2,
@@ -47,13 +51,15 @@ def make(kind: str, normalize: bool = True) -> Similarity:
     else:
         similarity = build_similarity(DIM, configs[kind])
     generator = torch.Generator().manual_seed(5)
+    # Products of groups of any length would be far above the other scores.
+    spread = 0.25 if kind == "deepfm" else 0.5
     with torch.no_grad():
         for parameter in similarity.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
     return similarity
 
 
-SIMILARITIES = {kind: make(kind) for kind in ("dot", "mlp", "mol", "hindexer")}
+SIMILARITIES = {kind: make(kind) for kind in ("dot", "mlp", "neumf", "deepfm", "mol", "hindexer")}
 
 
 def sampled_loss(
@@ -178,7 +184,12 @@ def test_equals_the_sum_without_blocks(
 ) -> None:
     items, examples = shape
     check_against_plain(
-        kind, SIMILARITIES[similarity], items, examples, gate_dropout if similarity in ("mlp", "mol") else 0, seed
+        kind,
+        SIMILARITIES[similarity],
+        items,
+        examples,
+        gate_dropout if similarity not in ("dot", "hindexer") else 0,
+        seed,
     )
 
 
@@ -225,7 +236,8 @@ def test_blocks_of_any_size_give_the_same(kind: Kind, gate_dropout: float) -> No
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
 @pytest.mark.parametrize(
-    ("similarity", "gate_dropout"), [*((name, 0.0) for name in SIMILARITIES), ("mlp", 0.3), ("mol", 0.3)]
+    ("similarity", "gate_dropout"),
+    [*((name, 0.0) for name in SIMILARITIES), *((name, 0.3) for name in ("mlp", "neumf", "deepfm", "mol"))],
 )
 def test_positions_with_negatives_of_their_own(
     similarity: str, kind: Kind, gate_dropout: float, monkeypatch: pytest.MonkeyPatch

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import (
+    DeepFMConfig,
     DotConfig,
     HIndexerConfig,
     LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
+    NeuMFConfig,
     SASRecConfig,
+    SimilarityConfig,
 )
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.schema import ITEM, Schema
@@ -49,10 +52,24 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
         gate_dropout=0.3,
         gate_input_dropout=0.1,
     )
+    similarities: dict[str, SimilarityConfig] = {
+        "dot": DotConfig(temperature=0.2),
+        "mlp": MLPConfig(hidden=9),
+        "neumf": NeuMFConfig(gmf_dim=5, hidden=9, mlp_dim=4, final_hidden=8, dropout=0.2),
+        "deepfm": DeepFMConfig(
+            query_components=2,
+            item_components=3,
+            component_dim=4,
+            projection_hidden=12,
+            projection_dropout=0.2,
+            hidden=9,
+        ),
+        "mol": mol,
+    }
     return ModelConfig(
         dim=16,
         encoder=SASRecConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
-        similarity={"dot": DotConfig(temperature=0.2), "mlp": MLPConfig(hidden=9), "mol": mol}[similarity],
+        similarity=similarities[similarity],
         hindexer=HIndexerConfig(dim=8, temperature=0.2, weight=0.2),
         loss=LossConfig(kind=kind, negatives=6, share=share),
     )
@@ -139,6 +156,8 @@ def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> N
         ("mol", "position", "softmax"),
         ("mol", "position", "bce"),
         ("mlp", "sequence", "softmax"),
+        ("neumf", "sequence", "softmax"),
+        ("deepfm", "sequence", "softmax"),
     ],
 )
 def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
@@ -178,7 +197,7 @@ def still(options: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("share", ["position", "sequence", "batch"])
-@pytest.mark.parametrize("similarity", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("similarity", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, share: Share) -> None:
     """Written out from its parts, one position after the other: value and gradients."""
     options = still(config(similarity, share))

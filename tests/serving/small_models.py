@@ -13,13 +13,16 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import (
+    DeepFMConfig,
     DotConfig,
     EncoderConfig,
     HIndexerConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
+    NeuMFConfig,
     SASRecConfig,
+    SimilarityConfig,
 )
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.base import Side, Similarity
@@ -69,10 +72,17 @@ def small_model(
     """Random weights, of every kind of parameter: initial biases are zero and initial norms do nothing."""
     schema = schema or Schema.of_ids(num_items)
     mol = MoLConfig(query_components=2, item_components=3, component_dim=4, gate_hidden=8, projection_hidden=16)
+    similarities: dict[str, SimilarityConfig] = {
+        "dot": DotConfig(),
+        "mlp": MLPConfig(hidden=12),
+        "neumf": NeuMFConfig(gmf_dim=5, hidden=12, mlp_dim=4, final_hidden=8),
+        "deepfm": DeepFMConfig(query_components=2, item_components=3, component_dim=4, projection_hidden=16, hidden=8),
+        "mol": mol,
+    }
     config = ModelConfig(
         dim=16,
         encoder=encoder,
-        similarity={"dot": DotConfig(), "mlp": MLPConfig(hidden=12), "mol": mol}[kind],
+        similarity=similarities[kind],
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)

@@ -145,6 +145,8 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
         ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
         ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
         ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
+        ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
+        ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
     ],
 )
 def test_the_exported_towers_are_the_trained_ones(kind: str, encoder: EncoderConfig, schema: Schema | None) -> None:
@@ -199,7 +201,7 @@ def assert_ranked(found: Mapping[str, Tensor], score_BX: Tensor) -> None:
     torch.testing.assert_close(found["scores"], score_BK, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mol", "dot", "mlp"])
+@pytest.mark.parametrize("kind", ["mol", "dot", "mlp", "neumf", "deepfm"])
 @pytest.mark.parametrize("stage1", [12, X, None])
 def test_the_exported_cascade_ranks_as_the_trained_model(kind: str, stage1: int | None) -> None:
     """Without an h-indexer for None. It was exported for fewer items, and for one query only 5 items are left."""

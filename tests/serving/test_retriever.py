@@ -58,7 +58,7 @@ def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("exclude_history", [True, False])
 @pytest.mark.parametrize("hindexer", [True, False])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, exclude_history: bool) -> None:
     model = small_model(kind, X, hindexer)
     histories = random_histories(X, LENGTHS)
@@ -68,7 +68,7 @@ def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, 
 
 
 @pytest.mark.parametrize("numbers", [1, 100, 10_000])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_chunks_do_not_change_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, numbers: int
 ) -> None:
@@ -81,7 +81,7 @@ def test_chunks_do_not_change_the_result(
 
 
 @pytest.mark.parametrize("stage1", [10, 40, X - 1])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: str, stage1: int) -> None:
     model = small_model(kind, X)
     histories = random_histories(X, LENGTHS)
@@ -270,7 +270,7 @@ def anonymous_memory() -> int:
     return kib * 1024
 
 
-@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
 def test_the_cache_may_be_less_precise(tmp_path: Path, kind: str, precision: Precision) -> None:
     model = small_model(kind, X)
@@ -393,7 +393,7 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("features", [False, True])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_items_may_be_computed_when_they_are_ranked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, features: bool
 ) -> None:
