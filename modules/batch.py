@@ -17,12 +17,15 @@ from .noise import Noise
 
 
 class Packing:
-    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array.
+    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array, and when they were.
 
-    `first_row`: the global number of the first position, which names the rows of the dropout masks.
+    `first_row`: the global number of the first position, which names the rows of the dropout masks. time_T, asked_T:
+    for an encoder that sees times, when each position's action was, and when the query after it is asked (int64).
     """
 
-    def __init__(self, lengths_B: Tensor, first_row: int = 0) -> None:
+    def __init__(
+        self, lengths_B: Tensor, first_row: int = 0, time_T: Tensor | None = None, asked_T: Tensor | None = None
+    ) -> None:
         total, longest = int(lengths_B.sum()), int(lengths_B.max()) if len(lengths_B) else 0
         self.offset_B = F.pad(lengths_B.cumsum(0), (1, 0))
         start_B = self.offset_B[:-1]
@@ -34,16 +37,28 @@ class Packing:
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
         self.last_B = self.offset_B[1:] - 1
+        self.time_T, self.asked_T = time_T, asked_T
+
+    def first(self, sequences: int) -> "Packing":
+        """The packing of the first sequences, whose positions are numbered from 0."""
+        lengths_B = self.lengths_B[:sequences]
+        total = int(lengths_B.sum())
+        time_T, asked_T = (None if of is None else of[:total] for of in (self.time_T, self.asked_T))
+        return Packing(lengths_B, time_T=time_T, asked_T=asked_T)
 
     def to(self, device: torch.device) -> "Packing":
         moved = copy(self)
-        for name in _INDICES:
+        for name in self._there:
             setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
         return moved
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        for name in _INDICES:
+        for name in self._there:
             getattr(self, name).record_stream(stream)
+
+    @property
+    def _there(self) -> tuple[str, ...]:
+        return _INDICES if self.time_T is None else (*_INDICES, "time_T", "asked_T")
 
 
 _INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "offset_B", "last_B")

@@ -13,7 +13,7 @@ class SASRecConfig:
     settings are in appendix A."""
 
     kind: Literal["sasrec"] = "sasrec"
-    """sasrec or pooled; the other settings are those of the kind."""
+    """sasrec, hstu or pooled; the other settings are those of the kind."""
     blocks: int = 2
     """b: attention blocks."""
     heads: int = 1
@@ -31,13 +31,35 @@ class SASRecConfig:
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
-        if dim % self.heads:
-            near = [h for h in range(1, dim + 1) if dim % h == 0]
-            near.sort(key=lambda h: abs(h - self.heads))
-            raise ValueError(
-                f"model.dim ({dim}) must be divisible by model.encoder.heads ({self.heads}); "
-                f"set model.encoder.heads to {near[0]} or {near[1]}"
-            )
+        _require_heads(dim, self.heads)
+
+
+@dataclass(frozen=True)
+class HSTUConfig:
+    """The user side, of kind "hstu": hierarchical sequential transduction units (Zhai et al., 2024), the stronger
+    encoder."""
+
+    kind: Literal["hstu"] = "hstu"
+    """sasrec, hstu or pooled; the other settings are those of the kind."""
+    blocks: int = 4
+    heads: int = 2
+    dropout: float = 0.2
+    """Rate on the input and on each block's gated attention."""
+    max_length: int = 200
+    """L: history positions that the encoder sees."""
+    times: bool = False
+    """Attention sees the time from each action to the request, from timestamps: in training to the next action. A
+    request then states its actions' timestamps and its own time."""
+
+    def __post_init__(self) -> None:
+        require(self.blocks >= 1, "model.encoder.blocks", self.blocks, "at least 1")
+        require(self.heads >= 1, "model.encoder.heads", self.heads, "at least 1")
+        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
+        _require_length(self.max_length)
+
+    def require_width(self, dim: int) -> None:
+        """ValueError where the heads cannot share the width evenly."""
+        _require_heads(dim, self.heads)
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,7 @@ class PooledConfig:
     non-sequential setting)."""
 
     kind: Literal["pooled"] = "pooled"
-    """sasrec or pooled; the other settings are those of the kind."""
+    """sasrec, hstu or pooled; the other settings are those of the kind."""
     hidden: int = 256
     """Hidden width of the MLP."""
     dropout: float = 0.2
@@ -63,12 +85,27 @@ class PooledConfig:
         """Any width will do."""
 
 
+def _require_heads(dim: int, heads: int) -> None:
+    if dim % heads:
+        near = [h for h in range(1, dim + 1) if dim % h == 0]
+        near.sort(key=lambda h: abs(h - heads))
+        raise ValueError(
+            f"model.dim ({dim}) must be divisible by model.encoder.heads ({heads}); "
+            f"set model.encoder.heads to {near[0]} or {near[1]}"
+        )
+
+
 def _require_length(value: int) -> None:
     require(value >= 1, "model.encoder.max_length", value, "at least 1")
 
 
-EncoderConfig = SASRecConfig | PooledConfig
+EncoderConfig = SASRecConfig | HSTUConfig | PooledConfig
 """One class per kind of encoder."""
+
+
+def sees_times(config: EncoderConfig) -> bool:
+    """Whether the encoder needs the times of a packing's positions."""
+    return isinstance(config, HSTUConfig) and config.times
 
 
 @dataclass(frozen=True)

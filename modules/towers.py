@@ -153,7 +153,7 @@ class Tower(nn.Module):
         if total == 0:
             return {}
         items = self.item_tower(rows, batch.features)
-        packing, target_T = Packing(lengths_B).to(items.vector_RD.device), batch.target_T[:total]
+        packing, target_T = batch.packing.first(sequences).to(items.vector_RD.device), batch.target_T[:total]
         features = self._first(batch.features, len(lengths_B), total)
         query = self.query_tower(items.vector_RD[batch.input_T[:total]], packing, rows, features)
         item = Embedded(items.vector_RD[target_T], [group_VD[target_T] for group_VD in items.groups])

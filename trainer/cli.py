@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 try:
     import tyro
@@ -23,7 +23,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
-from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.config import EncoderConfig, SimilarityConfig
 from logitmix.trainer.config import (
     BASELINES,
     Config,
@@ -270,7 +270,7 @@ def _train(words: list[str]) -> None:
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
-    recipe = _with_similarity(recipe, words[1:])
+    recipe = _with_kinds(recipe, words[1:])
     others, by_name = take_table_words(words[1:])
     # tyro would make flags of its own for the recipe's settings of single tables.
     tables = dataclasses.replace(recipe.tables, by_name={})
@@ -297,15 +297,16 @@ def _train(words: list[str]) -> None:
         _show_metrics(results, f"{run}: test, checkpoint of step {results['step']}", command.json)
 
 
-def _with_similarity(config: Config, words: list[str]) -> Config:
-    """The recipe with the kind of similarity in `words`: which settings exist depends on it."""
-    prefix = "--model.similarity."
-    flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
-    names = [name.removeprefix("no-").replace("-", "_") for name, _, _ in flags]
-    similarity = config.model.similarity
-    kind = _last_value(words, f"{prefix}kind") or similarity.kind
-    cls = class_of_kind(SimilarityConfig, kind, names, prefix.strip("-."))
-    return replace(config, model=replace(config.model, similarity=of_class(similarity, cls)))
+def _with_kinds(config: Config, words: list[str]) -> Config:
+    """The recipe with the kinds of similarity and encoder in `words`: which settings exist depends on them."""
+    of_kinds: dict[str, Any] = {}
+    for name, union in (("similarity", SimilarityConfig), ("encoder", EncoderConfig)):
+        prefix, given = f"--model.{name}.", getattr(config.model, name)
+        flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
+        settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
+        kind = _last_value(words, f"{prefix}kind") or given.kind
+        of_kinds[name] = of_class(given, class_of_kind(union, kind, settings, prefix.strip("-.")))
+    return replace(config, model=replace(config.model, **of_kinds))
 
 
 def _last_value(words: Sequence[str], flag: str) -> str:

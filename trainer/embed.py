@@ -12,10 +12,11 @@ import torch
 
 from logitmix.comm.process_group import Ranks
 from logitmix.modules.batch import Packing
+from logitmix.modules.config import sees_times
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Owner
 from logitmix.modules.towers import Tower
-from logitmix.trainer.data.batches import RankingUsers
+from logitmix.trainer.data.batches import RankingUsers, action_times
 from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.data.lookups import Ints, Lookups, look_up
 from logitmix.trainer.sharded_rows import ShardedRows
@@ -45,7 +46,9 @@ class Embedder:
         rows, found = self._fetch(item_V, users.user, users.encoded)
         features, device = found.features.to(self.ranks.device), self.ranks.device
         vector_TD = self.tower.item_tower(rows, features).vector_RD[torch.from_numpy(place_T).to(device)]
-        return self.tower.queries(vector_TD, Packing(torch.from_numpy(users.lengths)).to(device), rows, features)
+        times = action_times(users.timestamps, users.encoded) if sees_times(self.tower.config.encoder) else (None, None)
+        packing = Packing(torch.from_numpy(users.lengths), 0, *times).to(device)
+        return self.tower.queries(vector_TD, packing, rows, features)
 
     def _fetch(self, item_V: Ints, user_B: Ints, action_T: Ints) -> tuple[dict[str, torch.Tensor], Lookups]:
         found = look_up(self.columns, self.tower.schema, item_V, item_V, user_B, action_T)

@@ -8,6 +8,7 @@ import torch
 
 from logitmix.comm.collectives import agreed, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
 from logitmix.trainer.board import write_projector, write_results_to_board
 from logitmix.trainer.config import Config
@@ -152,6 +153,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],
+        times=sees_times(config.model.encoder),
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

@@ -11,6 +11,7 @@ from logitmix.common.mappings import classes_by_kind
 from ..batch import Packing
 from ..config import EncoderConfig
 from ..noise import Noise
+from .hstu import HSTU
 from .pooled import Pooled
 from .sasrec import SASRec
 
@@ -25,7 +26,7 @@ class Encoder(Protocol):
         """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise."""
 
 
-MODULES: dict[str, Callable[[int, Any], Encoder]] = {"sasrec": SASRec, "pooled": Pooled}
+MODULES: dict[str, Callable[[int, Any], Encoder]] = {"sasrec": SASRec, "hstu": HSTU, "pooled": Pooled}
 """By kind: the class, built from a width and a configuration of that kind."""
 assert MODULES.keys() == classes_by_kind(EncoderConfig).keys()
 

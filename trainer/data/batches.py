@@ -85,15 +85,16 @@ class TrainingBatches:
         held_out: HeldOut | None = None,
         item_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
+        times: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
-        ranks pool. Without `held_out` it is leave-one-out.
+        ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        self.columns, self.pooled = columns_of(dataset, schema), pooled
+        self.columns, self.pooled, self.times = columns_of(dataset, schema), pooled, times
         self.batch_size, self.negatives, self.share = batch_size, negatives, share
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.end = (held_out or leave_one_out(dataset)).train_end
@@ -131,7 +132,7 @@ class TrainingBatches:
             ids=found.ids,
             id_V=torch.from_numpy(unique),
             features=found.features,
-            packing=Packing(torch.from_numpy(lengths), first_row=int(bounds[first])),
+            packing=Packing(torch.from_numpy(lengths), int(bounds[first]), *self._times(inputs)),
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_T),
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
@@ -139,6 +140,10 @@ class TrainingBatches:
             total_positions=int(bounds[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
         )
+
+    def _times(self, inputs: Ints) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
+        """When the actions at these places were, and when the next ones were: the times of the queries after them."""
+        return action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
 
     def _negatives(self, key: list[int], users: Ints, bounds: Ints, part: slice) -> Ints:
         """Negatives [G, N + M] of `part` of a global batch's sequences. The batch has the sequences of `users`, at
@@ -199,12 +204,20 @@ class TrainingBatches:
         return int(nearest[self.rank]), int(nearest[self.rank + 1])
 
 
+def action_times(times: NDArray[np.integer], place_T: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+    """The times [T] of the actions at these places, and those of the actions after them, int64: when the queries that
+    they answer are asked."""
+    time_T, asked_T = (torch.from_numpy(times[place_T + after].astype(np.int64)) for after in (0, 1))
+    return time_T, asked_T
+
+
 @dataclass(frozen=True, eq=False)
 class RankingUsers:
     """Users to rank the corpus for. The items of user u before the target are items[first[u] : place[u]], oldest first,
     and items[place[u]] is the target."""
 
     items: NDArray[np.integer]
+    timestamps: NDArray[np.integer]
     user: Ints
     """Their indices."""
     first: Ints
@@ -272,4 +285,6 @@ def ranking_users(dataset: Dataset, split: Split, max_length: int, held_out: Hel
     leave-one-out."""
     place = (held_out or leave_one_out(dataset)).targets[split]
     users = np.flatnonzero(place >= 0)
-    return RankingUsers(dataset.items_flat, users, dataset.offsets[users], place[users], max_length)
+    return RankingUsers(
+        dataset.items_flat, dataset.timestamps_flat, users, dataset.offsets[users], place[users], max_length
+    )
