@@ -31,6 +31,14 @@ setup(
             optional=True,
         ),
         Extension(
+            "logitmix.modules.encoders._hstu",
+            ["modules/encoders/hstu.c"],
+            depends=["setup.py", "modules/tiles.h"],
+            extra_compile_args=FLAGS,
+            libraries=["m"],
+            optional=True,
+        ),
+        Extension(
             "logitmix.modules.losses._mol",
             ["modules/losses/mol.c"],
             depends=["setup.py", "modules/tiles.h"],

@@ -17,7 +17,7 @@ from .noise import Noise
 
 
 class Packing:
-    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array, and when they were.
+    """Where the positions of B sequences of the given lengths lie in a packed and in a padded array.
 
     `first_row`: the global number of the first position, which names the rows of the dropout masks. time_T, asked_T:
     for an encoder that sees times, when each position's action was, and when the query after it is asked (int64).

@@ -1,7 +1,9 @@
-/* Vectors and products of small matrices in registers, for every instruction set: what mol.c and mol_scores.c share.
+/* Vectors and products of small matrices in registers, for every instruction set: what mol.c, mol_scores.c and hstu.c
+   share.
 
-   A source that includes this file defines SOURCE before, its own path from here. It is then included in turn, once for
-   each instruction set and precision, with VARIANT defined: FN(name) is a function of one of them. */
+   A source that includes this file defines SOURCE before, its own path from here, and ONLY_FP32 if that is so. It is then
+   included in turn, once for each instruction set and precision, with VARIANT defined: FN(name) is a function of one of
+   them. */
 
 #ifndef VARIANT
 
@@ -97,6 +99,7 @@ static int level_of_machine(void) {
 #define COLUMNS 4
 #include "tiles.h"
 
+#ifndef ONLY_FP32
 #pragma GCC target("avx512bf16")
 #define BF16
 #define VARIANT bf16
@@ -104,6 +107,7 @@ static int level_of_machine(void) {
 #define COLUMNS 4
 #include "tiles.h"
 #undef BF16
+#endif
 #undef AVX512
 #pragma GCC pop_options
 #endif

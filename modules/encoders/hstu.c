@@ -25,26 +25,18 @@ typedef struct {
 
 enum { ROWS_AT_ONCE = 32, BUCKETS = 129 };
 
+#define ONLY_FP32
 #define SOURCE "encoders/hstu.c"
 #include "../tiles.h"
 
-/* Sequences first..last forward. 0, or -1 for want of memory. */
-int hstu_attend(const Problem *problem, int64_t first, int64_t last) {
-    switch (level_of_machine()) {
-#ifdef X86
-    case 3:
-    case 2: return attend_avx512(problem, first, last, NULL, NULL);
-    case 1: return attend_avx2(problem, first, last, NULL, NULL);
-#endif
-    default: return attend_any(problem, first, last, NULL, NULL);
-    }
-}
+/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512. */
+int hstu_level(void) { return MIN(level_of_machine(), 2); }
 
-/* The gradients of sequences first..last; those of the biases are added to d_position [L] and d_time [K]. */
-int hstu_attend_backward(const Problem *problem, int64_t first, int64_t last, float *d_position_L, float *d_time_K) {
-    switch (level_of_machine()) {
+/* Sequences first..last forward, or with d_position [L] their gradients: those of the biases are added to d_position and
+   d_time [K]. By what a level of those that the machine has can do. 0, or -1 for want of memory. */
+int hstu_attend(const Problem *problem, int64_t first, int64_t last, float *d_position_L, float *d_time_K, int level) {
+    switch (level) {
 #ifdef X86
-    case 3:
     case 2: return attend_avx512(problem, first, last, d_position_L, d_time_K);
     case 1: return attend_avx2(problem, first, last, d_position_L, d_time_K);
 #endif
@@ -52,7 +44,7 @@ int hstu_attend_backward(const Problem *problem, int64_t first, int64_t last, fl
     }
 }
 
-#elif !defined(BF16)
+#else /* one variant */
 
 /* Buffers for sequences of up to n positions, padded with zeros to whole vectors (suffix p). Each part of the packed
    rows of one head: rows [n, dp] and columns [d, np]. */
@@ -71,7 +63,8 @@ static int FN(allocate)(FN(Buffers) *b, int64_t n, int64_t d) {
     b->n = n, b->np = UP(n, WIDTH), b->dp = UP(d, WIDTH);
     /* Products read whole blocks of rows, also those behind the last. */
     int64_t rows = UP(UP(n, ROWS_AT_ONCE), WIDTH) * b->dp, columns = d * b->np, block = ROWS_AT_ONCE * b->np;
-    if (!(b->memory = calloc((size_t)(7 * rows + 2 * columns + 6 * block + 2 * b->np + 8 * BUCKETS) + 16, sizeof(float)))) return -1;
+    int64_t total = 7 * rows + 2 * columns + 6 * block + 2 * b->np + 8 * BUCKETS + 64 / (int64_t)sizeof(float);
+    if (!(b->memory = calloc((size_t)total, sizeof(float)))) return -1;
     float *next = (float *)UP((uintptr_t)b->memory, 64);
 #define TAKE(name, count) b->name = next, next += (count)
     TAKE(query, rows), TAKE(key, rows), TAKE(value, rows), TAKE(d_out, rows);
@@ -132,7 +125,8 @@ static void FN(weights)(FN(Buffers) *b, int64_t i0, int64_t i1, int64_t width, f
     }
 }
 
-/* Neighbors are often in one time bucket, and a sum that waits for the one before is slow: each of 8 columns has its own. */
+/* Neighbors are often in one time bucket, and a sum that waits for the one before is slow: each of 8 columns has its
+   own. */
 static void FN(add_bias_gradients)(const Problem *q, FN(Buffers) *b, int64_t i0, int64_t i1) {
     for (int64_t i = i0; i < i1; i++) {
         const float *restrict d_bias = b->d_bias + (i - i0) * b->np;

@@ -3,47 +3,40 @@
 Axes: T positions of all sequences, packed, L longest sequence, D width, G heads, d their width, K time buckets.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..batch import Packing
 from ..config import HSTUConfig
-from ..initialize import reset_layers
 from ..noise import Noise
 from .hstu_attention import TIME_BUCKETS, attend
+from .stack import Stack, reset_bias
 
 EPSILON = 1e-6
 
 
-class HSTU(nn.Module):
-    """Packed item embeddings in, one query per position out."""
+class HSTU(Stack):
+    """Packed item embeddings in, one query per position out.
+
+    A block is that of the authors' code (facebookresearch/generative-recommenders), dropout included. What is around it
+    is as in SASRec here, so that only blocks differ: matrices start from Xavier's distribution and positions with a
+    deviation of 0.02 (theirs: 0.02 and 1 / sqrt(D)), and the last norm has learned weights (theirs has none, or only
+    divides by the length). Gaps of time have two buckets for each power of 2, read from their bits (theirs 2.3, from a
+    logarithm in FP32, which processors round differently).
+    """
 
     def __init__(self, dim: int, config: HSTUConfig) -> None:
-        super().__init__()
-        self.scale, self.rate = math.sqrt(dim), config.dropout
-        self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
-        self.blocks = nn.ModuleList(_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        self.norm = nn.LayerNorm(dim, eps=EPSILON)
+        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
+        super().__init__(dim, config.max_length, config.dropout, blocks, EPSILON)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        nn.init.trunc_normal_(self.position_LD, std=0.02, a=-0.04, b=0.04, generator=generator)
-        reset_layers(self, generator)
-        for block in self.blocks:
+        super().reset_parameters(generator)
+        for block in self.blocks.children():
+            assert isinstance(block, _Block)
             for bias in (block.position_L, block.time_K):
                 if bias is not None:
-                    nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04, generator=generator)
-
-    def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
-        """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
-        x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
-        if noise:
-            x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
-        for block in self.blocks:
-            x_TD = block(x_TD, packing, noise)
-        return self.norm(x_TD)
+                    reset_bias(bias, generator)
 
 
 class _Block(nn.Module):
@@ -51,7 +44,7 @@ class _Block(nn.Module):
 
     def __init__(self, dim: int, config: HSTUConfig, site: str) -> None:
         super().__init__()
-        self.heads, self.rate, self.site, self.dim = config.heads, config.dropout, site, dim
+        self.heads, self.rate, self.site = config.heads, config.dropout, site
         self.gate = nn.Linear(dim, dim, bias=False)
         self.value_query_key = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim)

@@ -1,12 +1,14 @@
-"""HSTU's pointwise attention (Zhai et al., 2024, section 3.3): silu in place of softmax, with a bias for the distance of
-two positions and one for the time between them.
+"""HSTU's pointwise attention (Zhai et al., 2024): silu in place of softmax, with a bias for the distance of two
+positions and one for the time between them.
 
 Axes: B sequences, T positions of all of them, packed, L the most positions of a sequence, G heads, d their width,
 K time buckets.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,13 +27,18 @@ TIME_BUCKETS = 129
 def attend(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packing: Packing) -> Tensor:
     """Position i of a sequence: sum over j <= i of silu(<q_i, k_j> + position[i - j] + time[bucket(i, j)]) / L v_j.
 
-    [T, 3, G, d] of value, query and key -> [T, G, d], in FP32, or FP64 if that is what it is given. `time_K` None, or a
-    packing without times, leaves the biases for time out. On the CPU, FP32 and BF16 are computed in compiled C.
+    [T, 3, G, d] of value, query and key -> [T, G, d], in FP32, or FP64 if that is what it is given. bucket(i, j) is
+    that of the time from action j to the query after position i; without `time_K` there is no such bias. IndexError for
+    a sequence longer than L.
+
+    On the CPU, FP32 and BF16 are computed in FP32 by compiled C, on as many threads as torch would use. Their number
+    changes how the biases' gradients are rounded, and nothing else.
     """
-    if packed_T3Gd.device.type == "cpu" and packed_T3Gd.dtype != torch.float64 and _library() is not None:
-        if not torch.compiler.is_exporting():
-            time = None if packing.time_T is None else time_K
-            return _Fused.apply(packing, packed_T3Gd.float(), position_L.float(), time)
+    assert time_K is None or packing.time_T is not None
+    compiled = packed_T3Gd.device.type == "cpu" and packed_T3Gd.dtype != torch.float64 and _library() is not None
+    if compiled and not torch.compiler.is_exporting():
+        time_K = None if time_K is None else time_K.float()
+        return _Fused.apply(packing, packed_T3Gd.float(), position_L.float(), time_K)
     return attend_plain(packed_T3Gd, position_L, time_K, packing)
 
 
@@ -46,7 +53,8 @@ def attend_plain(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None,
         place_L = torch.arange(L, device=padded.device)
         back_LL = (place_L[:, None] - place_L).clamp(min=0)
         bias_BLL = position_L.to(dtype)[back_LL][None]
-        if time_K is not None and packing.time_T is not None and packing.asked_T is not None:
+        if time_K is not None:
+            assert packing.asked_T is not None and packing.time_T is not None
             asked_BL, time_BL = (
                 of_T.new_zeros(B * L).index_copy(0, packing.padded_T, of_T).view(B, L)
                 for of_T in (packing.asked_T, packing.time_T)
@@ -64,16 +72,14 @@ def time_buckets(gap: Tensor) -> Tensor:
     return torch.where(gap < 1, 0, (gap.float().view(torch.int32) >> 22) - 253).long()
 
 
-_INPUTS = ("packed_T3Gd", "position_L", "time_K", "bound_B", "asked_T", "time_T", "out_TGd", "d_out_TGd")
-
-
 class _Problem(ctypes.Structure):
     """hstu.c's Problem."""
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in "TGdL"]
         + [("scale", ctypes.c_float)]
-        + [(name, ctypes.c_void_p) for name in (*_INPUTS, "d_packed_T3Gd")]
+        + [(name, ctypes.c_void_p) for name in ("packed_T3Gd", "position_L", "time_K", "bound_B", "asked_T", "time_T")]
+        + [(name, ctypes.c_void_p) for name in ("out_TGd", "d_out_TGd", "d_packed_T3Gd")]
     )
 
 
@@ -81,29 +87,26 @@ class _Problem(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel; None where it was not built (setup.py) or does not load."""
     library = compiled_library("logitmix.modules.encoders._hstu")
-    if library is None:
-        return None
-    library.hstu_attend.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    library.hstu_attend_backward.argtypes = [*library.hstu_attend.argtypes, ctypes.c_void_p, ctypes.c_void_p]
+    if library is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.hstu_attend.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
     return library
 
 
+_LEVEL = 2
+"""The best of hstu.c's levels to use, if the machine has it."""
+
+
 class _Fused(torch.autograd.Function):
-    """The compiled form. Sequences are divided among torch's threads; the results do not depend on their number but for
-    the sums that are the biases' gradients."""
+    """The compiled form. Nothing is kept between forward and backward but the inputs."""
 
     @staticmethod
     def forward(ctx: Any, packing: Packing, packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None) -> Tensor:
         inputs = [packed_T3Gd.contiguous(), position_L.contiguous()]
         if time_K is not None:
-            inputs.append(time_K.float().contiguous())
+            inputs.append(time_K.contiguous())
         out_TGd = torch.empty(packed_T3Gd.shape[0], *packed_T3Gd.shape[2:])
-        library = _library()
-        assert library is not None
-        problem = _problem(packing, inputs, out_TGd=out_TGd)
-        parts = _parts(packing)
-        failed = in_threads(lambda part: library.hstu_attend(ctypes.byref(problem), *parts[part]), len(parts))
-        _require_memory(failed)
+        _run(packing, inputs, {"out_TGd": out_TGd})
         ctx.packing = packing
         ctx.save_for_backward(*inputs)
         return out_TGd
@@ -111,51 +114,47 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TGd: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, packing = ctx.saved_tensors, ctx.packing
-        d_packed_T3Gd = torch.empty_like(inputs[0])
-        library = _library()
-        assert library is not None
-        problem = _problem(packing, inputs, d_out_TGd=d_out_TGd.contiguous(), d_packed_T3Gd=d_packed_T3Gd)
-        parts = _parts(packing)
-        d_position_WL, d_time_WK = torch.zeros(len(parts), len(inputs[1])), torch.zeros(len(parts), TIME_BUCKETS)
-        _require_memory(
-            in_threads(
-                lambda part: library.hstu_attend_backward(
-                    ctypes.byref(problem), *parts[part], d_position_WL[part].data_ptr(), d_time_WK[part].data_ptr()
-                ),
-                len(parts),
-            )
-        )
-        return None, d_packed_T3Gd, d_position_WL.sum(0), d_time_WK.sum(0) if len(inputs) == 3 else None
+        packed_T3Gd, *biases = ctx.saved_tensors
+        d_packed_T3Gd, workers = torch.empty_like(packed_T3Gd), len(_parts(ctx.packing))
+        d_biases = [torch.zeros(workers, len(bias)) for bias in biases]
+        tensors = {"d_out_TGd": d_out_TGd.contiguous(), "d_packed_T3Gd": d_packed_T3Gd}
+        _run(ctx.packing, [packed_T3Gd, *biases], tensors, d_biases)
+        d_position_L, *d_time_K = (of_workers.sum(0) for of_workers in d_biases)
+        return None, d_packed_T3Gd, d_position_L, d_time_K[0] if d_time_K else None
 
 
-def _problem(packing: Packing, inputs: list[Tensor], **others: Tensor) -> _Problem:
-    packed_T3Gd, position_L = inputs[:2]
+def _run(packing: Packing, inputs: list[Tensor], outputs: dict[str, Tensor], d_biases: Sequence[Tensor] = ()) -> None:
+    """Forward, or with `d_biases`, [workers, …] for each bias, backward."""
+    packed_T3Gd, position_L, *time_K = inputs
     T, _, G, d = packed_T3Gd.shape
-    bound_B = packing.offset_B
-    arrays = {"packed_T3Gd": packed_T3Gd, "position_L": position_L, "bound_B": bound_B, **others}
-    if len(inputs) == 3:
+    L, longest = len(position_L), packing.shape[1]
+    if longest > L:
+        raise IndexError(f"the biases are for sequences of up to {L} positions, not {longest}")
+    tensors = {"packed_T3Gd": packed_T3Gd, "position_L": position_L, "bound_B": packing.offset_B, **outputs}
+    if time_K:
         assert packing.asked_T is not None and packing.time_T is not None
-        arrays |= {"time_K": inputs[2], "asked_T": packing.asked_T, "time_T": packing.time_T}
-    assert all(of.is_contiguous() for of in arrays.values())
-    problem = _Problem(T=T, G=G, d=d, L=len(position_L), scale=1 / len(position_L))
-    for name, of in arrays.items():
-        setattr(problem, name, of.data_ptr())
-    # The tensors must live as long as the problem that has their addresses.
-    problem.arrays = arrays
-    return problem
+        tensors |= {"time_K": time_K[0], "asked_T": packing.asked_T, "time_T": packing.time_T}
+        assert len(time_K[0]) == TIME_BUCKETS and len(packing.asked_T) == len(packing.time_T) == T
+        assert packing.asked_T.dtype == packing.time_T.dtype == torch.int64
+    assert packing.bounds[-1] == T and all(tensor.is_contiguous() for tensor in tensors.values())
+    problem = _Problem(T, G, d, L, 1 / L, **{name: tensor.data_ptr() for name, tensor in tensors.items()})
+    parts, library = _parts(packing), _library()
+    assert library is not None
+    level = min(library.hstu_level(), _LEVEL)
+
+    def work(part: int) -> int:
+        gradients = [of_workers[part].data_ptr() for of_workers in d_biases]
+        d_position, d_time = (*gradients, None, None)[:2]
+        return library.hstu_attend(ctypes.byref(problem), *parts[part], d_position, d_time, level)
+
+    if any(in_threads(work, len(parts))):
+        raise MemoryError("no memory for the attention of the longest sequence")
 
 
 def _parts(packing: Packing) -> list[tuple[int, int]]:
-    """Consecutive sequences for each thread, with about equally many pairs of positions; none is empty."""
+    """Consecutive sequences for each thread, with about equally many pairs of positions."""
     length_B = packing.lengths_B.double()
     workers = max(1, min(torch.get_num_threads(), len(length_B)))
     pairs_B = torch.cat([length_B.new_zeros(1), (length_B * (length_B + 1)).cumsum(0)])
     cuts = torch.searchsorted(pairs_B, pairs_B[-1] * torch.arange(1, workers) / workers).tolist()
-    bounds = sorted({0, *cuts, len(length_B)})
-    return list(zip(bounds, bounds[1:], strict=False))
-
-
-def _require_memory(failed: list[int]) -> None:
-    if any(failed):
-        raise MemoryError("no memory for the attention of the longest sequence")
+    return list(pairwise([0, *cuts, len(length_B)]))

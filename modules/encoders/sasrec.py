@@ -3,19 +3,19 @@
 Axes: B sequences, T positions of all of them, packed, L longest sequence, D width, G heads.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..batch import Packing
 from ..config import SASRecConfig
-from ..initialize import reset_layers
 from ..noise import Noise
+from .stack import Stack
+
+EPSILON = 1e-8
 
 
-class SASRec(nn.Module):
+class SASRec(Stack):
     """Packed item embeddings in, one query per position out.
 
     Every layer but attention works on the packed positions. Attention dropout applies to attention's output, not to its
@@ -23,37 +23,19 @@ class SASRec(nn.Module):
     """
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:
-        super().__init__()
-        self.scale, self.rate = math.sqrt(dim), config.dropout
-        self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
-        self.blocks = nn.ModuleList(
-            _Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks)
-        )
-        self.norm = nn.LayerNorm(dim, eps=1e-8)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        nn.init.trunc_normal_(self.position_LD, std=0.02, a=-0.04, b=0.04, generator=generator)
-        reset_layers(self, generator)
-
-    def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
-        """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
-        x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
-        if noise:
-            x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
-        for block in self.blocks:
-            x_TD = block(x_TD, packing, noise)
-        return self.norm(x_TD)
+        blocks = (_Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks))
+        super().__init__(dim, config.max_length, config.dropout, blocks, EPSILON)
 
 
 class _Block(nn.Module):
     def __init__(self, dim: int, heads: int, rate: float, site: str) -> None:
         super().__init__()
         self.heads, self.rate, self.site = heads, rate, site
-        self.attention_norm = nn.LayerNorm(dim, eps=1e-8)
+        self.attention_norm = nn.LayerNorm(dim, eps=EPSILON)
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(dim, 2 * dim)
         self.output = nn.Linear(dim, dim)
-        self.feed_norm = nn.LayerNorm(dim, eps=1e-8)
+        self.feed_norm = nn.LayerNorm(dim, eps=EPSILON)
         self.up = nn.Linear(dim, dim)
         self.down = nn.Linear(dim, dim)
 

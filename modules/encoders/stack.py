@@ -1,0 +1,42 @@
+"""What sequence models share: learned positions, blocks one after the other, a norm.
+
+Axes: B sequences, T positions of all of them, packed, L longest sequence, D width.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import Packing
+from ..initialize import reset_layers
+from ..noise import Noise
+
+
+class Stack(nn.Module):
+    """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise)."""
+
+    def __init__(self, dim: int, max_length: int, rate: float, blocks: Iterable[nn.Module], epsilon: float) -> None:
+        super().__init__()
+        self.scale, self.rate = math.sqrt(dim), rate
+        self.position_LD = nn.Parameter(torch.empty(max_length, dim))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(dim, eps=epsilon)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_bias(self.position_LD, generator)
+        reset_layers(self, generator)
+
+    def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
+        """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
+        x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
+        if noise:
+            x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
+        for block in self.blocks:
+            x_TD = block(x_TD, packing, noise)
+        return self.norm(x_TD)
+
+
+def reset_bias(bias: Tensor, generator: torch.Generator) -> None:
+    nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04, generator=generator)
