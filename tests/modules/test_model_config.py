@@ -8,12 +8,15 @@ from logitmix.modules.config import (
     DeepFMConfig,
     DotConfig,
     HIndexerConfig,
+    HSTUConfig,
     LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
     NeuMFConfig,
+    PooledConfig,
     SASRecConfig,
+    sees_times,
 )
 
 NAN = float("nan")
@@ -26,6 +29,13 @@ NAN = float("nan")
         (SASRecConfig, "model.encoder", "heads", [0, -2], [1, 8]),
         (SASRecConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
         (SASRecConfig, "model.encoder", "max_length", [0], [1]),
+        (HSTUConfig, "model.encoder", "blocks", [0, -1], [1, 4]),
+        (HSTUConfig, "model.encoder", "heads", [0, -2], [1, 8]),
+        (HSTUConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
+        (HSTUConfig, "model.encoder", "max_length", [0], [1]),
+        (PooledConfig, "model.encoder", "hidden", [0], [1]),
+        (PooledConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
+        (PooledConfig, "model.encoder", "max_length", [0], [1]),
         (DotConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (MoLConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (MoLConfig, "model.similarity", "query_components", [0], [1]),
@@ -92,15 +102,23 @@ def test_a_width_that_fbgemm_cannot_take_names_two_that_it_can(dim: int, near: s
         assert ModelConfig(dim=int(value)).dim == int(value)
 
 
+@pytest.mark.parametrize("encoder", [SASRecConfig, HSTUConfig])
 @pytest.mark.parametrize(
     ("dim", "heads", "near"), [(96, 5, "4 or 6"), (64, 3, "2 or 4"), (4, 9, "4 or 2"), (64, 100, "64 or 32")]
 )
-def test_heads_that_do_not_divide_the_width_name_two_that_do(dim: int, heads: int, near: str) -> None:
+def test_heads_that_do_not_divide_the_width_name_two_that_do(
+    dim: int, heads: int, near: str, encoder: type[SASRecConfig | HSTUConfig]
+) -> None:
     problem = rf"^model\.dim \({dim}\) must be divisible by model\.encoder\.heads \({heads}\); "
     with pytest.raises(ValueError, match=problem + rf"set model\.encoder\.heads to {near}$"):
-        ModelConfig(dim=dim, encoder=SASRecConfig(heads=heads))
+        ModelConfig(dim=dim, encoder=encoder(heads=heads))
     for value in near.split(" or "):
-        ModelConfig(dim=dim, encoder=SASRecConfig(heads=int(value)))
+        ModelConfig(dim=dim, encoder=encoder(heads=int(value)))
+
+
+def test_which_encoders_see_times() -> None:
+    assert sees_times(HSTUConfig(times=True))
+    assert not any(map(sees_times, (HSTUConfig(), SASRecConfig(), PooledConfig())))
 
 
 def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:

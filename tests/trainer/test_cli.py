@@ -1,4 +1,4 @@
-"""The words of `logitmix train`: the settings that there are depend on the kind of similarity."""
+"""The words of `logitmix train`: the settings that there are depend on the kinds of similarity and encoder."""
 
 import os
 from dataclasses import replace
@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from logitmix.common.mappings import classes_by_kind
-from logitmix.modules.config import DotConfig, MLPConfig, MoLConfig, SimilarityConfig
+from logitmix.modules.config import (
+    DotConfig,
+    EncoderConfig,
+    HSTUConfig,
+    MLPConfig,
+    MoLConfig,
+    PooledConfig,
+    SASRecConfig,
+    SimilarityConfig,
+)
 from logitmix.trainer import cli, evaluate, loop
 from logitmix.trainer.config import Config, flatten, load_recipe
 
@@ -45,6 +54,29 @@ def test_a_recipe_takes_another_kind_and_its_settings(words: str, similarity: ob
     cli.main(["train", "demo-mol", *words.split()])
     recipe = load_recipe("demo-mol")
     assert parsed == [replace(recipe, model=replace(recipe.model, similarity=similarity))]
+
+
+@pytest.mark.parametrize(
+    ("words", "encoder"),
+    [
+        ("--model.encoder.heads 2", SASRecConfig(heads=2)),
+        # Settings that both kinds have are kept: SASRec's blocks and heads.
+        ("--model.encoder.kind hstu", HSTUConfig(blocks=2, heads=1)),
+        (
+            "--model.encoder.kind hstu --model.encoder.times --model.encoder.blocks 3",
+            HSTUConfig(blocks=3, heads=1, times=True),
+        ),
+        ("--model.encoder.kind hstu --model.encoder.no-times --model.encoder.heads 4", HSTUConfig(blocks=2, heads=4)),
+        ("--model.encoder.max-length 50 --model.encoder.kind=pooled", PooledConfig(max_length=50)),
+        ("--model.encoder.kind pooled --model.encoder.hidden 32", PooledConfig(hidden=32)),
+    ],
+)
+def test_a_recipe_takes_another_encoder_and_its_settings(
+    words: str, encoder: EncoderConfig, parsed: list[Config], tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text("")
+    cli.main(["train", str(tmp_path / "recipe.toml"), *words.split()])
+    assert parsed == [replace(Config(), model=replace(Config().model, encoder=encoder))]
 
 
 def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
@@ -92,14 +124,19 @@ def test_wrong_settings_of_a_table_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", classes_by_kind(SimilarityConfig))
-def test_help_lists_every_setting(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [("similarity", kind) for kind in classes_by_kind(SimilarityConfig)]
+    + [("encoder", kind) for kind in classes_by_kind(EncoderConfig)],
+)
+def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "demo-mol", "--model.similarity.kind", kind, "--help"])
+        cli.main(["train", "demo-mol", f"--model.{section}.kind", kind, "--help"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     recipe = load_recipe("demo-mol")
-    config = replace(recipe, model=replace(recipe.model, similarity=classes_by_kind(SimilarityConfig)[kind]()))
+    cls = (classes_by_kind(SimilarityConfig) | classes_by_kind(EncoderConfig))[kind]
+    config = replace(recipe, model=replace(recipe.model, **{section: cls()}))
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
 
 
@@ -119,6 +156,8 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
     [
         ("train demo-mol --train.epochs 3.5", "--train.epochs is 3.5; it must be a whole number; see logitmix train"),
         ("train demo-mol --dense.lr fast", "--dense.lr is fast; it must be a number; see logitmix train"),
+        ("train demo-mol --model.encoder.times", "model.encoder.times is a setting of kind hstu"),
+        ("train demo-mol --model.encoder.kind hsut", "model.encoder.kind is 'hsut' (did you mean hstu?)"),
         ("train demo-mol --train.clip nan", "train.clip is nan; it must be 0 or more and finite"),
         ("retrieve DIR --stage1 all", "--stage1 is all; it must be a whole number; see logitmix retrieve --help"),
         ("prepare tabel", "no data format named 'tabel' (did you mean table?); there are:"),

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "widths": SGD | {"tables.brand.dim": 4, "tables.action.dim": 12},
     "parts": SGD | {"comm.parts": 3},
     "dot": SGD | {"model.similarity.kind": "dot"},
+    "hstu": SGD | {"model.encoder.kind": "hstu", "model.encoder.times": True, "model.encoder.blocks": 2},
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
     "recency": SGD | {"model.features": ["all", "recency"]},
     "in batch": SGD | {"model.loss.in_batch": 6},
