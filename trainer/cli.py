@@ -60,6 +60,7 @@ recipes:  {recipes}"""
 
 TRAIN_USAGE = """\
 usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
+       logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
 
 logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
@@ -264,6 +265,8 @@ def _prepare(words: list[str]) -> None:
 
 
 def _train(words: list[str]) -> None:
+    if words and words[0].partition("=")[0] == "--refit":
+        words = _words_of_refit(words)
     if not words or words[0].startswith("-"):
         if words and words[0] not in ("-h", "--help"):
             raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
@@ -294,7 +297,17 @@ def _train(words: list[str]) -> None:
 
     results = train(config, run)
     if _is_main():
-        _show_metrics(results, f"{run}: test, checkpoint of step {results['step']}", command.json)
+        trained = run / "refit" if config.train.refit else run
+        _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
+
+
+def _words_of_refit(words: list[str]) -> list[str]:
+    """`--refit RUN …` as the words that resume the run with train.refit."""
+    _, equals, run = words[0].partition("=")
+    run, others = (run, words[1:]) if equals else ("".join(words[1:2]), words[2:])
+    if not (Path(run) / "config.toml").is_file():
+        raise ValueError(f"--refit needs a run directory, and {run or 'nothing'} is none: logitmix train --refit RUN")
+    return [str(Path(run) / "config.toml"), *others, "--train.refit", "--run", run]
 
 
 def _with_kinds(config: Config, words: list[str]) -> Config:
@@ -325,13 +338,15 @@ def _evaluate(words: list[str]) -> None:
     _start_ranks("evaluate", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.evaluate import evaluate_run
+    from logitmix.trainer.run import final_run
 
     threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     results = evaluate_run(
         Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
     )
     if _is_main():
-        title = f"{command.run}: {command.split}, checkpoint of step {results['step']}"
+        run = final_run(Path(command.run)) if command.split == "test" else command.run
+        title = f"{run}: {command.split}, checkpoint of step {results['step']}"
         _show_metrics(results, title, command.json)
 
 

@@ -27,6 +27,10 @@ class DataConfig:
     """With split time: share of all actions, the latest ones, that is for the test; as many before them are for
     validation."""
 
+    validation: bool = True
+    """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
+    best."""
+
     def __post_init__(self) -> None:
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
 
@@ -112,10 +116,15 @@ class TrainConfig:
     batch_size: int = 128
     """B: users of a global batch, divided among the ranks."""
     epochs: int = 40
+    stop_after_epochs: float = 0.0
+    """Stop earlier, after these epochs, with the learning rates of train.epochs; 0 trains all epochs."""
     minutes: float = 0.0
     """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
     patience: int = 0
     """Stop after this many evaluations in a row without a better evaluate.metric on validation; 0 never stops early."""
+    refit: bool = False
+    """When the best checkpoint has been chosen on validation, train anew for as many epochs on the validation actions
+    too, in RUN/refit. Export and the evaluation of the test part then take that model."""
     schedule: ScheduleName = "constant"
     """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs."""
     warmup_steps: int = 0
@@ -144,6 +153,12 @@ class TrainConfig:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
         for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(
+            0 <= self.stop_after_epochs <= self.epochs,
+            "train.stop_after_epochs",
+            self.stop_after_epochs,
+            f"from 0 to train.epochs ({self.epochs})",
+        )
         for name in ("minutes", "patience", "warmup_steps", "checkpoint_every", "profile"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         require(0 <= self.clip < inf, "train.clip", self.clip, "0 or more and finite")
@@ -196,6 +211,15 @@ class Config:
             raise ValueError(
                 f"train.patience is {self.train.patience}, but evaluate.every_epochs is 0, so nothing is evaluated; "
                 "set evaluate.every_epochs to 1, or train.patience to 0"
+            )
+        if (self.train.patience or self.train.refit) and not self.data.validation:
+            name = "patience" if self.train.patience else "refit"
+            raise ValueError(
+                f"train.{name} needs the validation actions, but data.validation is false; leave one of them out"
+            )
+        if self.train.refit and not self.evaluate.every_epochs:
+            raise ValueError(
+                "train.refit is set, but evaluate.every_epochs is 0, so no checkpoint is chosen; set it to 1"
             )
 
 

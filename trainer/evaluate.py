@@ -33,7 +33,7 @@ from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.ranking import NOT_SERVED, Rankings, rank_corpus
-from logitmix.trainer.run import read_config, require_same_dataset
+from logitmix.trainer.run import final_run, read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import ShardedRows
 from logitmix.trainer.telemetry import counting
 
@@ -54,12 +54,16 @@ def evaluate_run(
     device: Literal["auto", "cpu", "cuda"],
     threads: int,
 ) -> dict[str, float]:
-    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks.
+    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. On
+    the test part, of its refit if there is one.
 
     `exclude_history` and `users` override the run's settings of these names.
     """
     torch.set_num_threads(threads)
+    run = final_run(run) if split == "test" else run
     config = read_config(run)
+    if split == "validation" and not config.data.validation:
+        raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")
     given: dict[str, Any] = {"exclude_history": exclude_history, "users": users}
     options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
     dataset = load_dataset(config.data.path)
@@ -74,7 +78,9 @@ def evaluate_run(
 
 def held_out(config: Config, dataset: Dataset) -> HeldOut:
     """The held-out actions of the run's split; ValueError if a split by time leaves nobody to rank."""
-    return split_by_time(dataset, config.data.held_out) if config.data.split == "time" else leave_one_out(dataset)
+    if config.data.split == "time":
+        return split_by_time(dataset, config.data.held_out, config.data.validation)
+    return leave_one_out(dataset, config.data.validation)
 
 
 def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
@@ -83,7 +89,9 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
         return rule == "yes"
     share = dataset.repeated_targets["validation"]
     if config.data.split == "time":
-        share = float(ranking_users(dataset, "validation", 1, held_out(config, dataset)).repeats().mean())
+        share = float(
+            ranking_users(dataset, "validation", 1, split_by_time(dataset, config.data.held_out)).repeats().mean()
+        )
     if share < COMMON_REPEATS:
         return True
     _say(

@@ -40,7 +40,7 @@ from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history
 from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
-from logitmix.trainer.run import read_config, require_same_dataset
+from logitmix.trainer.run import final_run, read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
 
 SHARD_BYTES = 2**28
@@ -95,10 +95,11 @@ def export(
     no intact checkpoint, if the dataset is missing or is not the one that the run was trained on, if an extra cannot be
     made, or if the precision cannot hold the items' sides.
     """
-    with process_group("cpu", read_config(run).comm.timeout_seconds) as ranks:
-        model = load_saved(run, which, ranks)
+    final = final_run(run)
+    with process_group("cpu", read_config(final).comm.timeout_seconds) as ranks:
+        model = load_saved(final, which, ranks)
         dataset = load_dataset(model.config.data.path)
-        require_same_dataset(run, dataset)
+        require_same_dataset(final, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         about = About(
@@ -107,7 +108,7 @@ def export(
         items = DatasetItems(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
         )
-        facts = read_facts(run, model.config, model.step, dataset.description(), model.validation)
+        facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         return export_model(model, about, items, out, overwrite, ranks, facts, extras)
 
 

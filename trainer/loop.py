@@ -23,6 +23,9 @@ from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.run import (
     RunProgress,
     evaluations_since_best,
+    read_config,
+    refit_config,
+    refit_path,
     run_lock,
     start_run,
     still_rising,
@@ -34,13 +37,37 @@ from logitmix.trainer.warm_start import warm_start
 
 
 def train(config: Config, run: Path) -> dict[str, float]:
-    """Trains or resumes the run; returns the test metrics of its best checkpoint. Collective. Raises ValueError for a
-    user's mistake (no dataset, another run's directory) and for a loss that is not finite.
+    """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
+    the refit. Collective. Raises ValueError for a user's mistake (no dataset, another run's directory) and for a loss
+    that is not finite.
     """
     torch.set_num_threads(config.train.threads)
     set_up_memory()
     dataset = load_dataset(config.data.path)
-    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, run_lock(run, ranks):
+    with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
+        results = _train(config, run, dataset, ranks)
+        return _refit(run, dataset, ranks) if config.train.refit else results
+
+
+def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    """Trains or resumes the refit of a run. Collective. ValueError if the run has no checkpoint that was evaluated."""
+
+    def begin() -> Config:
+        config, path = read_config(run), refit_path(run)
+        epochs = checkpoint.best_epochs(run, config.evaluate.metric)
+        if (path / "config.toml").exists() and (was := read_config(path).train.stop_after_epochs) != epochs:
+            raise ValueError(
+                f"{path} is a refit of {was:g} epochs, but the best checkpoint of {run} is now that after {epochs:g}; "
+                f"remove {path} to train it anew"
+            )
+        print(f"refit of {epochs:g} epochs, on the validation actions too: {path}", file=sys.stderr)
+        return refit_config(config, epochs)
+
+    return _train(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
+
+
+def _train(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    with run_lock(run, ranks):
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
@@ -77,19 +104,20 @@ def _steps(
     """Trains all steps from `done` to the end of the run."""
     config = model.config
     total = config.train.epochs * batches.steps_per_epoch
+    last = round(config.train.stop_after_epochs * batches.steps_per_epoch) or total
     evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
     with (
-        Telemetry(run, model, done, total) as telemetry,
+        Telemetry(run, model, done, last) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
     ):
-        finished = pipeline.step >= total or _out_of_time(pipeline) or _out_of_patience(run, model, telemetry)
+        finished = pipeline.step >= last or _out_of_time(pipeline) or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()
             pipeline.loss()
             pipeline.backward()
             pipeline.check_gradients()
-            finished = pipeline.step == total or _out_of_time(pipeline)
+            finished = pipeline.step == last or _out_of_time(pipeline)
             pipeline.apply_gradients(prefetch=not finished)
 
             step, epoch = pipeline.step, pipeline.step / batches.steps_per_epoch
@@ -98,7 +126,7 @@ def _steps(
             if evaluating or saving:
                 pipeline.require_finite()
                 done = pipeline.progress
-                if evaluation and evaluating:
+                if evaluation and evaluating and config.data.validation:
                     done = replace(done, validation=evaluation("validation", model.tower, model.sharded_rows()))
                     telemetry.log_validation(step, epoch, done.validation)
                     finished = finished or _out_of_patience(run, model, telemetry)

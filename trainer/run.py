@@ -8,6 +8,7 @@ tensorboard/      the same as curves, the configuration as text; with train.proj
 profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
+refit/            with train.refit, the run that then trained on the validation actions too
 logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
 .lock             held by the job that trains
 """
@@ -18,7 +19,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from logitmix.trainer.data.dataset import Dataset
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
-    "evaluate.baselines",
+    "train.refit", "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs only if the schedule does not depend on them."""
 
@@ -78,6 +79,30 @@ def read_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
     return load_toml(path.read_text(encoding="utf-8"), str(path))
+
+
+def refit_path(run: Path) -> Path:
+    """The run directory of a run's refit."""
+    return run / "refit"
+
+
+def final_run(run: Path) -> Path:
+    """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished."""
+    refit = refit_path(run)
+    if not (refit / "config.toml").is_file():
+        return run
+    if not (refit / "results.json").is_file():
+        raise ValueError(f"{refit} is not finished: go on with `logitmix train --refit {run}`, or remove it")
+    return refit
+
+
+def refit_config(config: Config, epochs: float) -> Config:
+    """The settings of the refit of a run with these settings: the best checkpoint was that after these epochs."""
+    return replace(
+        config,
+        data=replace(config.data, validation=False),
+        train=replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs),
+    )
 
 
 def read_schema(run: Path) -> Schema:

@@ -1,7 +1,8 @@
-"""A run that starts from the weights of another, on a dataset that has grown since.
+"""A run that starts from the weights of another, on a dataset that has grown since, or with another similarity.
 
-Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run,
-and so do the optimizers. A rank reads the other run's tables in blocks and keeps its own rows.
+Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
+so do the optimizers, and the similarity and the h-indexer if the similarity is another. A rank reads the other run's
+tables in blocks and keeps its own rows.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
@@ -32,13 +33,31 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
-    model.tower.load_state_dict(saved.tower.state_dict())
+    weights = {**model.tower.state_dict(), **_taken(saved, model)}
+    model.tower.load_state_dict(weights)
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
     totals = {
         name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
     }
     taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
-    return f"warm start from {run}, step {saved.step}: the tower, and {taken}"
+    tower = "the tower" if _same_similarity(saved, model) else "the tower without its similarity"
+    return f"warm start from {run}, step {saved.step}: {tower}, and {taken}"
+
+
+def _same_similarity(saved: SavedModel, model: ParallelModel) -> bool:
+    return _shapes(saved.tower) == _shapes(model.tower) and (
+        saved.config.model.similarity.kind == model.config.model.similarity.kind
+    )
+
+
+def _taken(saved: SavedModel, model: ParallelModel) -> dict[str, Tensor]:
+    """The weights of the other run's tower that this one has a place for."""
+    same = _same_similarity(saved, model)
+    return {name: of for name, of in saved.tower.state_dict().items() if same or not name.startswith(_OWN)}
+
+
+_OWN = ("similarity.", "hindexer.")
+"""Parts of the tower that start as in any run where the similarity is another."""
 
 
 def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
@@ -49,18 +68,25 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
             f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
             "restore it, and prepare the grown dataset into another directory"
         )
-    if _shapes(saved.tower) != _shapes(model.tower):
+    if _common(saved.tower) != _common(model.tower):
         raise ValueError(f"the weights of {run} do not fit: {_differences(saved.config, model.config)}")
     if saved.config.data.split != model.config.data.split:
         raise ValueError(
             f"{run} has data.split {saved.config.data.split}, so it may have been trained on what is held out now; "
             f"give --data.split {saved.config.data.split}"
         )
+    if model.config.data.validation and not saved.config.data.validation:
+        raise ValueError(f"{run} was trained on the validation actions, which are held out now; give the run before it")
 
 
 def _shapes(tower: Tower) -> dict[str, object]:
     weights = {name: weight.shape for name, weight in tower.state_dict().items()}
     return weights | {table.name: table.dim for table in tower.schema.tables}
+
+
+def _common(tower: Tower) -> dict[str, object]:
+    """The shapes of what does not depend on the similarity."""
+    return {name: shape for name, shape in _shapes(tower).items() if not name.startswith(_OWN)}
 
 
 def _differences(before: Config, now: Config) -> str:

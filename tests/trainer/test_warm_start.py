@@ -101,6 +101,31 @@ def test_the_run_takes_its_weights_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["step"] for row in read_rows(second, "validation")] == [4, 8]
 
 
+def test_another_similarity_starts_as_in_any_run_and_the_rest_from_the_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, first, second = write_dataset(tmp_path / "data"), tmp_path / "first", tmp_path / "second"
+    step = train(small_config(data, {"model.similarity.kind": "dot", "train.epochs": 1}), first)["step"]
+    train(small_config(data, TINY_STEPS | {"warm_start": str(first), "train.epochs": 1}), second)
+    said = f"warm start from {first}, step {step}: the tower without its similarity, and 51 of 51 rows of table item"
+    assert said in capsys.readouterr().err
+    train(small_config(data, TINY_STEPS | {"train.epochs": 1}), tmp_path / "cold")
+    before, after, cold = (load_saved(run).tower.state_dict() for run in (first, second, tmp_path / "cold"))
+    own = {name for name in after if name.startswith(("similarity.", "hindexer."))}
+    assert own and after.keys() - own == before.keys() - {name for name in before if name.startswith("hindexer.")}
+    for name, weight in after.items():  # a weight of 0 moves even at these rates
+        torch.testing.assert_close(weight, (cold if name in own else before)[name], rtol=0, atol=1e-12)
+
+
+def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_them_out(tmp_path: Path) -> None:
+    data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
+    unheld = {"data.validation": False, "train.epochs": 1}
+    train(small_config(data, unheld), first)
+    with pytest.raises(ValueError, match="was trained on the validation actions, which are held out now"):
+        train(small_config(data, {"warm_start": str(first), "train.epochs": 1}), tmp_path / "second")
+    train(small_config(data, unheld | {"warm_start": str(first)}), tmp_path / "third")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -34,31 +34,32 @@ class HeldOut:
     """The target, ranked given all of the user's earlier actions; -1 if there is none."""
 
 
-def leave_one_out(dataset: Dataset) -> HeldOut:
-    """A user's last action is the test target, and the one before it the validation target."""
+def leave_one_out(dataset: Dataset, validation: bool = True) -> HeldOut:
+    """A user's last action is the test target, and the one before it the validation target, if there is a validation
+    part."""
     # Three actions give one of each: history, validation item, test item.
     end, enough = dataset.offsets[1:], np.diff(dataset.offsets) > 2
-    return HeldOut(end - 2, {"validation": np.where(enough, end - 2, -1), "test": np.where(enough, end - 1, -1)})
+    before, test = np.where(enough, end - 2, -1), np.where(enough, end - 1, -1)
+    return HeldOut(end - 2, {"validation": before, "test": test}) if validation else HeldOut(end - 1, {"test": test})
 
 
-def split_by_time(dataset: Dataset, share: float) -> HeldOut:
+def split_by_time(dataset: Dataset, share: float, validation: bool = True) -> HeldOut:
     """The latest `share` of all actions is for the test, and as much before it for validation; actions at equal times
     stay together, in the later part. A user's target is the first action in a part, if the user has an earlier
-    action."""
+    action. Without `validation` only the test part is held out."""
     start, end = dataset.offsets[:-1], dataset.offsets[1:]
     at = [int(len(dataset.items_flat) * (1 - parts * share)) for parts in (2, 1)]
-    validation, test = (_first_since(dataset, time) for time in np.partition(dataset.timestamps_flat, at)[at])
-    targets: dict[Split, Ints] = {
-        "validation": np.where((start < validation) & (validation < test), validation, -1),
-        "test": np.where((start < test) & (test < end), test, -1),
-    }
+    before, test = (_first_since(dataset, time) for time in np.partition(dataset.timestamps_flat, at)[at])
+    targets: dict[Split, Ints] = {"test": np.where((start < test) & (test < end), test, -1)}
+    if validation:
+        targets = {"validation": np.where((start < before) & (before < test), before, -1), **targets}
     for split, places in targets.items():
         if not (places >= 0).any():
             raise ValueError(
                 f"{dataset.path}: data.split is time and data.held_out {share}, but no user has an action in the "
                 f"{split} part and one before it; give another data.held_out, or data.split leave-one-out"
             )
-    return HeldOut(validation, targets)
+    return HeldOut(before if validation else test, targets)
 
 
 def _first_since(dataset: Dataset, time: int) -> Ints:
