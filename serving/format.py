@@ -72,6 +72,7 @@ from logitmix.common.files import file_digest, json_digest, sync
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.serving.group import part_of
 from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import (
     CORPUS_SCALE,
@@ -166,6 +167,8 @@ class Contents:
     """[X], distinct, with their order."""
     titles: Texts | None
     """[X], for people to read."""
+    digest: str = ""
+    """The manifest's."""
 
 
 def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
@@ -285,9 +288,9 @@ def check_target(out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} exists already; give --overwrite to replace it, or another --out")
 
 
-def read(path: Path, device: torch.device | str = "cpu") -> Contents:
-    """Reads and checks a serving directory. On the CPU, tensors are mapped from the files; another `device` gets copies
-    of all but the texts.
+def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
+    """Reads and checks a serving directory, whose tensors are mapped from its files. Of several processes that share
+    the items, each checks the digests of its part of the files: that of its items, and every `parts`-th of the others.
 
     Raises ValueError that names the path and what to do, if there is no serving directory, if it has another format
     version, or if a file is missing, damaged, or does not fit the manifest.
@@ -304,26 +307,29 @@ def read(path: Path, device: torch.device | str = "cpu") -> Contents:
     )
     _check_about(path / MANIFEST, manifest, about)
     tensors = _check_files(path / MANIFEST, manifest["files"], about)
+    of_items = _numbered(items_file, tensors)
+    own = {of_items[number] for number in part_of(range(len(of_items)), part, parts)}
+    own.update([name for name in tensors if name not in of_items][part::parts])
     for name in tensors:
-        _check_file(path / name, manifest["files"][name])
+        _check_file(path / name, manifest["files"][name], content=name in own)
     found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
     names = [table.name for table in about.schema.tables if table.name != ITEM]
-    on_device = {name: {key: t.to(device) for key, t in of_file.items()} for name, of_file in found.items()}
-    shards = {name: on_device[name] for name in _numbered(items_file, on_device)}
+    shards = {name: found[name] for name in of_items}
     if len({float(shard[CORPUS_SCALE]) for shard in shards.values() if CORPUS_SCALE in shard}) > 1:
         _broken(path / MANIFEST, f"its files have several {CORPUS_SCALE}")
     for name, shard in {} if about.item_cache else shards.items():
-        if problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema):
+        if name in own and (problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema)):
             _broken(path / name, f"its {problem}")
     return Contents(
         about=about,
-        weights=on_device[WEIGHTS],
-        tables=_pieces([on_device[name] for name in _numbered(tables_file, on_device)]),
+        weights=found[WEIGHTS],
+        tables=_pieces([found[name] for name in _numbered(tables_file, found)]),
         vocabularies={name: _texts(path / VOCABULARIES, vocabularies, name) for name in names},
         shards=list(shards.values()),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
+        digest=manifest["sha256"],
     )
 
 
@@ -530,13 +536,13 @@ def _order_of(name: str, count: int) -> dict[str, Any]:
     return {f"{name}.order": {"dtype": "I64", "shape": [count]}}
 
 
-def _check_file(file: Path, entry: Mapping[str, Any]) -> None:
+def _check_file(file: Path, entry: Mapping[str, Any], content: bool = True) -> None:
     if not file.is_file():
         _broken(file, "it is missing")
     size = file.stat().st_size
     if size != entry["bytes"]:
         _broken(file, f"it is damaged ({size} bytes, {entry['bytes']} in the manifest)")
-    if file_digest(file) != entry["sha256"]:
+    if content and file_digest(file) != entry["sha256"]:
         _broken(file, "it is damaged (its sha256 is not the manifest's)")
 
 

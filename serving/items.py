@@ -183,11 +183,19 @@ class ComputedShard:
 class Items:
     """The items' vectors and their sides of both stages."""
 
-    def __init__(self, shards: Sequence[Shard], dim: int, device: torch.device, most: int | None = None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        dim: int,
+        device: torch.device,
+        most: int | None = None,
+        own: range | None = None,
+    ) -> None:
         """`shards` of consecutive items with vectors of width `dim`; at most `most` items are requested from a shard at
-        once."""
+        once. Of those that are not `own` (by number), only single rows are read: another process ranks them."""
         self.shards, self.dim, self.device, self.most = shards, dim, device, most
         self.starts = torch.tensor([0, *map(len, shards)]).cumsum(0)
+        self._own = range(len(shards)) if own is None else own
 
     @classmethod
     def of_tensors(
@@ -201,11 +209,11 @@ class Items:
         return cls([ComputedShard(each, tower, tables) for each in inputs], dim, device, COMPUTED_CHUNK)
 
     @classmethod
-    def joined(cls, parts: Sequence["Items"]) -> "Items":
+    def joined(cls, parts: Sequence["Items"], device: torch.device, own: range) -> "Items":
         """The items of several, one after the other, whose shards may be on several devices. Inputs and results are on
-        that of the first."""
-        first = parts[0]
-        return cls([shard for part in parts for shard in part.shards], first.dim, first.device, first.most)
+        `device`; `own` are the numbers of the shards that are ranked here."""
+        shards = [shard for part in parts for shard in part.shards]
+        return cls(shards, parts[0].dim, device, parts[0].most, own)
 
     def rows(self, index_T: Tensor) -> Tensor:
         """Vectors [T, D] of items in any order."""
@@ -217,14 +225,23 @@ class Items:
 
         return gather(index_T, self.starts, read, row_TD)
 
+    @property
+    def own(self) -> range:
+        """The items that this process ranks."""
+        return self.of_shards(self._own)
+
+    def of_shards(self, numbers: range) -> range:
+        """The items of consecutive shards."""
+        return range(int(self.starts[numbers.start]), int(self.starts[numbers.stop]))
+
     def all(self, stage: Stage, chunk: int) -> Iterator[Chunk]:
-        """All items, at most `chunk` at a time."""
+        """All own items, at most `chunk` at a time."""
         for shard, first, stop, index_N in self._ranges(chunk):
             yield index_N, shard.side(stage, first, stop)
 
     def all_scores(self, query: Side, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Indices [N] of at most `chunk` items, and the similarity FP32 [B, N] of B queries with them; in turn for all
-        items."""
+        own items."""
         moved = _on_devices(self.shards, query)
         for shard, first, stop, index_N in self._ranges(chunk):
             side = shard.side("similarity", first, stop)
@@ -233,7 +250,8 @@ class Items:
     def _ranges(self, chunk: int) -> Iterator[tuple[Shard, int, int, Tensor]]:
         """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""
         chunk = min(chunk, self.most or chunk)
-        for shard, start in zip(self.shards, self.starts.tolist(), strict=False):
+        for number in self._own:
+            shard, start = self.shards[number], int(self.starts[number])
             for first in range(0, len(shard), chunk):
                 stop = min(first + chunk, len(shard))
                 yield shard, first, stop, torch.arange(start + first, start + stop, device=self.device)

@@ -5,7 +5,7 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -25,10 +26,11 @@ from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.format import Contents, read
+from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import ItemInputs, Items
-from logitmix.serving.model import CORPUS, OWN_ROW, TABLE, named, scales_of, stored_items, trained_tower
+from logitmix.serving.model import CORPUS, named, scales_of, stored_items, trained_tower
 from logitmix.serving.pieces import Pieces, fetch_rows
-from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
+from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
 """Items that stage 1 keeps unless told otherwise; the paper's k'."""
@@ -81,29 +83,36 @@ class Row(TypedDict):
 class Retriever:
     """Answers with the trained model's top-k, from a serving directory."""
 
-    def __init__(self, contents: Contents, devices: Sequence[str | torch.device] = ()) -> None:
-        """The shards of items are divided among the devices, one part for each; without any, all stay where they are.
-        The first also encodes the queries."""
+    def __init__(
+        self, contents: Contents, on: Sequence[str | torch.device] = ("cpu",), group: Group | None = None
+    ) -> None:
+        """The shards of items are divided among the processes of the group, and each part among the devices that it
+        names in `on`. The first device also encodes the queries."""
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
-        self._about, shards = about, contents.shards
-        everywhere = [torch.device(of) for of in devices] or [shards[0][TABLE if about.item_cache else OWN_ROW].device]
+        self._about, self._group, shards = about, group or Group(), contents.shards
+        everywhere = [torch.device(of) for of in on]
         weights = {name: of.to(everywhere[0]) for name, of in contents.weights.items()}
         self.tower = trained_tower(about.model, about.schema, weights)
         self._tables = _moved(contents.tables, everywhere[0])
-        self._parts: list[list[Mapping[str, Tensor]]] = []
-        items = []
-        for number, device in enumerate(everywhere):
-            of_device = shards[len(shards) * number // len(everywhere) : len(shards) * (number + 1) // len(everywhere)]
-            part: list[Mapping[str, Tensor]] = [
-                {name: of.to(device) for name, of in shard.items()} for shard in of_device
-            ]
-            if part:
-                tower = self.tower if device == everywhere[0] else deepcopy(self.tower).to(device)
-                items.append(Items.of_tensors(part, about.item_cache, tower, _moved(self._tables, device)))
-                self._parts.append(part)
-        self._items = Items.joined(items)
+        numbers, size = range(len(shards)), self._group.size
+        own = part_of(numbers, self._group.rank, size)
+        self._parts = [part_of(own, number, len(everywhere)) for number in range(len(everywhere))]
+        # Other processes' shards stay in their files, from which rows of histories are read.
+        device_of = {number: torch.device("cpu") for number in numbers}
+        for part, device in zip(self._parts, everywhere, strict=True):
+            device_of |= dict.fromkeys(part, device)
+        devices = set(device_of.values())
+        towers = {of: self.tower if of == everywhere[0] else deepcopy(self.tower).to(of) for of in devices}
+        tables = {of: _moved(contents.tables, of) for of in devices}
+        self._shards = [{name: of.to(device_of[n]) for name, of in shard.items()} for n, shard in enumerate(shards)]
+        items = [
+            Items.of_tensors([shard], about.item_cache, towers[device], tables[device])
+            for shard, device in zip(self._shards, device_of.values(), strict=True)
+        ]
+        self._items = Items.joined(items, everywhere[0], own)
+        self._largest_part = max(len(self._items.of_shards(part_of(numbers, rank, size))) for rank in range(size))
         self._reader = FeatureReader(about.schema, contents.vocabularies)
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in about.schema.features
@@ -111,37 +120,45 @@ class Retriever:
         self._unknown_1D = self._item_inputs([{}]).embed(self.tower, self._tables).vector_RD
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device | Sequence[str | torch.device] = "cpu") -> "Retriever":
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device | Sequence[str | torch.device] = "cpu",
+        group: "dist.ProcessGroup | None" = None,
+    ) -> "Retriever":
         """Reads a serving directory; the model, its tables and the items go to `device`, cpu or cuda. On the CPU rows
         and items stay in their files until they are used. Several devices share the items, file by file, and the
         answers are those of one.
 
+        So do the processes of a `group` of torch.distributed that has gloo, each with the devices that it names. All of
+        them make the same calls, with the same requests, and get the same answers; or rank 0 makes them, the others
+        `follow`, and rank 0 ends with `release`. They read one directory. Rank 0 alone encodes the requests, and so
+        reads the rows of their histories from the files of all parts.
+
         Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
-        version, and for a device that does not exist.
+        version, and for a device that does not exist; all processes raise what one finds.
         """
-        devices = [device] if isinstance(device, str | torch.device) else list(device)
-        if not devices:
-            raise ValueError("there are no devices to retrieve on; cpu is always there")
-        for name in devices:
-            try:
-                of = torch.device(name)
-                there = of.type == "cpu" or (of.type == "cuda" and (of.index or 0) < torch.cuda.device_count())
-            except RuntimeError:  # it is no name of a device
-                there = False
-            if not there:
-                raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")
-        return cls(read(Path(path), devices[0] if len(devices) == 1 else "cpu"), devices)
+        of_ranks = Group(group)
+        found: list[Contents] = []
+
+        def reading() -> str:
+            found.append(read(Path(path), of_ranks.rank, of_ranks.size))
+            return found[0].digest
+
+        devices = of_ranks.all(lambda: _devices(device))[of_ranks.rank]
+        if len(set(of_ranks.all(reading))) > 1:
+            raise ValueError(f"the processes find different exports at {path}; they must share one file system")
+        return cls(found[0], devices, of_ranks)
 
     @cached_property
     def _corpora(self) -> list[tuple[int, Int8Corpus]]:
         """For each device, its first item and the h-indexer's vectors of its items; made when they are first needed."""
-        corpora, counts, start = [], iter(map(len, self._items.shards)), 0
+        corpora, scale = [], scales_of(self._shards[0]).corpus
+        assert scale is not None
         for part in self._parts:
-            scale = scales_of(part[0]).corpus
-            assert scale is not None
-            corpus = Int8Corpus.joined([(shard[CORPUS], next(counts)) for shard in part], scale)
-            corpora.append((start, corpus))
-            start += corpus.num_items
+            if part:
+                blocks = [(self._shards[number][CORPUS], len(self._items.shards[number])) for number in part]
+                corpora.append((self._items.of_shards(part).start, Int8Corpus.joined(blocks, scale)))
         return corpora
 
     @property
@@ -277,7 +294,7 @@ class Retriever:
         """The tensors of a shard of this export for untrained items, from the raw values of their features by name.
         Raises ValueError that names the record and the feature."""
         inputs, tower, about = self._item_inputs(records), self.tower, self._about
-        embedded, scales = inputs.embed(tower, self._tables), scales_of(self._parts[0][0])
+        embedded, scales = inputs.embed(tower, self._tables), scales_of(self._shards[0])
         stored = stored_items(tower, embedded, about.precision, about.item_cache, scales)
         return stored if about.item_cache else stored | inputs.tensors(tower.schema)
 
@@ -335,26 +352,56 @@ class Retriever:
 
     def _rank(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Tensor:
         """Keys [B, k] of the best items for each request."""
+        with self._group.turn:
+            return self._best(self._group.first(lambda: self._task(asked, k, kept, exclude_history)))
+
+    def follow(self) -> None:
+        """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
+        while (task := self._group.next()) is not None:
+            self.take_part(task)
+
+    def release(self) -> None:
+        """On rank 0: lets the others return from `follow`."""
+        with self._group.turn:
+            self._group.first(lambda: None)
+
+    @torch.inference_mode()
+    def take_part(self, task: "_Task") -> None:
+        """In the answer of rank 0 to some requests."""
+        self._best(task)
+
+    def _task(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> "_Task":
         query = self._queries(asked)
         for of, finite in zip(asked, _finite(query), strict=True):
             if not finite:
                 raise ValueError(_too_large(of.place))
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
+        if self._group.size > 1:
+            query = _each(query, Tensor.cpu)
+        return _Task(query, [of.allowed for of in asked], excluded, k, kept)
+
+    def _best(self, task: "_Task") -> Tensor:
+        """Keys [B, k] of the best items of all processes."""
+        device, own, k, kept = self._items.device, self._items.own, task.k, task.kept
+        query = _each(task.query, lambda part: part.to(device))
         two_stages = query.hindexer is not None and kept < self.num_items
-        few = [of.allowed is not None and (not two_stages or len(of.allowed) <= kept) for of in asked]
-        best_BK = torch.full((len(asked), k), NOTHING, device=self._items.device)
+        few = [of is not None and (not two_stages or len(of) <= kept) for of in task.allowed]
+        best_BK = torch.full((len(few), k), NOTHING, device=device)
         if rows := [row for row, are in enumerate(few) if are]:
-            candidates = [sorted(set(asked[row].allowed or ()) - set(excluded[row])) for row in rows]
-            best_BK[rows] = self._best_of(_of_rows(query, rows), _padded(candidates).to(self._items.device), k)
+            candidates = [sorted(set(task.allowed[row] or ()) - set(task.excluded[row])) for row in rows]
+            here = [torch.tensor([item for item in of if item in own], dtype=torch.int64) for of in candidates]
+            best_BK[rows] = self._best_of(_of_rows(query, rows), _padded(here).to(device), k)
         if rows := [row for row, are in enumerate(few) if not are]:
-            of_rows, without = _of_rows(query, rows), [excluded[row] for row in rows]
+            of_rows, without = _of_rows(query, rows), [task.excluded[row] for row in rows]
             if two_stages:
                 assert of_rows.hindexer is not None
-                allowed = [asked[row].allowed for row in rows]
+                allowed = [task.allowed[row] for row in rows]
                 best_BK[rows] = self._best_of(of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without), k)
             else:
                 best_BK[rows] = self._best_of_all(of_rows, without, k)
-        return best_BK
+        if self._group.size == 1:
+            return best_BK
+        return self._group.gather(best_BK, k).topk(k).values
 
     def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
         """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""
@@ -365,20 +412,21 @@ class Retriever:
     def _stage_1(
         self, query_BH: Tensor, kept: int, allowed: list[list[int] | None], without: list[list[int]]
     ) -> Tensor:
-        """Indices [B, <= kept] of the h-indexer's best items, as Items.scores takes them. `allowed` and `without` have
-        the only items that each query may find, and those that it may not."""
+        """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
+        them. `allowed` and `without` have the only items that each query may find, and those that it may not."""
         device, keys = self._items.device, []
-        may = self._may_find(allowed, without)
-        for (start, corpus), bits in zip(self._corpora, may, strict=True):
+        for (start, corpus), bits in zip(self._corpora, self._may_find(allowed, without), strict=True):
             found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
-            if len(self._corpora) == 1:
+            if len(self._corpora) == self._group.size == 1:
                 return found.items_BK
             of_part = rank_keys(found.scores_BK, found.items_BK + start)
             keys.append(of_part.masked_fill(found.items_BK < 0, NOTHING).to(device))
-        every_BN = torch.cat(keys, dim=1)
-        index_BK = split_keys(every_BN.topk(min(kept, every_BN.shape[1])).values)[0]
-        index_BK = index_BK.masked_fill(index_BK < 0, self.num_items).sort(dim=1).values
-        return index_BK.masked_fill(index_BK == self.num_items, -1)
+        # In the order of the items, as they are on each device.
+        own_BN = torch.cat([torch.empty(len(query_BH), 0, dtype=torch.int64, device=device), *keys], dim=1)
+        if len(keys) > 1:
+            own_BN = _at_least(least_key(own_BN, kept), own_BN)
+        every_BN = self._group.gather(own_BN, min(kept, self._largest_part))
+        return split_keys(_at_least(least_key(every_BN, kept), own_BN))[0]
 
     def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
@@ -443,9 +491,24 @@ class _Asked:
     allowed: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class _Task:
+    """Requests for the ranks of a group, as rank 0 has encoded them."""
+
+    query: Sides
+    allowed: list[list[int] | None]
+    excluded: list[list[int]]
+    k: int
+    kept: int
+
+
 def _of_rows(query: Sides, rows: list[int]) -> Sides:
-    hindexer = None if query.hindexer is None else tuple(part[rows] for part in query.hindexer)
-    return Sides(tuple(part[rows] for part in query.similarity), hindexer)
+    return _each(query, lambda part: part[rows])
+
+
+def _each(query: Sides, change: Callable[[Tensor], Tensor]) -> Sides:
+    hindexer = None if query.hindexer is None else tuple(map(change, query.hindexer))
+    return Sides(tuple(map(change, query.similarity)), hindexer)
 
 
 def _finite(query: Sides) -> list[bool]:
@@ -519,9 +582,30 @@ def _bits(only: list[int] | None, without: list[int], start: int, count: int) ->
     return bits
 
 
-def _padded(candidates: list[list[int]]) -> Tensor:
-    """Indices [B, K], -1 after the last of each row."""
-    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in candidates], True, -1)
+def _padded(candidates: list[Tensor], nothing: int = -1) -> Tensor:
+    """[B, K] of rows of any lengths, with `nothing` after the last of each."""
+    return pad_sequence(candidates, True, nothing)
+
+
+def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
+    """The keys [B, K] that are not below these, in their order, and NOTHING after the last of each row."""
+    return _padded([keys_N[keys_N >= least] for keys_N, least in zip(keys_BN, least_B, strict=True)], NOTHING)
+
+
+def _devices(named: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:
+    """As a list. ValueError for one that does not exist."""
+    devices = [named] if isinstance(named, str | torch.device) else list(named)
+    if not devices:
+        raise ValueError("there are no devices to retrieve on; cpu is always there")
+    for name in devices:
+        try:
+            of = torch.device(name)
+            there = of.type == "cpu" or (of.type == "cuda" and (of.index or 0) < torch.cuda.device_count())
+        except RuntimeError:  # it is no name of a device
+            there = False
+        if not there:
+            raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")
+    return devices
 
 
 def _moved(tables: Mapping[str, Pieces], device: torch.device) -> dict[str, Pieces]:

@@ -32,6 +32,13 @@ def merge(best_BK: Tensor, keys_BN: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, keys.shape[1])).values
 
 
+def least_key(keys_BN: Tensor, k: int) -> Tensor:
+    """The lowest key [B] of the k highest of each row; that of any item, if there are fewer items."""
+    N = keys_BN.shape[1]
+    least_B = keys_BN.kthvalue(N - k + 1).values if k <= N else keys_BN.new_full((len(keys_BN),), NOTHING)
+    return least_B.clamp(min=NOTHING + 1)
+
+
 def split_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (int64) and scores (FP32) of keys; -1 and -inf for NOTHING."""
     score = _reorder((keys >> 32).to(torch.int32)).view(torch.float32)

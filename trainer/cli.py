@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -39,7 +39,9 @@ from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
 
 if TYPE_CHECKING:
-    from logitmix.serving.retriever import Retriever
+    from torch.distributed import ProcessGroup
+
+    from logitmix.serving.retriever import Request, Retriever
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
@@ -69,6 +71,9 @@ BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 EXTRAS = {"train": ("torchrec", "fbgemm_gpu", "tensorboard"), "serve": ("fastapi", "uvicorn", "prometheus_client")}
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 
+PATIENCE = 365 * 24 * 3600
+"""Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
+request. The end of a rank is noticed at once."""
 BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
@@ -187,6 +192,8 @@ class RetrieveCommand:
     """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
+    processes: int = 1
+    """Processes to start on this host, which share the items; torchrun starts its own."""
     json: bool = False
     """Print JSON."""
 
@@ -340,7 +347,7 @@ def _evaluate(words: list[str]) -> None:
     from logitmix.trainer.evaluate import evaluate_run
     from logitmix.trainer.run import final_run
 
-    threads = command.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    threads = command.threads or _threads_of_a_rank()
     results = evaluate_run(
         Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
     )
@@ -386,10 +393,20 @@ def _export(words: list[str]) -> None:
 
 def _retrieve(words: list[str]) -> None:
     command = _parse(RetrieveCommand, "retrieve", words)
+    _start_ranks("retrieve", words, command.processes)
     _let_threads_sleep()
-    from logitmix.serving.retriever import Request, Retriever
+    from logitmix.serving.retriever import Retriever
 
-    retriever = Retriever.load(Path(command.directory))
+    with _items_group() as group:
+        retriever = Retriever.load(Path(command.directory), group=group)
+        if _is_main():
+            _show_items(retriever, command)
+            retriever.release()
+        else:
+            retriever.follow()
+
+
+def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
     request: Request = {
         "history": _parts(command.history),
@@ -469,6 +486,25 @@ def _start_ranks(command: str, words: list[str], count: int) -> None:
             raise ValueError(f"--processes is {count}, but a launcher has started {world_size} ranks; leave it out")
     elif count > 1:
         raise SystemExit(run_ranks([command, *words], count))
+
+
+@contextlib.contextmanager
+def _items_group() -> "Iterator[ProcessGroup | None]":
+    """The group of the ranks that share an export's items; None where no launcher has started this process."""
+    if not launched():
+        yield None
+        return
+    import torch
+
+    from logitmix.comm.process_group import process_group
+
+    torch.set_num_threads(_threads_of_a_rank())
+    with process_group("cpu", PATIENCE) as ranks:
+        yield ranks.group
+
+
+def _threads_of_a_rank() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _parts(text: str) -> list[str]:

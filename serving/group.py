@@ -1,0 +1,87 @@
+"""The processes that share an export's items: each holds a part of them, and all give one answer.
+
+Between them go only requests, and for each request the keys (topk.py) of stage 1's candidates and of the best items:
+nothing that grows with the corpus.
+
+Axes: B queries, N keys of each.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from logitmix.serving.topk import NOTHING
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+class Group:
+    """One process alone, or those of a group of torch.distributed that has gloo. All of them must make the same calls
+    in the same order."""
+
+    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
+        self._group = group
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.turn = threading.RLock()
+        """Held by a thread from the first to the last of its calls that belong together."""
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Rank 0 acts for all: its result, or its ValueError, on every rank."""
+        if self.size == 1:
+            return action()
+        box = [_outcome(action) if self.rank == 0 else None]
+        dist.broadcast_object_list(box, group_src=0, group=self._group, device=_CPU)
+        return _results(box)[0]
+
+    def next(self) -> Any:
+        """What rank 0 gives to its next `first` that has a result, for a rank that does nothing but follow."""
+        while True:
+            with suppress(ValueError):  # rank 0 has it too
+                return self.first(lambda: None)
+
+    def all(self, action: Callable[[], T]) -> list[T]:
+        """Every rank acts: the results of all, or the ValueError of the first that has one, on every rank."""
+        if self.size == 1:
+            return [action()]
+        outcomes: list[tuple[T, None] | tuple[None, ValueError] | None] = [None] * self.size
+        dist.all_gather_object(outcomes, _outcome(action), group=self._group)
+        return _results(outcomes)
+
+    def gather(self, keys_BN: Tensor, width: int) -> Tensor:
+        """Every rank's keys side by side, in the order of the ranks; each has at most `width`."""
+        if self.size == 1:
+            return keys_BN
+        padded = F.pad(keys_BN, (0, width - keys_BN.shape[1]), value=NOTHING).cpu()
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return torch.cat(parts, dim=1).to(keys_BN.device)
+
+
+def part_of(whole: range, part: int, parts: int) -> range:
+    """One of `parts` consecutive parts, of nearly equal lengths; empty ones where there are more parts than numbers."""
+    return whole[len(whole) * part // parts : len(whole) * (part + 1) // parts]
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T, None] | tuple[None, ValueError]:
+    try:
+        return action(), None
+    except ValueError as error:
+        return None, error
+
+
+def _results(outcomes: Sequence[tuple[T, None] | tuple[None, ValueError] | None]) -> list[T]:
+    results = []
+    for outcome in outcomes:
+        assert outcome is not None
+        result, error = outcome
+        if error is not None:
+            raise error
+        results.append(result)
+    return results  # type: ignore[return-value]

@@ -1,0 +1,219 @@
+"""Processes that share an export's items answer as one process does, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import two_ranks
+from small_models import LENGTH, export_small, random_histories, raw_ids, small_model
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.serving.group import part_of
+from logitmix.serving.items import Items
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer import export as export_module
+
+X = 300
+SCHEMA = Schema(
+    (
+        Feature("item", "item", "id", "item"),
+        Feature("brand", "item", "id", "brand"),
+        Feature("tags", "item", "ids", "tags"),
+        Feature("age", "user", "number", mean=30.0, deviation=10.0),
+    ),
+    (Table("item", X + 1), Table("brand", 30, dim=8), Table("tags", 50)),
+)
+HISTORIES = random_histories(X, [1, 2, LENGTH - 1, LENGTH, 40, *[3, 5] * 14])
+"""More than are ranked at once."""
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With many shards and with two, which are fewer than three processes."""
+    folder, found = tmp_path_factory.mktemp("exports"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind, size, options in (
+            ("cached", "mol", 5000, {}),
+            ("two shards", "mol", 25_000, {}),
+            ("computed", "mol", 5000, {"item_cache": False}),
+            ("one stage", "dot", 2000, {}),
+            ("int8", "mol", 5000, {"precision": "int8"}),
+        ):
+            patch.setattr(export_module, "SHARD_BYTES", size)
+            model = small_model(kind, X, hindexer=name != "one stage", schema=SCHEMA)
+            found[name] = export_small(model, folder / name, **options)  # type: ignore[arg-type]
+    assert len(list(found["two shards"].glob("items-*"))) == 2
+    assert all(len(list(path.glob("items-*"))) > 6 for name, path in found.items() if name != "two shards")
+    return found
+
+
+def answers(retriever: Retriever) -> list[Any]:
+    """Every way to ask: both modes, filters, histories left in, batches, more items than a part has."""
+    found: list[Any] = []
+    for k, stage1, exclude_history in ((10, 40, True), (10, 10, False), (200, X - 1, True), (X + 5, None, True)):
+        of = retriever.retrieve(HISTORIES, k, exclude_history, stage1)
+        found.append((of.items.tolist(), of.scores.tolist()))
+    ids = raw_ids(X)
+    requests: list[Request] = [
+        {"history": ids[5:9]},
+        {"history": ids[5:9], "allowed": ids[::7], "blocked": ids[:140]},
+        {"history": ids[290:], "allowed": ids[:12], "user": {"age": 60}},
+        {"history": [ids[299], "new"], "allowed": ids[100:], "blocked": [*ids[200:], "none"]},
+        {"history": ids[:1], "allowed": []},
+        {"history": [], "user": {"age": 20}},
+    ]
+    for stage1 in (None, 40, 20):
+        found += [retriever.recommend(requests, 20, stage1=stage1), retriever.rows(ids[3:5], 7, stage1=stage1)]
+    return found
+
+
+def same_calls_on_all(paths: dict[str, Path]) -> dict[str, Any]:
+    """What each process finds wrong, and which items it ranks."""
+    sent: list[int] = []
+    gather = dist.all_gather
+
+    def counted(parts: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
+        sent.append(own.shape[1])
+        return gather(parts, own, **options)
+
+    found = {}
+    with process_group("cpu", 60) as ranks:
+        for name, path in paths.items():
+            expected, rows = answers(Retriever.load(path)), Items.rows
+            shared = Retriever.load(path, group=ranks.group)
+            if ranks.rank:
+                Items.rows = None  # type: ignore[assignment, method-assign]
+            dist.all_gather = counted
+            sent.clear()
+            equal = answers(shared) == expected
+            dist.all_gather, Items.rows = gather, rows  # type: ignore[method-assign]
+            shared.retrieve([[3]], 5, stage1=17)
+            items = shared._items.own
+            if shared.tower.hindexer is not None:
+                assert sum(corpus.num_items for _, corpus in shared._corpora) == len(items)
+            found[name] = equal, (items.start, items.stop), max(sent)
+        # Two devices of each process.
+        several = Retriever.load(paths["cached"], ["cpu", "cpu"], group=ranks.group)
+        found["devices"] = answers(several) == answers(Retriever.load(paths["cached"])), (0, X), 0
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_shared_items_are_ranked_as_by_one_process(exports: dict[str, Path], processes: int) -> None:
+    of_ranks = two_ranks.run(same_calls_on_all, exports, world_size=processes)
+    for name in exports:
+        assert [found[name][0] for found in of_ranks] == [True] * processes, name
+        # Each holds its own part, and no more than k' or k keys of a request cross.
+        bounds = [found[name][1] for found in of_ranks]
+        assert [0, *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), X]
+        assert max(found[name][2] for found in of_ranks) <= X
+        if name != "two shards":
+            assert max(stop - start for start, stop in bounds) < X * 0.7
+    assert all(found["devices"][0] for found in of_ranks)
+    parts = {stop - start for start, stop in (found["two shards"][1] for found in of_ranks)}
+    assert (0 in parts) == (processes == 3)
+
+
+def errors(paths: dict[str, Path], damaged: Path) -> list[Any]:
+    with process_group("cpu", 60) as ranks:
+        found, shared = [], Retriever.load(paths["cached"], group=ranks.group)
+        calls: list[Callable[[], object]] = [
+            lambda: shared.recommend([{"user": {"age": 3e38}}] * 40, 3, first=4),
+            lambda: shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3),
+            lambda: shared.retrieve([[X]], 3),
+            lambda: Retriever.load(damaged, group=ranks.group),
+            lambda: Retriever.load(paths["cached" if ranks.rank else "computed"], group=ranks.group),
+            lambda: Retriever.load(paths["cached"], "tpu" if ranks.rank else "cpu", group=ranks.group),
+            lambda: Retriever.load("nowhere", group=ranks.group),
+        ]
+        for call in calls:
+            try:
+                call()
+                found.append(None)
+            except ValueError as error:
+                found.append(str(error))
+        # None of this has put the processes out of step.
+        return [*found, shared.retrieve([[3]], 5, stage1=40).items.tolist()]
+
+
+def test_what_one_process_finds_wrong_all_raise(exports: dict[str, Path], tmp_path: Path) -> None:
+    damaged = export_small(small_model("dot", 40), tmp_path / "damaged")
+    # That of the second process alone: the only shard is its part.
+    shard = next(damaged.glob("items-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    first, second = two_ranks.run(errors, exports, damaged)
+    messages = zip(
+        first[:-1],
+        second[:-1],
+        (
+            "request 4: a number among its features is too large",
+            "request 1: feature age is 'old'",
+            f"history 0 holds {X}; item indices go from 0 to {X - 1}",
+            f"{shard}: it is damaged (its sha256 is not the manifest's)",
+            "the processes find different exports at ",
+            "there is no device tpu to retrieve on",
+            "no serving directory at nowhere",
+        ),
+        strict=True,
+    )
+    for *said, expected in messages:
+        assert all(of.startswith(expected) and "\n" not in of for of in said)
+    assert first[-1] == second[-1] == Retriever.load(exports["cached"]).retrieve([[3]], 5, stage1=40).items.tolist()
+
+
+def followed(path: Path) -> Any:
+    with process_group("cpu", 60) as ranks:
+        shared = Retriever.load(path, group=ranks.group)
+        if ranks.rank:
+            return shared.follow()
+        found = shared.rows(["id 7"], 5, stage1=40)
+        with pytest.raises(ValueError, match="request 0: a number among its features is too large"):
+            shared.recommend([{"user": {"age": 3e38}}], 3)
+        found += shared.rows(["id 14"], 5, stage1=40)
+        shared.release()
+        return found
+
+
+def test_processes_may_follow_the_first(exports: dict[str, Path]) -> None:
+    found, *others = two_ranks.run(followed, exports["cached"], world_size=3)
+    alone = Retriever.load(exports["cached"])
+    assert found == [row for raw_id in ("id 7", "id 14") for row in alone.rows([raw_id], 5, stage1=40)]
+    assert others == [None, None]
+
+
+def retrieve(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "logitmix.trainer.cli", "retrieve", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"history": [f"id {item * 7}" for item in of]}) + "\n" for of in HISTORIES))
+    path, out = str(exports["cached"]), tmp_path / "out.jsonl"
+    words = [path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out"]
+    result = retrieve(*words, str(out), "--processes", "3")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{out}: {len(HISTORIES)} requests answered\n", "")
+    assert retrieve(*words, str(tmp_path / "alone.jsonl")).returncode == 0
+    assert out.read_text() == (tmp_path / "alone.jsonl").read_text()
+    for history, said in (("id 7", ""), ("new", "logitmix: request 0: no item of demo has the id 'new'; ")):
+        result = retrieve(path, "--history", history, "--json", "--processes", "2")
+        if said:
+            assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith(said)
+        else:
+            assert json.loads(result.stdout) == Retriever.load(path).rows([history], 10)
+
+
+def test_parts_are_all_and_nearly_equal() -> None:
+    for length in range(9):
+        for parts in range(1, 6):
+            found = [part_of(range(length), part, parts) for part in range(parts)]
+            assert [at for part in found for at in part] == list(range(length))
+            assert max(map(len, found)) - min(map(len, found)) <= 1
