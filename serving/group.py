@@ -7,8 +7,8 @@ Axes: B queries, N keys of each.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +31,28 @@ class Group:
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.turn = threading.RLock()
         """Held by a thread from the first to the last of its calls that belong together."""
+        self.lost = False
+        """Whether another process is gone, or this one no longer knows what it waits for."""
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """For what all processes do together: after an error, none of them can go on. ConnectionError if there was one
+        before."""
+        if self.lost:
+            raise ConnectionError("the processes that share the items have lost each other")
+        try:
+            yield
+        except BaseException:
+            self.lost = self.size > 1
+            raise
 
     def first(self, action: Callable[[], T]) -> T:
         """Rank 0 acts for all: its result, or its ValueError, on every rank."""
         if self.size == 1:
             return action()
         box = [_outcome(action) if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group_src=0, group=self._group, device=_CPU)
+        with self.in_step():
+            dist.broadcast_object_list(box, group_src=0, group=self._group, device=_CPU)
         return _results(box)[0]
 
     def next(self) -> Any:
@@ -51,7 +66,9 @@ class Group:
         if self.size == 1:
             return [action()]
         outcomes: list[tuple[T, None] | tuple[None, ValueError] | None] = [None] * self.size
-        dist.all_gather_object(outcomes, _outcome(action), group=self._group)
+        outcome = _outcome(action)
+        with self.in_step():
+            dist.all_gather_object(outcomes, outcome, group=self._group)
         return _results(outcomes)
 
     def gather(self, keys_BN: Tensor, width: int) -> Tensor:

@@ -2,14 +2,22 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
-from logitmix.serving.format import MANIFEST
+from logitmix.serving.format import MANIFEST, read, read_manifest
+from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
 
+T = TypeVar("T")
 SEARCH_SECONDS = 1.0
 """Most time of a search."""
+_PREPARE, _SWITCH = "prepare", "switch"
+"""What rank 0 says, besides requests: read the new export; answer with it."""
+_POLL_SECONDS = 0.1
+"""Time between two questions whether all processes have read it."""
 _WINDOW = 2**13
 """Items searched before other threads get a turn, and the clock is looked at."""
 
@@ -24,36 +32,116 @@ class Found(TypedDict):
 
 
 class LiveExport:
-    """The Retriever of a serving directory, always that of the last intact export there."""
+    """The Retriever of a serving directory, always that of the last intact export there. Processes may share its items:
+    then rank 0 asks, and the others follow."""
 
-    def __init__(self, directory: Path, say: Callable[[str], object]) -> None:
+    def __init__(self, directory: Path, say: Callable[[str], object], group: Group | None = None) -> None:
         """`say` is told of new exports. Raises ValueError if there is no intact one."""
-        self._directory, self._say = directory, say
+        self._directory, self._say, self._group = directory, say, group or Group()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._seen = self._stamp()
-        self.retriever = self._load()
+        self._next: Future[Retriever] = self._reader.submit(self._read)
+        wait([self._next])
+        first = self._ready()
+        assert first is not None
+        self.retriever: Retriever = first
+        self._before: Retriever | None = None
 
     def refresh(self) -> bool:
         """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
-        the old one goes on."""
+        the old one goes on. Of processes that share the items, only rank 0 calls this."""
         stamp = self._stamp()
         # A directory is not there for a moment while it is published.
         if stamp is None or stamp == self._seen:
             return False
         try:
-            retriever = self._load()
+            if not self._together(_PREPARE, self._prepare):
+                return False
+            wait([self._next])
+            while not self._together(_SWITCH, self._switch):
+                time.sleep(_POLL_SECONDS)
         except Exception as error:  # whatever is wrong with the new export, the old one can answer
-            if stamp == self._stamp():  # otherwise it was replaced while it was read
+            if stamp == self._stamp() and not self.lost:  # otherwise it was replaced while it was read
                 self._seen = stamp
                 self._say(f"the new export is not used: {' '.join(str(error).split())}")
             return False
-        self._seen, self.retriever = stamp, retriever
-        self._say(f"new export: {described(retriever)}")
+        self._seen = stamp
+        self._say(f"new export: {described(self.retriever)}")
         return True
 
-    def _load(self) -> Retriever:
-        retriever = Retriever.load(self._directory)
-        # The first answer takes longer than all others.
-        retriever.retrieve([[0]], 1)
+    def follow(self) -> None:
+        """On every rank but 0: does what rank 0 says, until it calls `release`."""
+        while (said := self._group.next()) is not None:
+            if said == _PREPARE:
+                self._prepare()
+            elif said == _SWITCH:
+                with suppress(ValueError):  # what is wrong with an export, rank 0 says
+                    self._switch()
+            else:
+                self._of(said.digest).take_part(said)
+
+    def release(self) -> None:
+        """On rank 0: lets the others return from `follow`."""
+        self._together(None, lambda: None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process that holds a part of the items is gone."""
+        return self._group.lost
+
+    def _together(self, what: str | None, action: Callable[[], T]) -> T:
+        with self._group.turn:
+            self._group.first(lambda: what)
+            return action()
+
+    def _prepare(self) -> bool:
+        """All begin to read the new export, if they find the same one; while they read, requests are answered."""
+        if len(set(self._group.all(self._found))) > 1:
+            return False
+        self._next = self._reader.submit(self._read)
+        return True
+
+    def _switch(self) -> bool:
+        """All answer with the new export, if all have read it. ValueError if one has found it broken."""
+        ready = self._ready()
+        if ready is None:
+            return False
+        self._before = self.retriever if self._group.rank else None
+        self.retriever = ready
+        return True
+
+    def _ready(self) -> Retriever | None:
+        """The export that all have read; None if one still reads it."""
+        of_this = self._next
+        try:
+            digests = self._group.all(lambda: of_this.result().digest if of_this.done() else None)
+            if len(set(digests) - {None}) > 1:
+                raise ValueError("the processes that share the items have read different exports")
+        except ValueError:
+            self._next = Future()
+            raise
+        return None if None in digests else of_this.result()
+
+    def _of(self, digest: str) -> Retriever:
+        """The retriever of rank 0's next request, whose batch may have begun before all switched."""
+        if digest == self.retriever.digest:
+            self._before = None
+            return self.retriever
+        assert self._before is not None and digest == self._before.digest
+        return self._before
+
+    def _found(self) -> str:
+        """The manifest's digest; empty if it is damaged or there is none."""
+        with suppress(ValueError, OSError):
+            return str(read_manifest(self._directory)["sha256"])
+        return ""
+
+    def _read(self) -> Retriever:
+        try:
+            retriever = Retriever(read(self._directory, self._group.rank, self._group.size), group=self._group)
+            retriever.warm_up()
+        except Exception as error:  # all processes must hear of it
+            raise ValueError(str(error) or type(error).__name__) from error
         return retriever
 
     def _stamp(self) -> tuple[int, int, int] | None:

@@ -6,7 +6,7 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +90,7 @@ class Retriever:
         names in `on`. The first device also encodes the queries."""
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
-        self.raw_ids, self.titles = contents.raw_ids, contents.titles
+        self.raw_ids, self.titles, self.digest = contents.raw_ids, contents.titles, contents.digest
         self._about, self._group, shards = about, group or Group(), contents.shards
         everywhere = [torch.device(of) for of in on]
         weights = {name: of.to(everywhere[0]) for name, of in contents.weights.items()}
@@ -353,7 +353,18 @@ class Retriever:
     def _rank(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Tensor:
         """Keys [B, k] of the best items for each request."""
         with self._group.turn:
-            return self._best(self._group.first(lambda: self._task(asked, k, kept, exclude_history)))
+            task = self._group.first(lambda: self._task(asked, k, kept, exclude_history))
+            with self._group.in_step():
+                return self._best(task)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Answers once from the items of this process alone: the first answer takes longer than all others."""
+        if self.tower.hindexer is not None and self.num_items > STAGE_1:
+            assert self._corpora is not None
+        alone = copy(self)
+        alone._group = Group()
+        alone.retrieve([[0]], 1)
 
     def follow(self) -> None:
         """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
@@ -366,11 +377,11 @@ class Retriever:
             self._group.first(lambda: None)
 
     @torch.inference_mode()
-    def take_part(self, task: "_Task") -> None:
+    def take_part(self, task: "Task") -> None:
         """In the answer of rank 0 to some requests."""
         self._best(task)
 
-    def _task(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> "_Task":
+    def _task(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> "Task":
         query = self._queries(asked)
         for of, finite in zip(asked, _finite(query), strict=True):
             if not finite:
@@ -378,9 +389,9 @@ class Retriever:
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
         if self._group.size > 1:
             query = _each(query, Tensor.cpu)
-        return _Task(query, [of.allowed for of in asked], excluded, k, kept)
+        return Task(self.digest, query, [of.allowed for of in asked], excluded, k, kept)
 
-    def _best(self, task: "_Task") -> Tensor:
+    def _best(self, task: "Task") -> Tensor:
         """Keys [B, k] of the best items of all processes."""
         device, own, k, kept = self._items.device, self._items.own, task.k, task.kept
         query = _each(task.query, lambda part: part.to(device))
@@ -492,9 +503,11 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Requests for the ranks of a group, as rank 0 has encoded them."""
+class Task:
+    """What rank 0 of a group asks of all: some requests, encoded."""
 
+    digest: str
+    """Of the export that answers."""
     query: Sides
     allowed: list[list[int] | None]
     excluded: list[list[int]]

@@ -33,11 +33,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch.distributed import ProcessGroup
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from logitmix.common.mappings import require
 from logitmix.serving.batcher import BATCH, Batcher, QueueFull
 from logitmix.serving.body import Body, parse
+from logitmix.serving.group import Group
 from logitmix.serving.live import LiveExport, described, search
 
 MAX_BODY = 2**20
@@ -61,19 +63,27 @@ BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 
 
-def serve(directory: Path, host: str, port: int, threads: int, wait_ms: float) -> None:
+def serve(
+    directory: Path, host: str, port: int, threads: int, wait_ms: float, group: "ProcessGroup | None" = None
+) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
-    0 for its default.
+    0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
+    the others.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
-    listened on.
+    listened on or another process is lost.
     """
     require(0 <= wait_ms <= 1000, "--wait-ms", wait_ms, "from 0 to 1000")
     require(0 <= threads <= MOST_THREADS, "--threads", threads, f"from 0 to {MOST_THREADS}")
     if threads:
         torch.set_num_threads(threads)
+    of_ranks = Group(group)
+    if of_ranks.rank:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        return LiveExport(directory, _say, of_ranks).follow()
     with _bound(host, port) as listening:
-        export = LiveExport(directory, _say)
+        export = LiveExport(directory, _say, of_ranks)
         server = make_server(export, wait_ms / 1000)
         # uvicorn raises the signal that stopped it again when it has stopped: here it changes nothing then.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -85,6 +95,7 @@ def serve(directory: Path, host: str, port: int, threads: int, wait_ms: float) -
             _say(f"whoever reaches {shown} can use this server: it has no authentication")
         _say(f"serving {described(export.retriever)} on http://{shown}:{port}")
         server.run(sockets=[listening])
+        export.release()
 
 
 def _say(line: str) -> None:
@@ -145,6 +156,8 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
             await asyncio.sleep(POLL_SECONDS)
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
+            if export.lost:
+                signal.raise_signal(signal.SIGTERM)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -210,7 +210,9 @@ class ServeCommand:
     port: int = 8080
     """Port to listen on; any free one when 0."""
     threads: int = 0
-    """CPU threads of the model; torch's default when 0."""
+    """CPU threads of the model; torch's default when 0, and all cores divided among the processes of this host."""
+    processes: int = 1
+    """Processes to start on this host, which share the items; torchrun starts its own."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
 
@@ -347,7 +349,7 @@ def _evaluate(words: list[str]) -> None:
     from logitmix.trainer.evaluate import evaluate_run
     from logitmix.trainer.run import final_run
 
-    threads = command.threads or _threads_of_a_rank()
+    threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     results = evaluate_run(
         Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
     )
@@ -455,10 +457,12 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
 
 def _serve(words: list[str]) -> None:
     command = _parse(ServeCommand, "serve", words)
+    _start_ranks("serve", words, command.processes)
     _let_threads_sleep()
     from logitmix.serving.server import serve
 
-    serve(Path(command.directory), command.host, command.port, command.threads, command.wait_ms)
+    with _items_group() as group:
+        serve(Path(command.directory), command.host, command.port, command.threads, command.wait_ms, group)
 
 
 def _update_items(words: list[str]) -> None:
@@ -485,7 +489,13 @@ def _start_ranks(command: str, words: list[str], count: int) -> None:
         if count > 1 and world_size != str(count):
             raise ValueError(f"--processes is {count}, but a launcher has started {world_size} ranks; leave it out")
     elif count > 1:
-        raise SystemExit(run_ranks([command, *words], count))
+        threads = _threads_of_each(count) if command in ("retrieve", "serve") else 1
+        raise SystemExit(run_ranks([command, *words], count, threads, is_server=command == "serve"))
+
+
+def _threads_of_each(count: int) -> int:
+    """Of processes that divide the cores of this host."""
+    return max(1, len(os.sched_getaffinity(0)) // count)
 
 
 @contextlib.contextmanager
@@ -494,17 +504,10 @@ def _items_group() -> "Iterator[ProcessGroup | None]":
     if not launched():
         yield None
         return
-    import torch
-
     from logitmix.comm.process_group import process_group
 
-    torch.set_num_threads(_threads_of_a_rank())
     with process_group("cpu", PATIENCE) as ranks:
         yield ranks.group
-
-
-def _threads_of_a_rank() -> int:
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _parts(text: str) -> list[str]:

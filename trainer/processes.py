@@ -44,11 +44,13 @@ def remove_logs_of_no_run() -> None:
             logs.parent.rmdir()
 
 
-def run_ranks(words: Sequence[str], count: int) -> int:
-    """Runs `logitmix WORDS` as `count` ranks of this host; returns the exit status of the first that failed, or 0."""
+def run_ranks(words: Sequence[str], count: int, threads: int = 1, is_server: bool = False) -> int:
+    """Runs `logitmix WORDS` as `count` ranks of this host; returns the exit status of the first that failed, or 0.
+    `threads`: CPU threads of each, where OMP_NUM_THREADS does not say. Of a server, rank 0 gets the signals that end
+    it, and ends the others."""
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
-        ranks = stack.enter_context(_ranks(words, count, said))
+        ranks = stack.enter_context(_ranks(words, count, said, threads, is_server))
         try:
             failed = _first_to_fail(ranks)
             if failed is None:
@@ -56,7 +58,8 @@ def run_ranks(words: Sequence[str], count: int) -> int:
             status = ranks[failed].returncode
             if status != USER_ERROR:
                 _tell(failed, status, said)
-            _wait(ranks, GRACE)
+            # Without one of its ranks, a server has no answers.
+            _wait(ranks, 0 if is_server and status != USER_ERROR else GRACE)
             # If rank 0 has found it too, it has reported it.
             if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
                 _tell(failed, status, said)
@@ -68,15 +71,24 @@ def run_ranks(words: Sequence[str], count: int) -> int:
 
 
 @contextmanager
-def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ranks(
+    words: Sequence[str], count: int, said: Sequence[IO[str]], threads: int, is_server: bool
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them runs any more on exit."""
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}
+    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in [name for _, name in socket.if_nameindex()]:
         # Only a port that other hosts cannot reach.
         common |= {"GLOO_SOCKET_IFNAME": "lo"}
     ranks: list[subprocess.Popen[bytes]] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: object) -> None:
+        if not (is_server and ranks):
+            sys.exit(128 + number)
+        ranks[0].send_signal(number)
+
+    ends = (signal.SIGTERM, signal.SIGINT) if is_server else (signal.SIGTERM,)
+    before = {number: signal.signal(number, end) for number in ends}
     try:
         for rank in range(count):
             place = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
@@ -88,11 +100,14 @@ def _ranks(words: Sequence[str], count: int, said: Sequence[IO[str]]) -> Iterato
                     stdout=own,
                     stderr=own,
                     preexec_fn=_end_with_parent,
+                    # A terminal sends its signals to all processes of a session.
+                    start_new_session=is_server,
                 )
             )
         yield ranks
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for process in ranks:
             process.kill()
             process.wait()

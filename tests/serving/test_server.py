@@ -680,6 +680,15 @@ def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypa
     assert server.said == [f"new export: {X} items of demo, step 12 of run small"] * 2
 
 
+def test_a_server_without_one_of_its_processes_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    with running(folder) as server:
+        server.export._group.lost = True
+        until(lambda: signal.SIGTERM in raised)
+
+
 def test_lines_that_nobody_reads_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
     export = LiveExport(folder, server_module._say)

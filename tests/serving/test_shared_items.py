@@ -1,10 +1,17 @@
 """Processes that share an export's items answer as one process does, bit for bit."""
 
+import http.client
 import json
 import os
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +22,12 @@ import two_ranks
 from small_models import LENGTH, export_small, random_histories, raw_ids, small_model
 
 from logitmix.comm.process_group import process_group
+from logitmix.common.files import publish
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.serving.group import part_of
+from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.live import LiveExport
+from logitmix.serving.retriever import Request, Retriever, Row
 from logitmix.trainer import export as export_module
 
 X = 300
@@ -189,9 +198,9 @@ def test_processes_may_follow_the_first(exports: dict[str, Path]) -> None:
     assert others == [None, None]
 
 
-def retrieve(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "logitmix.trainer.cli", "retrieve", *words]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, "-m", "logitmix.trainer.cli", *words)
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Path) -> None:
@@ -199,16 +208,136 @@ def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Pa
     asked.write_text("".join(json.dumps({"history": [f"id {item * 7}" for item in of]}) + "\n" for of in HISTORIES))
     path, out = str(exports["cached"]), tmp_path / "out.jsonl"
     words = [path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out"]
-    result = retrieve(*words, str(out), "--processes", "3")
+    result = command("retrieve", *words, str(out), "--processes", "3")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{out}: {len(HISTORIES)} requests answered\n", "")
-    assert retrieve(*words, str(tmp_path / "alone.jsonl")).returncode == 0
+    assert command("retrieve", *words, str(tmp_path / "alone.jsonl")).returncode == 0
     assert out.read_text() == (tmp_path / "alone.jsonl").read_text()
     for history, said in (("id 7", ""), ("new", "logitmix: request 0: no item of demo has the id 'new'; ")):
-        result = retrieve(path, "--history", history, "--json", "--processes", "2")
+        result = command("retrieve", path, "--history", history, "--json", "--processes", "2")
         if said:
             assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith(said)
         else:
             assert json.loads(result.stdout) == Retriever.load(path).rows([history], 10)
+
+
+def taken_over(folder: Path, second: Path, damaged: Path) -> Any:
+    """The answers of rank 0: of the first export; of the first and the second when that has taken over; of the second
+    after a damaged one."""
+    said: list[str] = []
+    with process_group("cpu", 60) as ranks:
+        export = LiveExport(folder, said.append, Group(ranks.group))
+        if ranks.rank:
+            return export.follow()
+        first = export.retriever
+
+        def asked(retriever: Retriever) -> list[Row]:
+            return retriever.rows(["id 7", "id 14"], 9, stage1=40)
+
+        found = [asked(first)]
+        assert not export.refresh()
+        publish(second, folder)
+        assert export.refresh()
+        # As a batch does that began before.
+        found += [asked(first), asked(export.retriever)]
+        publish(damaged, folder)
+        assert not export.refresh() and not export.refresh()
+        found.append(asked(export.retriever))
+        export.release()
+        return found, said
+
+
+def test_a_new_export_takes_over_on_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    paths = [export_small(small_model("mol", X, seed=seed), tmp_path / f"{seed}") for seed in range(3)]
+    of_first, of_second = (Retriever.load(path).rows(["id 7", "id 14"], 9, stage1=40) for path in paths[:2])
+    shard = max(paths[2].glob("items-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    (found, said), _ = two_ranks.run(taken_over, *paths)
+    assert found == [of_first, of_first, of_second, of_second] and of_first != of_second
+    assert said[0] == f"new export: {X} items of demo, step 12 of run small" and len(said) == 2
+    assert said[1].startswith(f"the new export is not used: {paths[0] / shard.name}: it is damaged")
+
+
+@contextmanager
+def serving(folder: Path, processes: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    words = ["serve", str(folder), "--port", "0", "--processes", str(processes)]
+    command = [sys.executable, "-m", "logitmix.trainer.cli", *words]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert server.stderr is not None
+        started = re.search(r" on http://127.0.0.1:(\d+)\n$", server.stderr.readline())
+        assert started
+        yield server, int(started[1])
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def processes_of(server: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
+
+
+def ask(port: int, body: dict[str, Any]) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("POST", "/retrieve", json.dumps(body))
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_of_several_processes(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
+    folder = Path(shutil.copytree(exports["cached"], tmp_path / "served"))
+    question = {"history": ["id 7", "id 14"], "k": 9, "stage1": 40}
+    with serving(folder, 3) as (server, port):
+        for path in (exports["cached"], exports["int8"]):
+            if path != exports["cached"]:
+                publish(Path(shutil.copytree(path, tmp_path / "next")), folder)
+            expected = Retriever.load(path).recommend([{"history": ["id 7", "id 14"]}], 9, stage1=40)[0]
+            until = time.monotonic() + 30
+            while ask(port, question)["items"] != expected:
+                assert path != exports["cached"] and time.monotonic() < until
+            assert ask(port, {"history": [], "user": {"age": "old"}})["error"].startswith("the request: feature age")
+        if number == signal.SIGTERM:
+            # As service managers do, which end all processes of a service.
+            for child in processes_of(server):
+                os.kill(child, number)
+        server.send_signal(number)
+        said = server.communicate(timeout=30)[1]
+    assert (server.returncode, said) == (0, f"logitmix: new export: {X} items of demo, step 12 of run small\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_server(exports: dict[str, Path], rank: int) -> None:
+    with serving(exports["cached"], 2) as (server, _):
+        children = processes_of(server)
+        assert len(children) == 2
+        os.kill(children[rank], signal.SIGKILL)
+        assert server.communicate(timeout=5)[1] == f"logitmix: rank {rank} was ended by SIGKILL\n"
+        assert server.returncode == 128 + signal.SIGKILL
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_what_the_server_refuses_is_told_once(exports: dict[str, Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        result = command("serve", str(exports["cached"]), "--port", port, "--processes", "2")
+    said = f"logitmix: port {port} of 127.0.0.1 is in use; give another --port\n"
+    assert (result.returncode, result.stderr) == (1, said)
+    result = command("serve", "nowhere", "--port", "0", "--processes", "2")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("logitmix: no serving directory at nowhere")
+
+
+def test_processes_that_are_out_of_step_answer_nothing_more() -> None:
+    group = Group()
+    group.size = 2
+    with pytest.raises(MemoryError), group.in_step():
+        raise MemoryError
+    assert group.lost
+    with pytest.raises(ConnectionError, match="have lost each other"):
+        group.first(lambda: 1)
 
 
 def test_parts_are_all_and_nearly_equal() -> None:
