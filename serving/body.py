@@ -34,6 +34,7 @@ class Body(BaseModel):
 
     history: Annotated[list[Id], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
     timestamps: Annotated[list[int], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
+    time: int | None = None
     user: dict[str, Any] | None = None
     events: Annotated[list[dict[str, Any]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
     allowed: Ids | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from logitmix.modules.batch import Packing
+from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values, recency_rows
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.modules.similarity.base import NUMBERS
@@ -59,7 +61,11 @@ class Request(TypedDict, total=False):
     timestamps: Sequence[int]
     """The times of these actions, one whole number each, never decreasing, in the unit of the dataset's timestamps. A
     model that uses recency derives it from them, except for events that state their recency; without both, recency is
-    unknown. Other models accept timestamps and ignore them, so clients can send every model the same request."""
+    unknown. For a model whose encoder sees times, all is at one time without them. Other models accept timestamps and
+    ignore them, so clients can send every model the same request."""
+    time: int
+    """When the request is made, in the same unit and not before the last action; the default is that action's time.
+    Only a model whose encoder sees times uses it, and only beside timestamps."""
     user: Mapping[str, Any]
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
@@ -314,9 +320,11 @@ class Retriever:
                 raise ValueError(f"request {place}: user or an event is {found!r}; it must be a mapping of features")
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
-        recency = _recency(_list(request, "timestamps", place), len(history), place)
-        if recency and self._derives_recency:
-            events = [{RECENCY: of, **event} for of, event in zip(recency, events or [{}] * len(history), strict=True)]
+        times = _times(request, len(history), place)
+        if times and self._derives_recency:
+            recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
+            unstated = zip(recency, events or [{}] * len(history), strict=True)
+            events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
         if unknown == "refuse":
             try:
                 self.indices_of(history)
@@ -331,6 +339,7 @@ class Retriever:
             [UNKNOWN if (item := items[at]) is None else item for at in kept],
             user,
             [events[at] for at in kept] if events else None,
+            [*(times[at] for at in kept), times[-1]] if times and kept else None,
             self._known(_list(request, "blocked", place)),
             self._known(_list(request, "allowed", place)) if "allowed" in request else None,
         )
@@ -471,7 +480,8 @@ class Retriever:
         item_T = torch.tensor([item for items in encoded for item in items])
         vector_TD = self._items.rows(item_T.clamp(min=0))
         vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
-        packing = Packing(torch.tensor([len(items) for items in encoded])).to(device)
+        times = _packed_times(asked, encoded) if sees_times(self.config.encoder) else ()
+        packing = Packing(torch.tensor([len(items) for items in encoded]), 0, *times).to(device)
         rows, values = fetch_rows(self._tables, self.tower.schema, values)
         features = Features(values=values).to(device)
         return self.tower.query_sides(self.tower.queries(vector_TD, packing, rows, features))
@@ -498,6 +508,8 @@ class _Asked:
     items: list[int]
     user: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] | None = None
+    times: list[int] | None = None
+    """Of the items, and of the request."""
     blocked: list[int] = field(default_factory=list)
     allowed: list[int] | None = None
 
@@ -543,22 +555,42 @@ def _list(request: Request, entry: str, place: int) -> list[Any]:
     return list(found)
 
 
-def _recency(timestamps: Sequence[int], length: int, place: int) -> list[str]:
-    """Recency of the items of a request's history, as values of its vocabulary; empty without timestamps. ValueError,
-    with the request's number, for invalid timestamps or another number of them."""
-    if not len(timestamps):
-        return []
-    if len(timestamps) != length:
+def _times(request: Request, length: int, place: int) -> list[int]:
+    """The times of the items of a request's history, and that of the request; empty without timestamps. ValueError,
+    with the request's number, for invalid times or another number of them."""
+    timestamps, time = _list(request, "timestamps", place), request.get("time")
+    if timestamps and len(timestamps) != length:
         raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
     try:
-        time_T = torch.tensor([operator.index(time) for time in timestamps], dtype=torch.int64)
-    except (TypeError, ValueError, RuntimeError):
+        times = [_whole(of) for of in timestamps]
+    except (TypeError, ValueError):
         raise ValueError(f"request {place}: its timestamps are not all whole numbers of 64 bits") from None
+    for before, after in pairwise(times):
+        if after < before:
+            raise ValueError(
+                f"request {place}: its timestamps fall, from {before} to {after}; they must be oldest first"
+            )
     try:
-        row_T = recency_rows(time_T, torch.zeros(1, dtype=torch.int64))
-    except ValueError as error:
-        raise ValueError(f"request {place}: its {error}") from None
-    return [RECENCY_VALUES[row] for row in row_T.tolist()]
+        now = times[-1:] if time is None else [_whole(time)]
+    except (TypeError, ValueError):
+        raise ValueError(f"request {place}: its time is {time!r:.40}; it must be a whole number of 64 bits") from None
+    if times and now < times[-1:]:
+        raise ValueError(f"request {place}: its time is {now[0]}; its last action was at {times[-1]}")
+    return times and times + now
+
+
+def _whole(number: Any) -> int:
+    whole = operator.index(number)
+    if not -(2**63) <= whole < 2**63:
+        raise ValueError
+    return whole
+
+
+def _packed_times(asked: list[_Asked], encoded: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """When the encoded actions were, and when the queries after them are asked, int64 [T]."""
+    times = [(of.times or [0] * (len(items) + 1))[-len(items) - 1 :] for of, items in zip(asked, encoded, strict=True)]
+    time_T, asked_T = ([time for of in times for time in of[part]] for part in (slice(-1), slice(1, None)))
+    return torch.tensor(time_T, dtype=torch.int64), torch.tensor(asked_T, dtype=torch.int64)
 
 
 class _Excluded:

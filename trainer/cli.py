@@ -170,7 +170,9 @@ class RetrieveCommand:
     """Raw item ids, oldest first, separated by commas."""
     timestamps: str = ""
     """Times of these items, whole numbers in the unit of the dataset's times, separated by commas. A model that uses
-    recency derives it from them; other models ignore them."""
+    recency or times takes them; other models ignore them."""
+    time: int | None = None
+    """When the request is made, in the same unit; the last of the timestamps when not given. For models with times."""
     user: str = "{}"
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
@@ -180,8 +182,8 @@ class RetrieveCommand:
     blocked: str = ""
     """Raw item ids, separated by commas, that are left out."""
     histories: str = ""
-    """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, user,
-    events, allowed and blocked. The answers go to the file --out."""
+    """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
+    user, events, allowed and blocked. The answers go to the file --out."""
     out: str = ""
     """File to write with --histories: one JSON list per line, the items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
@@ -419,6 +421,8 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     }
     if command.allowed:
         request["allowed"] = _parts(command.allowed)
+    if command.time is not None:
+        request["time"] = command.time
     if command.histories or command.out:
         count = _answer_file(retriever, command, exclude)
         print(f"{command.out}: {count:,} requests answered")
@@ -439,8 +443,8 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
 
     if not (command.histories and command.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "allowed", "blocked"):
-        if getattr(command, name):
+    for name in ("history", "timestamps", "time", "allowed", "blocked"):
+        if getattr(command, name) not in ("", None):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     if (command.user, command.events) != ("{}", "[]"):
         raise ValueError("--user and --events are for one request; beside --histories say it in the file")

@@ -194,6 +194,7 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         (Question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
         (Question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
         (Question({"history": ids[:1], "timestamps": [2**70]}), "the request: its timestamps are not all whole"),
+        (Question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
         (Question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]
     found, sizes = in_batches(server.export.retriever, [good, *(of for of, _ in bad), good])
@@ -347,6 +348,8 @@ MALFORMED = [
     b'{"history": ["id 7"], "timestamps": [1' + b"0" * 30 + b"]}",
     b'{"history": ["id 7"], "timestamps": [1, 2]}',
     b'{"history": ["id 7", "id 14"], "timestamps": [2, 1]}',
+    b'{"history": ["id 7"], "time": "now"}',
+    b'{"history": ["id 7"], "timestamps": [2], "time": 1}',
     b'{"history": ["id 7"], "events": [1]}',
     b'{"history": ["id 7"], "events": [{}, {}]}',
     b'{"history": ["id 7"], "events": [{"device": [1]}]}',

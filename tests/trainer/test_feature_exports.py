@@ -203,7 +203,7 @@ def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, timestamps, user, events"),
+        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, timestamps, time, user, events"),
         ({"history": ["item-1"], "events": [{}, {}]}, "request 0 has 2 events for 1 items of its history"),
         ({"history": ["a", "b"], "timestamps": [5]}, "request 0 has 1 timestamps for 2 items of its history"),
         ({"history": ["a", "b"], "timestamps": [5, 4]}, "request 0: its timestamps fall, from 5 to 4; they must be"),
