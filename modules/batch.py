@@ -3,7 +3,7 @@
 Axes: B sequences, T positions of all of them, packed, L longest sequence, V unique items, N negatives of a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -81,8 +81,8 @@ class Batch:
     ids: for each table, the sorted unique ids whose rows the batch needs (int64, on the CPU); for a pooled table, bags
     of ids. id_V: the batch's unique items (int64, sorted). features: those of these items, of the sequences' users and
     of the events at the positions. input_T, target_T: the history's items and the items that follow them, as indices
-    into id_V. negatives_GN: the negatives of each group, as indices into id_V; a group is a sequence or a position, or
-    the whole batch if there is one row. total_positions: T summed over all ranks. log_q_V: for each unique item, the
+    into id_V. negatives_GN: the negatives of each group, as indices into id_V. bounds: group g is the positions
+    bounds[g] to bounds[g + 1]. total_positions: T summed over all ranks. log_q_V: for each unique item, the
     log of the probability that a negative is that item, FP32; None if negatives are uniform.
     """
 
@@ -93,6 +93,7 @@ class Batch:
     input_T: Tensor
     target_T: Tensor
     negatives_GN: Tensor
+    bounds: Sequence[int]
     noise: Noise | None
     total_positions: int
     log_q_V: Tensor | None = None
@@ -110,17 +111,6 @@ class Batch:
     @property
     def _tensors(self) -> tuple[str, ...]:
         return _TENSORS if self.log_q_V is None else (*_TENSORS, "log_q_V")
-
-    @property
-    def bounds(self) -> list[int]:
-        """Where the groups that share negatives begin and end among the positions."""
-        bounds, groups = self.packing.bounds, len(self.negatives_GN)
-        if groups == len(bounds) - 1:
-            return bounds
-        if groups == bounds[-1]:
-            return list(range(groups + 1))
-        assert groups == 1
-        return [0, bounds[-1]]
 
 
 _TENSORS = ("id_V", "features", "packing", "input_T", "target_T", "negatives_GN")

@@ -266,12 +266,16 @@ class LossConfig:
     in_batch: int = 0
     """M: further negatives of a group, drawn from the targets of the whole batch, so that popular items are drawn more
     often. Each candidate's score is then corrected by the log of its sampling probability (logQ)."""
-    share: Literal["position", "sequence", "batch"] = "sequence"
-    """What shares one set of negatives: a sequence, or the batch. With none, each position has its own set, as in
-    SASRec, which takes several times as long and needs the rows of more items."""
+    share: Literal["position", "sequence", "group", "batch"] = "sequence"
+    """What shares one set of negatives: a sequence, a group of consecutive sequences, or the batch. Where sequences are
+    short, groups need the rows of far fewer items. With position, each position has its own set, as in SASRec, which
+    takes several times as long and needs the rows of more items."""
+    group_positions: int = 128
+    """With share group: a group has about this many positions; a longer sequence is a group by itself."""
 
     def __post_init__(self) -> None:
         require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
+        require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
         require(self.in_batch >= 0, "model.loss.in_batch", self.in_batch, "0 or more")
         if self.in_batch and self.kind != "softmax":
             raise ValueError(

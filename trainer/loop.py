@@ -176,6 +176,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         max_length=config.model.encoder.max_length,
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
+        group_positions=config.model.loss.group_positions,
         in_batch=config.model.loss.in_batch,
         held_out=held_out(config, dataset),
         seed=config.train.seed,

@@ -37,7 +37,7 @@ EPS = 2**-24
 """Largest relative error of rounding to FP32."""
 
 
-Share = Literal["position", "sequence", "batch"]
+Share = Literal["position", "sequence", "group", "batch"]
 
 
 def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", "bce"] = "softmax") -> ModelConfig:
@@ -103,6 +103,7 @@ def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int
         max_length=options.encoder.max_length,
         negatives=options.loss.negatives,
         share=options.loss.share,
+        group_positions=10,
         seed=3,
         rank=rank,
         world_size=world_size,
@@ -149,6 +150,8 @@ def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> N
     ("similarity", "share", "kind"),
     [
         ("dot", "sequence", "softmax"),
+        ("dot", "group", "softmax"),
+        ("mol", "group", "softmax"),
         ("mol", "sequence", "softmax"),
         ("mol", "batch", "softmax"),
         ("mol", "sequence", "bce"),
@@ -196,7 +199,7 @@ def still(options: ModelConfig) -> ModelConfig:
     return replace(options, encoder=replace(options.encoder, dropout=0.0), similarity=similarity)
 
 
-@pytest.mark.parametrize("share", ["position", "sequence", "batch"])
+@pytest.mark.parametrize("share", ["position", "sequence", "group", "batch"])
 @pytest.mark.parametrize("similarity", ["dot", "mlp", "neumf", "deepfm", "mol"])
 def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, share: Share) -> None:
     """Written out from its parts, one position after the other: value and gradients."""
@@ -207,9 +210,11 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, sha
     total = {"similarity": torch.zeros(()), "hindexer": torch.zeros(())}
     inputs, targets = batch.id_V[batch.input_T], batch.id_V[batch.target_T]
     bounds = batch.packing.bounds
-    for group, (start, end) in enumerate(itertools.pairwise(bounds)):
+    group_of = {t: g for g, (first, last) in enumerate(itertools.pairwise(batch.bounds)) for t in range(first, last)}
+    assert len(set(group_of.values())) == len(batch.negatives_GN)
+    for start, end in itertools.pairwise(bounds):
         for t in range(start, end):
-            negatives = batch.id_V[batch.negatives_GN[{"position": t, "sequence": group, "batch": 0}[share]]]
+            negatives = batch.id_V[batch.negatives_GN[group_of[t]]]
             history = inputs[start : t + 1]
             query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)]))).vector_RD
             counted = [int(targets[t]), *(int(n) for n in negatives if n != targets[t])]

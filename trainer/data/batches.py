@@ -80,9 +80,10 @@ class TrainingBatches:
         batch_size: int,
         max_length: int,
         negatives: int,
-        share: Literal["position", "sequence", "batch"],
+        share: Literal["position", "sequence", "group", "batch"],
         seed: int,
         in_batch: int = 0,
+        group_positions: int = 1,
         held_out: HeldOut | None = None,
         item_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
@@ -96,7 +97,12 @@ class TrainingBatches:
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         self.columns, self.pooled, self.times = columns_of(dataset, schema), pooled, times
-        self.batch_size, self.negatives, self.share = batch_size, negatives, share
+        self.batch_size, self.negatives, self.share, self.group_positions = (
+            batch_size,
+            negatives,
+            share,
+            group_positions,
+        )
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.end = (held_out or leave_one_out(dataset)).train_end
         lengths = self.end - dataset.offsets[:-1]
@@ -119,7 +125,9 @@ class TrainingBatches:
         users = self.users[self._order(epoch)[part]]
         bounds = np.concatenate([[0], np.cumsum(self.length[users])])
         first, last = self._part(bounds)
-        negatives = self._negatives([self.seed, epoch, index + 1], users, bounds, slice(first, last))
+        group_B = self._groups(bounds)
+        negatives = self._negatives([self.seed, epoch, index + 1], users, bounds, group_B, slice(first, last))
+        of_part = bounds[first : last + 1] - bounds[first]
         users = users[first:last]
         lengths = self.length[users]
         inputs = ranges(self.end[users] - 1 - lengths, lengths)
@@ -137,6 +145,7 @@ class TrainingBatches:
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_T),
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
+            bounds=self._bounds(of_part, group_B[first:last]),
             noise=Noise(derive_key("dropout", self.seed, step)),
             total_positions=int(bounds[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
@@ -146,30 +155,49 @@ class TrainingBatches:
         """When the actions at these places were, and when the next ones were: the times of the queries after them."""
         return action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
 
-    def _negatives(self, key: list[int], users: Ints, bounds: Ints, part: slice) -> Ints:
-        """Negatives [G, N + M] of `part` of a global batch's sequences. The batch has the sequences of `users`, at
-        positions between `bounds`; the key names the batch."""
-        lengths = self.length[users]
-        uniform_GN = self._draw(key, lengths, part, self.dataset.num_items, self.negatives)
+    def _groups(self, bounds: Ints) -> Ints:
+        """The number of each sequence's group, for sequences at positions between `bounds` of a global batch; in
+        order, from 0."""
+        match self.share:
+            case "batch":
+                return np.zeros(len(bounds) - 1, np.int64)
+            case "group":
+                begun = bounds[:-1] // self.group_positions
+                return np.cumsum(np.diff(begun, prepend=begun[:1]) > 0)
+            case _:
+                return np.arange(len(bounds) - 1)
+
+    def _bounds(self, bounds: Ints, group_B: Ints) -> list[int]:
+        """Where the groups of some sequences begin and end among their positions; `bounds` and `group_B` are those of
+        these sequences."""
+        if self.share == "batch":
+            return [0, int(bounds[-1])]
+        if self.share == "position":
+            return list(range(int(bounds[-1]) + 1))
+        begins = np.flatnonzero(np.diff(group_B, prepend=-1))
+        return [*bounds[begins].tolist(), int(bounds[-1])]
+
+    def _negatives(self, key: list[int], users: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
+        """Negatives [G, N + M] of the groups of `part` of a global batch's sequences. The batch has the sequences of
+        `users`, at positions between `bounds`, in the groups `group_B`; the key names the batch."""
+        uniform_GN = self._draw(key, bounds, group_B, part, self.dataset.num_items, self.negatives)
         if not self.in_batch:
             return uniform_GN
-        position_GM = self._draw([*key, 1], lengths, part, int(bounds[-1]), self.in_batch)
+        position_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
         sequence_GM = np.searchsorted(bounds, position_GM, side="right") - 1
         target_GM = self.dataset.items_flat[(self.end[users] - bounds[1:])[sequence_GM] + position_GM]
         return np.concatenate([uniform_GN, target_GM], axis=1)
 
-    def _draw(self, key: list[int], lengths: Ints, part: slice, below: int, count: int) -> Ints:
-        """Random numbers below a bound [G, count] for `part` of a global batch's sequences; `lengths` has all of the
-        batch."""
+    def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
+        """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""
         if self.share == "position":
             # One key per sequence: there are many numbers, and a rank need not draw those of others.
-            places = range(part.start, part.stop)
+            places, lengths = range(part.start, part.stop), np.diff(bounds)
             drawn = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
             return np.concatenate([np.zeros((0, count), np.int64), *drawn])
-        random = np.random.default_rng(key)
-        if self.share == "batch":
-            return random.integers(0, below, (1, count))
-        return random.integers(0, below, (len(lengths), count))[part]
+        # A rank without sequences needs no negatives, but one set for the whole batch has no parts.
+        wanted = np.zeros(1, np.int64) if self.share == "batch" else np.unique(group_B[part])
+        return np.random.default_rng(key).integers(0, below, (group_B[-1] + 1, count))[wanted]
 
     def _log_q(self) -> NDArray[np.float32]:
         """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are

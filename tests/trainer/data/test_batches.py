@@ -15,7 +15,7 @@ from logitmix.modules.batch import Batch
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset
 
-Share = Literal["position", "sequence", "batch"]
+Share = Literal["position", "sequence", "group", "batch"]
 SHARES: tuple[Share, ...] = get_args(Share)
 LENGTHS = [4, 9, 0, 3, 25, 5, 1, 12, 2, 4, 7, 30, 6, 4, 8]
 """Actions of each user; those with fewer than four give no training position."""
@@ -42,6 +42,7 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
     in_batch: int = 0,
+    group_positions: int = 10,
 ) -> TrainingBatches:
     dataset = dataset or of_lengths(LENGTHS)
     return TrainingBatches(
@@ -55,6 +56,7 @@ def batches(
         rank=rank,
         world_size=world_size,
         in_batch=in_batch,
+        group_positions=group_positions,
     )
 
 
@@ -71,6 +73,11 @@ def items_of(batch: Batch) -> dict[str, list]:
         name: [flat[start:end].tolist() for start, end in itertools.pairwise(bounds)] for name, flat in whole.items()
     }
     return parts | {"negatives": batch.id_V[batch.negatives_GN].tolist()}
+
+
+def negatives_of_positions(batch: Batch) -> list[list[int]]:
+    lengths = torch.tensor(batch.bounds).diff()
+    return batch.id_V[batch.negatives_GN].repeat_interleave(lengths, 0).tolist()
 
 
 def owner(dataset: Dataset, item: int) -> int:
@@ -154,11 +161,7 @@ def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size:
         together = [items_of(part) for part in parts]
         for key in ("inputs", "targets", "rows", "positions"):
             assert [entry for part in together for entry in part[key]] == expected[key]
-        if share != "batch":
-            assert [entry for part in together for entry in part["negatives"]] == expected["negatives"]
-        else:
-            assert len(expected["negatives"]) == 1
-            assert all(part["negatives"] == expected["negatives"] for part in together)
+        assert [entry for part in parts for entry in negatives_of_positions(part)] == negatives_of_positions(whole)
         assert {part.noise for part in parts} == {whole.noise}
         assert {part.total_positions for part in parts} == {len(whole.input_T)} == {whole.total_positions}
 
@@ -171,11 +174,8 @@ def test_negatives_of_the_batch_are_targets_of_all_its_ranks(share: Share, world
         whole = batches(share=share, in_batch=50).at(step)
         ranks = range(world_size)
         parts = [batches(share=share, in_batch=50, rank=rank, world_size=world_size).at(step) for rank in ranks]
-        expected, together = items_of(whole), [items_of(part) for part in parts]
-        if share == "batch":
-            assert all(part["negatives"] == expected["negatives"] for part in together)
-        else:
-            assert [entry for part in together for entry in part["negatives"]] == expected["negatives"]
+        expected = items_of(whole)
+        assert [entry for part in parts for entry in negatives_of_positions(part)] == negatives_of_positions(whole)
         # The uniform ones are those that there are without.
         uniform = items_of(batches(share=share).at(step))
         assert [entry[:5] for entry in expected["negatives"]] == uniform["negatives"]
@@ -248,6 +248,27 @@ def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items() -> None
     assert 99 - 5 * 14 < float(((count - 400) ** 2 / 400).sum()) < 99 + 5 * 14
     shared = batches(dataset, batch_size=25, negatives=40, share="batch")
     assert shared.at(0).negatives_GN.shape == (1, 40)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "positions", "bounds"),
+    [
+        # 3 positions fewer than actions: two actions are held out, and the first is no target.
+        ([5, 5, 5, 5], 4, [0, 4, 8]),
+        ([5, 5, 5, 5], 1, [0, 2, 4, 6, 8]),
+        ([5, 5, 5, 5], 100, [0, 8]),
+        ([5, 5, 13, 5, 5], 3, [0, 4, 10, 12, 14]),  # at most 6 positions of a sequence
+    ],
+)
+def test_a_group_is_sequences_with_about_so_many_positions(
+    lengths: list[int], positions: int, bounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group begins with the first sequence at or behind a multiple of them; a longer sequence ends it."""
+    monkeypatch.setattr(TrainingBatches, "_order", lambda self, epoch: np.arange(len(lengths)))
+    source = batches(of_lengths(lengths), batch_size=9, share="group", group_positions=positions)
+    batch = source.at(0)
+    assert list(batch.bounds) == bounds and len(batch.negatives_GN) == len(bounds) - 1
+    assert len({tuple(row) for row in items_of(batch)["negatives"]}) == len(bounds) - 1
 
 
 def test_every_position_can_have_negatives_of_its_own() -> None:
