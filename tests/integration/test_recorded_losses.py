@@ -74,7 +74,8 @@ def losses(name: str, folder: Path, real_data: Path | None) -> list[list[float]]
 
 def this_cpu() -> str:
     """What decides in which order its products are summed."""
-    models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")}
+    # The name alone does not tell Intel's models apart, whose units for BF16 differ.
+    models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model")}
     bf16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{' '.join(sorted(models)) or platform.processor()}, {capability}, {bf16} BF16, torch {torch.__version__}"
