@@ -310,7 +310,7 @@ def test_the_recipes_are_those_of_the_paper() -> None:
     assert recipe_names() == sorted(recipe_names()) and {"demo-mol", "ml-1m-dot", "ml-1m-mol"} <= set(recipe_names())
     similarity = load_recipe("ml-1m-mol").model.similarity
     # Appendix A: 8 x 8 x 32, gating MLPs of 128, projections of 512, dropout 0.1 and 0.2, tau = 20.
-    assert dataclasses.astuple(similarity) == ("mol", True, 0.05, 8, 8, 32, 128, 512, 0.1, 0.2, 0.0)
+    assert dataclasses.astuple(similarity) == ("mol", True, 0.05, 8, 8, 32, 128, 512, False, 0.1, 0.2, 0.0)
     # The paper's batches, and a quarter of them for MoL: its plateau is one of steps.
     for name, batch_size in (("ml-1m-dot", 128), ("ml-1m-mol", 32)):
         config = load_recipe(name)
