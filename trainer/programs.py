@@ -1,7 +1,8 @@
 """The towers and the cascade as programs for servers that have torch alone, or onnxruntime, but not logitmix.
 
 query_tower   vectors [B, L, D] of histories' items, oldest first, zeros behind a history; lengths int64 [B], from 1 to
-              L; features user_NAME and event_NAME -> query_similarity_0, …, query_hindexer_0
+              L; features user_NAME and event_NAME; for an encoder that sees times, int64 times [B, L] of the actions
+              and time [B] of the request -> query_similarity_0, …, query_hindexer_0
 item_tower    own_row [V, W], the items' rows of the item table; features item_NAME -> item_vector, from which histories
               are encoded, item_similarity_0, …, item_hindexer_0
 cascade       what both return of queries and of the corpus's items, but the vectors; excluded int64 [B, E], indices of
@@ -34,7 +35,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import ModelConfig
+from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM, Feature, Owner
 from logitmix.modules.towers import NO_ROWS, Sides, Tower
@@ -114,6 +115,9 @@ class QueryProgram(_Program):
             "vectors": _Input(torch.zeros(2, min(2, most), dim), BL),
             "lengths": _Input(torch.ones(2, dtype=torch.int64), B),
         }
+        if sees_times(tower.config.encoder):
+            inputs["times"] = _Input(torch.zeros(2, min(2, most), dtype=torch.int64), BL)
+            inputs["time"] = _Input(torch.zeros(2, dtype=torch.int64), B)
         inputs |= {_name(of): _example(of, (2,), B) for of in tower.schema.of("user")}
         inputs |= {_name(of): _example(of, (2, min(2, most)), BL) for of in tower.schema.of("event")}
         super().__init__(tower, inputs, _tables_of(_features(tower, "user", "event"), tables))
@@ -122,7 +126,7 @@ class QueryProgram(_Program):
         vectors_BLD, tower = given["vectors"], self.tower
         values = {of.name: _values(of, given) for of in tower.schema.of("user")}
         values |= {of.name: Values(_values(of, given).values.flatten(0, 1)) for of in tower.schema.of("event")}
-        packing = _Rows(given["lengths"], vectors_BLD.shape[1])
+        packing = _Rows(given["lengths"], vectors_BLD.shape[1], given.get("times"), given.get("time"))
         query = tower.queries(vectors_BLD.flatten(0, 1), packing, self.tables, Features(values=values))
         return _outputs("query", tower.query_sides(query))
 
@@ -196,13 +200,20 @@ class _Rows(Packing):
     """Histories as rows of L positions, each of which counts as a position of its history: so no shape depends on the
     lengths' values. Causality hides from a history what lies behind it."""
 
-    def __init__(self, lengths_B: Tensor, longest: int) -> None:
+    def __init__(self, lengths_B: Tensor, longest: int, times_BL: Tensor | None, time_B: Tensor | None) -> None:
         B = lengths_B.shape[0]
         self.shape, self.lengths_B = (B, longest), lengths_B
+        self.offset_B = torch.arange(B + 1) * longest
         self.sequence_T = torch.arange(B)[:, None].expand(B, longest).reshape(-1)
         self.position_T = torch.arange(longest).expand(B, longest).reshape(-1)
         self.padded_T = torch.arange(B * longest)
         self.last_B = torch.arange(B) * longest + lengths_B - 1
+        self.time_T = self.asked_T = None
+        if times_BL is not None and time_B is not None:
+            place_L = torch.arange(longest)
+            next_BL = times_BL[:, (place_L + 1).clamp(max=longest - 1)]
+            asked_BL = torch.where(place_L == lengths_B[:, None] - 1, time_B[:, None], next_BL)
+            self.time_T, self.asked_T = times_BL.flatten(), asked_BL.flatten()
 
 
 def _features(tower: Tower, *owners: Owner) -> list[Feature]:
@@ -296,7 +307,10 @@ def _last_line(text: str) -> str:
 
 
 def check_onnx(model: ModelConfig) -> None:
-    """ValueError where onnx or onnxscript is not installed."""
+    """ValueError where onnx or onnxscript is not installed, and for an encoder that sees times: ONNX has no operation
+    for the bits of a number, by which times have their buckets."""
+    if sees_times(model.encoder):
+        raise ValueError("--onnx cannot hold an encoder that sees times; --programs can")
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise ValueError(f"--onnx needs packages that are not installed: pip install {' '.join(missing)}")
 

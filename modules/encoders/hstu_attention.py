@@ -136,7 +136,7 @@ def _run(packing: Packing, inputs: list[Tensor], outputs: dict[str, Tensor], d_b
         tensors |= {"time_K": time_K[0], "asked_T": packing.asked_T, "time_T": packing.time_T}
         assert len(time_K[0]) == TIME_BUCKETS and len(packing.asked_T) == len(packing.time_T) == T
         assert packing.asked_T.dtype == packing.time_T.dtype == torch.int64
-    assert packing.bounds[-1] == T and all(tensor.is_contiguous() for tensor in tensors.values())
+    assert int(packing.offset_B[-1]) == T and all(tensor.is_contiguous() for tensor in tensors.values())
     problem = _Problem(T, G, d, L, 1 / L, **{name: tensor.data_ptr() for name, tensor in tensors.items()})
     parts, library = _parts(packing), _library()
     assert library is not None

@@ -20,7 +20,7 @@ from small_models import LENGTH, BruteForce, SmallModel, export_small, random_hi
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import EncoderConfig, PooledConfig, SASRecConfig
+from logitmix.modules.config import EncoderConfig, HSTUConfig, PooledConfig, SASRecConfig, sees_times
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
@@ -107,7 +107,15 @@ def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[
         values[feature.name] = packed(feature, of[valid_BL])
         of[~valid_BL] = -1 if feature.sparse else 0
         given[f"event_{feature.name}"] = of
-    query = tower.queries(vectors_BLD[valid_BL], Packing(lengths_B), model.others, Features(values=values))
+    packing = Packing(lengths_B)
+    if sees_times(model.config.encoder):
+        gaps = 2 ** torch.randint(30, (B, longest + 1), generator=generator)
+        given["times"], given["time"] = times_BL, time_B = (gaps.cumsum(1)[:, :-1], gaps.sum(1))
+        asked_BL = torch.cat([times_BL[:, 1:], time_B[:, None]], dim=1)
+        asked_BL[torch.arange(B), lengths_B - 1] = time_B
+        packing = Packing(lengths_B, 0, times_BL[valid_BL], asked_BL[valid_BL])
+        given["times"] = times_BL.masked_fill(~valid_BL, 0)
+    query = tower.queries(vectors_BLD[valid_BL], packing, model.others, Features(values=values))
     return given, sides_of("query", tower.query_sides(query))
 
 
@@ -144,6 +152,8 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
     [
         ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
         ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
+        ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
+        ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
         ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
         ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
         ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
@@ -257,6 +267,14 @@ def test_onnxruntime_alone_runs_the_query_tower(schema: Schema | None, tmp_path:
         assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
 
 
+def test_onnx_of_hstu(tmp_path: Path) -> None:
+    model = small_model("dot", X, encoder=HSTUConfig(blocks=2, max_length=LENGTH))
+    served = export_small(model, tmp_path / "served", extras=["onnx"])
+    for lengths, longest in SHAPES:
+        given, expected = histories_for(model, lengths, longest)
+        assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+
+
 def test_onnx_of_pooled_histories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a word of torch to its developers."""
     model = small_model("dot", X, encoder=PooledConfig(hidden=8, max_length=LENGTH))
@@ -264,6 +282,13 @@ def test_onnx_of_pooled_histories(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not caplog.records
     given, expected = histories_for(model, *SHAPES[2])
     assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+
+
+def test_an_onnx_file_holds_no_times(tmp_path: Path) -> None:
+    model = small_model("dot", X, encoder=HSTUConfig(max_length=LENGTH, times=True))
+    with pytest.raises(ValueError, match=r"^--onnx cannot hold an encoder that sees times; --programs can$"):
+        export_small(model, tmp_path / "served", extras=["onnx"])
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_onnx_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
