@@ -212,8 +212,11 @@ class MoLConfig:
     """I: the paper's k_x."""
     component_dim: int = 32
     """C: width of a component."""
+    gating: Literal["decomposed", "joint"] = "decomposed"
+    """Three gating MLPs, of query, item and logits (gating function decomposition, section 3.2), or one of all of them,
+    to compare with: it trains far slower, in plain torch."""
     gate_hidden: int = 128
-    """Hidden width of the three gating MLPs (gating function decomposition, section 3.2)."""
+    """Hidden width of the gating MLPs."""
     projection_hidden: int = 512
     """Hidden width of the two projections to components; 0 makes them linear ("N/A" in appendix A)."""
     item_projection_linear: bool = False

@@ -28,7 +28,9 @@ PREFERENCE = 2.0
 
 
 class MoL(Similarity):
-    """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2).
+    """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2): pi is a
+    softmax of SiLU(uw xw + cw), each weight from an MLP of query, item and logits. With joint gating it is a softmax of
+    one MLP of all three, whose first layer is a sum of three parts. That form has no compiled loss and scores.
 
     Precision: projections, logits, gating MLPs, SiLU and the gates' softmax run in the dtype that autocast sets, as
     in section 4.3. L2 norms are FP32, and the weighted sum over components accumulates and ends in FP32: there are few
@@ -42,9 +44,16 @@ class MoL(Similarity):
         hidden = config.projection_hidden
         self.query_projection = Projection(dim, hidden, U, C)
         self.item_projection = Projection(dim, 0 if config.item_projection_linear else hidden, I, C)
-        self.query_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
-        self.item_gate = _gate(dim, config.gate_hidden, U * I, bias=False)
-        self.cross_gate = _gate(U * I, config.gate_hidden, U * I, bias=True)
+        H, M = config.gate_hidden, U * I
+        if config.gating == "joint":
+            # The first layer of one MLP of [query, item, logits], in three parts.
+            self.query_gate: nn.Module = nn.Linear(dim, H)
+            self.item_gate: nn.Module = nn.Linear(dim, H, bias=False)
+            self.cross_gate = nn.Sequential(nn.Linear(M, H, bias=False), nn.SiLU(), nn.Linear(H, M))
+        else:
+            self.query_gate = _gate(dim, H, M, bias=False)
+            self.item_gate = _gate(dim, H, M, bias=False)
+            self.cross_gate = _gate(M, H, M, bias=True)
         self.dim = dim
         self.query_features: Compressed | None = None
         self.item_features: Compressed | None = None
@@ -75,7 +84,8 @@ class MoL(Similarity):
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [T, U, C], already divided by tau, and gating weights [T, M]."""
+        """Components [T, U, C], already divided by tau, and gating weights [T, M], or with joint gating the query's
+        part of the hidden layer [T, H]."""
         components = self.query_projection(query_TD)
         if self.query_features is not None:
             components = self.query_features(components, groups)
@@ -83,7 +93,8 @@ class MoL(Similarity):
         return self._scaled(components, 1 / self.config.temperature), weights
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
+        """Components [N, I, C] and gating weights [N, M], or the item's part of the hidden layer [N, H]; both depend on
+        the item alone, so serving caches them."""
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
@@ -100,26 +111,24 @@ class MoL(Similarity):
         return self.item(item.vector_RD, row_N, noise, item.groups)
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        (query_TUC, query_TM), (item_NIC, item_NM) = query, item
+        (query_TUC, query_gate), (item_NIC, item_gate) = query, item
         T, U, C = query_TUC.shape
         N, I, _ = item_NIC.shape
         # torch.export traces tensors that have no numbers yet.
         if dropout is None and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             every_P = torch.arange(N, device=item_NIC.device).repeat(T)
-            fused = mol_scores(
-                query, item, self.pair_parameters(), every_P, range(0, T * N + 1, N) if N else [0] * (T + 1)
-            )
+            fused = self._fused_scores(query, item, every_P, range(0, T * N + 1, N) if N else [0] * (T + 1))
             if fused is not None:
                 return fused.view(T, N)
         logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
         logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
-        return self._mix(logits_TNM, query_TM[:, None], item_NM[None], dropout)
+        return self._mix(logits_TNM, query_gate[:, None], item_gate[None], dropout)
 
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         return self._mix(_logits_of_pairs(query, item), query[1], item[1], dropout)
 
     def candidates(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
-        fused = mol_scores(query, item, self.pair_parameters(), item_P, bounds)
+        fused = self._fused_scores(query, item, item_P, bounds)
         return super().candidates(query, item, item_P, bounds) if fused is None else fused
 
     def pair_parameters(self) -> list[nn.Parameter]:
@@ -131,6 +140,8 @@ class MoL(Similarity):
         return self.config.query_components * self.config.item_components + self.config.gate_hidden
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        if self.config.gating == "joint":
+            return super().sampled_softmax(query, item, examples, noise)
         rate = self.pair_dropout
         dropout = GateDropout(noise, rate, examples.row_T) if noise and rate else None
         fused = mol_sampled_softmax(
@@ -163,6 +174,12 @@ class MoL(Similarity):
             "gates/use_of_components": use_M,
         }
 
+    def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
+        """`mol_scores`, which has no joint gating."""
+        if self.config.gating == "joint":
+            return None
+        return mol_scores(query, item, self.pair_parameters(), item_P, bounds)
+
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
         return l2_normalize(components, scale, components.dtype) if self.config.normalize else components * scale
 
@@ -170,10 +187,14 @@ class MoL(Similarity):
         return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD
 
     def _gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
-        """Decomposed gating of logits [..., M], a distribution over the M components."""
-        combined = torch.addcmul(self.cross_gate(logits), query_weights, item_weights)
+        """The gates of logits [..., M], a distribution over the M components."""
+        if self.config.gating == "joint":
+            first, silu, last = self.cross_gate
+            combined = last(silu(first(logits) + query_weights + item_weights))
+        else:
+            combined = F.silu(torch.addcmul(self.cross_gate(logits), query_weights, item_weights))
         with torch.autocast(combined.device.type, enabled=False):
-            return F.softmax(F.silu(combined), dim=-1)
+            return F.softmax(combined, dim=-1)
 
     def _mix(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor, dropout: PairDropout | None) -> Tensor:
         pi = self._gates(logits, query_weights, item_weights)

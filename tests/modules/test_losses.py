@@ -29,6 +29,15 @@ Kind = Literal["softmax", "bce"]
 
 
 def make(kind: str, normalize: bool = True) -> Similarity:
+    mol = MoLConfig(
+        temperature=0.2,
+        query_components=2,
+        item_components=3,
+        component_dim=4,
+        gate_hidden=5,
+        projection_hidden=6,
+        gate_dropout=0.0,
+    )
     configs = {
         "dot": DotConfig(normalize=normalize, temperature=0.2),
         "mlp": MLPConfig(hidden=7, dropout=0.0),
@@ -36,15 +45,8 @@ def make(kind: str, normalize: bool = True) -> Similarity:
         "deepfm": DeepFMConfig(
             query_components=2, item_components=3, component_dim=4, projection_hidden=6, hidden=5, dropout=0.0
         ),
-        "mol": MoLConfig(
-            temperature=0.2,
-            query_components=2,
-            item_components=3,
-            component_dim=4,
-            gate_hidden=5,
-            projection_hidden=6,
-            gate_dropout=0.0,
-        ),
+        "mol": mol,
+        "mol, joint": replace(mol, gating="joint"),
     }
     if kind == "hindexer":
         similarity: Similarity = HIndexer(DIM, HIndexerConfig(dim=4, temperature=0.2))
@@ -59,7 +61,7 @@ def make(kind: str, normalize: bool = True) -> Similarity:
     return similarity
 
 
-SIMILARITIES = {kind: make(kind) for kind in ("dot", "mlp", "neumf", "deepfm", "mol", "hindexer")}
+SIMILARITIES = {kind: make(kind) for kind in ("dot", "mlp", "neumf", "deepfm", "mol", "mol, joint", "hindexer")}
 
 
 def sampled_loss(
@@ -237,7 +239,10 @@ def test_blocks_of_any_size_give_the_same(kind: Kind, gate_dropout: float) -> No
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
 @pytest.mark.parametrize(
     ("similarity", "gate_dropout"),
-    [*((name, 0.0) for name in SIMILARITIES), *((name, 0.3) for name in ("mlp", "neumf", "deepfm", "mol"))],
+    [
+        *((name, 0.0) for name in SIMILARITIES),
+        *((name, 0.3) for name in ("mlp", "neumf", "deepfm", "mol", "mol, joint")),
+    ],
 )
 def test_positions_with_negatives_of_their_own(
     similarity: str, kind: Kind, gate_dropout: float, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,8 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
             hidden=9,
         ),
         "mol": mol,
+        "mol, linear": replace(mol, item_projection_linear=True),
+        "mol, joint": replace(mol, gating="joint"),
     }
     return ModelConfig(
         dim=16,
@@ -160,6 +162,8 @@ def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> N
         ("mol", "position", "bce"),
         ("mlp", "sequence", "softmax"),
         ("neumf", "sequence", "softmax"),
+        ("mol, linear", "sequence", "softmax"),
+        ("mol, joint", "sequence", "softmax"),
         ("deepfm", "sequence", "softmax"),
     ],
 )

@@ -1,7 +1,7 @@
 """Small trained models and brute-force rankings of them, for the tests of serving."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,9 @@ def small_model(
         "neumf": NeuMFConfig(gmf_dim=5, hidden=12, mlp_dim=4, final_hidden=8),
         "deepfm": DeepFMConfig(query_components=2, item_components=3, component_dim=4, projection_hidden=16, hidden=8),
         "mol": mol,
+        "mol, linear": replace(mol, item_projection_linear=True),
+        "mol, no hidden": replace(mol, projection_hidden=0),
+        "mol, joint": replace(mol, gating="joint"),
     }
     config = ModelConfig(
         dim=16,

@@ -156,6 +156,9 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
         ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
         ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
         ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
+        ("mol, linear", SASRecConfig(blocks=1, max_length=LENGTH)),
+        ("mol, no hidden", SASRecConfig(blocks=1, max_length=LENGTH)),
+        ("mol, joint", SASRecConfig(blocks=1, max_length=LENGTH)),
         ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
     ],
 )

@@ -58,7 +58,9 @@ def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("exclude_history", [True, False])
 @pytest.mark.parametrize("hindexer", [True, False])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
+@pytest.mark.parametrize(
+    "kind", ["dot", "mlp", "neumf", "deepfm", "mol", "mol, linear", "mol, no hidden", "mol, joint"]
+)
 def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, exclude_history: bool) -> None:
     model = small_model(kind, X, hindexer)
     histories = random_histories(X, LENGTHS)
@@ -270,11 +272,11 @@ def anonymous_memory() -> int:
     return kib * 1024
 
 
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
+@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol", "mol, joint"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
 def test_the_cache_may_be_less_precise(tmp_path: Path, kind: str, precision: Precision) -> None:
     model = small_model(kind, X)
-    if precision == "int8" and kind != "mol":
+    if precision == "int8" and not kind.startswith("mol"):
         with pytest.raises(
             ValueError, match=f"precision int8 is for the components of mol, and the similarity is {kind}"
         ):

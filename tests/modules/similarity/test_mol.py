@@ -49,10 +49,13 @@ def mlp(gate: nn.Module, x: Tensor) -> Tensor:
 
 
 def components(projection: nn.Module, x: Tensor, normalize: bool) -> list[Tensor]:
-    """Gated linear unit, linear layer, cut into vectors of width C, each of length one where normalised."""
-    both = projection.gated.weight.double() @ x + projection.gated.bias.double()
-    value, gate = both[: len(both) // 2], both[len(both) // 2 :]
-    flat = projection.output.weight.double() @ (value * silu(gate)) + projection.output.bias.double()
+    """Gated linear unit, where there is one, and linear layer, cut into vectors of width C, each of length one where
+    normalised."""
+    if projection.gated is not None:
+        both = projection.gated.weight.double() @ x + projection.gated.bias.double()
+        value, gate = both[: len(both) // 2], both[len(both) // 2 :]
+        x = value * silu(gate)
+    flat = projection.output.weight.double() @ x + projection.output.bias.double()
     cut = [flat[i : i + C] for i in range(0, len(flat), C)]
     return [part / part.pow(2).sum().sqrt() for part in cut] if normalize else cut
 
@@ -72,9 +75,17 @@ def plain(
     of_query = components(mol.query_projection, u, mol.config.normalize)
     of_item = components(mol.item_projection, x if projected_x is None else projected_x.double(), mol.config.normalize)
     logits = torch.stack([(f * g).sum() / mol.config.temperature for f in of_query for g in of_item])
-    uw = mlp(mol.query_gate, u if gating_u is None else gating_u.double())
-    xw = mlp(mol.item_gate, x if gating_x is None else gating_x.double())
-    combined = silu(uw * xw + mlp(mol.cross_gate, logits))
+    gating_u = u if gating_u is None else gating_u.double()
+    gating_x = x if gating_x is None else gating_x.double()
+    if mol.config.gating == "joint":
+        # One MLP of all three.
+        first_cross, _, last = mol.cross_gate
+        weight = torch.cat([mol.query_gate.weight, mol.item_gate.weight, first_cross.weight], 1).double()
+        hidden = silu(weight @ torch.cat([gating_u, gating_x, logits]) + mol.query_gate.bias.double())
+        combined = last.weight.double() @ hidden + last.bias.double()
+    else:
+        uw, xw = mlp(mol.query_gate, gating_u), mlp(mol.item_gate, gating_x)
+        combined = silu(uw * xw + mlp(mol.cross_gate, logits))
     gates = (combined - combined.max()).exp()
     gates = gates / gates.sum()
     used = gates if mask is None else gates * mask.double() / (gates * mask.double()).sum().clamp(min=1e-6)
@@ -92,9 +103,10 @@ def sides(mol: MoL, query_TD: Tensor, item_ND: Tensor, noise: Noise | None = Non
     )
 
 
+@pytest.mark.parametrize("gating", ["decomposed", "joint"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_equals_the_final_similarity_written_out(normalize: bool) -> None:
-    mol = make(normalize=normalize, temperature=0.05 if normalize else 1.0)
+def test_equals_the_final_similarity_written_out(normalize: bool, gating: str) -> None:
+    mol = make(normalize=normalize, temperature=0.05 if normalize else 1.0, gating=gating)
     query_TD, item_ND = vectors(5, 1), vectors(6, 2)
     query, item = sides(mol, query_TD, item_ND)
     expected = of_all(mol, query_TD, item_ND).detach()
@@ -108,8 +120,19 @@ def test_equals_the_final_similarity_written_out(normalize: bool) -> None:
     assert float(expected.std()) > 10 * bound
 
 
-def test_gradients_are_those_of_the_final_similarity_in_fp64() -> None:
-    mol = make()
+@pytest.mark.parametrize(
+    ("options", "gated"),
+    [
+        ({}, (True, True)),
+        ({"gating": "joint"}, (True, True)),
+        ({"projection_hidden": 0}, (False, False)),
+        ({"item_projection_linear": True}, (True, False)),
+        ({"projection_hidden": 0, "item_projection_linear": True}, (False, False)),
+    ],
+)
+def test_gradients_are_those_of_the_final_similarity_in_fp64(options: dict, gated: tuple[bool, bool]) -> None:
+    mol = make(**options)
+    assert (mol.query_projection.gated is not None, mol.item_projection.gated is not None) == gated
     query_TD, item_ND = vectors(3, 1).requires_grad_(), vectors(4, 2).requires_grad_()
     weight_TN = vectors(3, 5, dim=4)
     wanted = [query_TD, item_ND, *mol.parameters()]
@@ -268,6 +291,18 @@ def test_components_are_ordered_alike_in_logits_and_gates() -> None:
             torch.testing.assert_close(scores, should, rtol=0, atol=20 * 8 * EPS)
 
 
+@pytest.mark.parametrize("options", [{}, {"projection_hidden": 0}, {"item_projection_linear": True}])
+def test_components_of_small_vectors_begin_equal_on_both_sides(options: dict) -> None:
+    sizes = {"query_components": U, "item_components": I, "component_dim": C, "projection_hidden": 64}
+    mol = MoL(DIM, MoLConfig(**(sizes | options)))
+    mol.reset_parameters(torch.Generator().manual_seed(1))
+    # The gated units are nearly linear where the gates' inputs are small.
+    small_TD = vectors(9, 1) * 1e-3
+    query, item = sides(mol, small_TD, small_TD)
+    torch.testing.assert_close(query[0][:, :I] / 20, item[0], rtol=0, atol=0.01)
+    assert float((query[0][:, I] / 20 - item[0][:, 0]).detach().abs().max()) > 0.1
+
+
 def test_nothing_scores_nothing() -> None:
     mol = make()
     nothing, some = torch.zeros(0, DIM, requires_grad=True), vectors(3, 1)
@@ -283,13 +318,14 @@ def test_nothing_scores_nothing() -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mol.parameters())
 
 
-def test_a_pair_depends_on_the_cross_gate_and_nothing_else_of_the_module() -> None:
-    mol = make()
+@pytest.mark.parametrize(("gating", "parameters"), [("decomposed", 4), ("joint", 3)])
+def test_a_pair_depends_on_the_cross_gate_and_nothing_else_of_the_module(gating: str, parameters: int) -> None:
+    mol = make(gating=gating)
     query, item = sides(mol, vectors(3, 1), vectors(3, 2))
     detached = [tuple(side.detach() for side in both) for both in (query, item)]
     gradients = torch.autograd.grad(mol.all_pairs(*detached).sum(), list(mol.parameters()), allow_unused=True)
     used = {id(p) for p, gradient in zip(mol.parameters(), gradients, strict=True) if gradient is not None}
-    assert used == {id(parameter) for parameter in mol.pair_parameters()} and len(used) == 4
+    assert used == {id(parameter) for parameter in mol.pair_parameters()} and len(used) == parameters
 
 
 @pytest.mark.parametrize("seed", range(3))
