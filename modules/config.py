@@ -227,12 +227,17 @@ class MoLConfig:
     """Rate on the gating distribution, which is renormalized afterwards."""
     gate_input_dropout: float = 0.0
     """Rate on the inputs of the query's and the item's gating MLPs."""
+    mutual_information: float = 0.0
+    """Weight in the loss of the gates' mutual information with the pairs, which balances the use of components; the
+    authors' later code has 0.001."""
 
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
         for name in ("query_components", "item_components", "component_dim", "gate_hidden"):
             require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
         _require_projection_hidden(self.projection_hidden)
+        value = self.mutual_information
+        require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
 

@@ -3,7 +3,7 @@
 Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -11,9 +11,10 @@ from .batch import Batch
 from .config import ModelConfig
 from .embeddings import EmbeddingTable, embedding_collections
 from .features import Embedded
-from .losses.blockwise import Examples
+from .losses.blockwise import Examples, Side
 from .schema import Schema
 from .similarity.base import Similarity
+from .similarity.mol import MoL
 from .towers import Tower
 
 
@@ -29,29 +30,65 @@ class RetrievalModel(nn.Module):
 class SampledLosses(nn.Module):
     """A tower's losses: the module that is replicated and differentiated in training."""
 
-    def __init__(self, tower: Tower) -> None:
+    def __init__(self, tower: Tower, sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own) -> None:
+        """`sum_over_ranks` adds up a tensor of all ranks that compute the losses of a batch together."""
         super().__init__()
-        self.tower = tower
+        self.tower, self.sum_over_ranks = tower, sum_over_ranks
 
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Losses of a batch, given the rows of each table's unique ids; each is a mean over the positions of all ranks.
 
-        "loss" is the one to minimize: "similarity" plus the weighted "hindexer", if there is one.
+        "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
+        "mutual_information", if there are any.
         """
         tower = self.tower
         query, item = tower.at_positions(rows, batch)
-        losses = {"similarity": self._loss(tower.similarity, query, item, batch)}
+        sides = self._sides(tower.similarity, query, item, batch)
+        losses = {"similarity": self._loss(tower.similarity, *sides, batch)}
         losses["loss"] = losses["similarity"]
+        if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
+            gates_TM = tower.similarity.target_gates(*sides, _examples(batch), batch.noise)
+            losses["mutual_information"] = mutual_information(gates_TM, batch.total_positions, self.sum_over_ranks)
+            losses["loss"] = losses["loss"] - weight * losses["mutual_information"]
         if tower.hindexer is not None:
             if tower.config.hindexer.detach:
                 query, item = query.detach(), item.detach()
-            losses["hindexer"] = self._loss(tower.hindexer, query, item, batch)
+            sides = self._sides(tower.hindexer, query, item, batch)
+            losses["hindexer"] = self._loss(tower.hindexer, *sides, batch)
             losses["loss"] = losses["loss"] + tower.config.hindexer.weight * losses["hindexer"]
         return losses
 
-    def _loss(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> Tensor:
-        query_side = stage.query_side(query, batch.packing.row_T, batch.noise)
-        item_side = stage.item_side(item, batch.id_V, batch.noise)
-        examples = Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
+    def _sides(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> tuple[Side, Side]:
+        return (
+            stage.query_side(query, batch.packing.row_T, batch.noise),
+            stage.item_side(item, batch.id_V, batch.noise),
+        )
+
+    def _loss(self, stage: Similarity, query: Side, item: Side, batch: Batch) -> Tensor:
         sampled = stage.sampled_softmax if self.tower.config.loss.kind == "softmax" else stage.sampled_bce
-        return sampled(query_side, item_side, examples, batch.noise) / batch.total_positions
+        return sampled(query, item, _examples(batch), batch.noise) / batch.total_positions
+
+
+def _examples(batch: Batch) -> Examples:
+    return Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
+
+
+def mutual_information(gates_TM: Tensor, total: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """This rank's share of the mutual information of pairs and components: the entropy of the mean gates of all
+    `total` pairs, of which the rank has T, minus the mean entropy of each pair's gates (the regularization of MoL's
+    gates in RAILS, arXiv:2407.15462, whose code takes the pairs of positions and targets). It is highest where every
+    pair uses few components, and all pairs together use all of them.
+
+    The ranks' shares, and their gradients, add up to those of all pairs on one rank.
+    """
+    own_M = gates_TM.sum(0)
+    mean_M = (own_M + (sum_over_ranks(own_M.detach()) - own_M.detach())) / total
+    of_mean = -_log_sum(mean_M)
+    # Each rank knows it whole and has its whole gradient, so only the value is shared out.
+    of_mean = of_mean - of_mean.detach() * (1 - len(gates_TM) / total)
+    return of_mean + _log_sum(gates_TM) / total
+
+
+def _log_sum(p: Tensor) -> Tensor:
+    """Sum of p log p; dropout makes some p zero."""
+    return (p * (p + 1e-6).log()).sum()

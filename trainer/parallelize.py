@@ -6,6 +6,7 @@ exchanged (rows.py) through the wire's codec, and so are their gradients on the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEm
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
 
+from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
@@ -113,9 +115,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
 
     tower = model.tower.to_empty(device="cpu")
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
-    replicated = DistributedDataParallel(
-        SampledLosses(tower.to(ranks.device)), process_group=ranks.group, gradient_as_bucket_view=True
-    )
+    losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
+    replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None

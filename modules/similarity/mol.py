@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..config import MoLConfig
 from ..features import Embedded
-from ..losses.blockwise import Examples, GateDropout, Side
+from ..losses.blockwise import GATES, Examples, GateDropout, Side
 from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
@@ -160,6 +160,15 @@ class MoL(Similarity):
     def gates(self, query: Side, item: Side) -> Tensor:
         """pi(x, u) of query t with item t, FP32 [T, M]."""
         return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
+
+    def target_gates(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        """pi(x, u) of each position with its target, FP32 [T, M], after the dropout that they have in the loss."""
+        gates_TM = self.gates(query, tuple(part.index_select(0, examples.target_T) for part in item))
+        if noise is None or self.pair_dropout == 0:
+            return gates_TM
+        candidates = examples.negatives_GN.shape[1] + 1
+        kept_TM = noise.dropout(gates_TM, self.pair_dropout, GATES, examples.row_T * candidates)
+        return kept_TM / kept_TM.sum(1, keepdim=True).clamp(min=1e-6)
 
     def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
         """How evenly the components are used; entropy 1 is even use."""

@@ -46,6 +46,7 @@ NAN = float("nan")
         (MoLConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (MoLConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (MoLConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (MoLConfig, "model.similarity", "mutual_information", [-0.1, NAN], [0.0, 3.0]),
         (MLPConfig, "model.similarity", "hidden", [0], [1]),
         (MLPConfig, "model.similarity", "dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (NeuMFConfig, "model.similarity", "gmf_dim", [0], [1]),

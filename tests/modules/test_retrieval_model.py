@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal
 
@@ -67,6 +68,7 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
         "mol": mol,
         "mol, linear": replace(mol, item_projection_linear=True),
         "mol, joint": replace(mol, gating="joint"),
+        "mol, information": replace(mol, mutual_information=0.5),
     }
     return ModelConfig(
         dim=16,
@@ -112,11 +114,13 @@ def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int
     )
 
 
-def run(tower: Tower, batch: Batch) -> tuple[dict[str, Tensor], list[Tensor]]:
+def run(
+    tower: Tower, batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Losses, and gradients of all parameters and of the whole table."""
     item_XD = table().requires_grad_()
     tower.zero_grad()
-    losses = SampledLosses(tower)({ITEM: item_XD[batch.id_V]}, batch)
+    losses = SampledLosses(tower, sum_over_ranks)({ITEM: item_XD[batch.id_V]}, batch)
     losses["loss"].backward()
     assert item_XD.grad is not None
     gradients = [parameter.grad for parameter in tower.parameters()] + [item_XD.grad]
@@ -183,6 +187,58 @@ def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
         assert float(should.norm()) > 0
         # Roundings are as large as what is added up, and the ranks' gradients partly cancel.
         assert float((sum(own) - should).norm()) < 32 * EPS * sum(float(gradient.norm()) for gradient in own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_the_ranks_shares_of_the_mutual_information_add_up(world_size: int) -> None:
+    options = config("mol, information")
+    tower = tower_of(options)
+    loss, gradients = run(tower, batches(options).at(1))
+    parts = [batches(options, rank, world_size).at(1) for rank in range(world_size)]
+    own: list[Tensor] = []
+    for part in parts:
+        run(tower, part, lambda of_rank: own.append(of_rank) or of_rank)  # type: ignore[func-returns-value]
+    shares = [run(tower, part, lambda _: sum(own)) for part in parts]  # type: ignore[arg-type, return-value]
+    for name in ("loss", "mutual_information"):
+        torch.testing.assert_close(sum(share[0][name] for share in shares), loss[name], rtol=16 * EPS, atol=4 * EPS)
+    for index, should in enumerate(gradients):
+        of_ranks = [share[1][index] for share in shares]
+        bound = 32 * EPS * sum(float(gradient.norm()) for gradient in of_ranks)
+        assert float((sum(of_ranks) - should).norm()) < bound
+
+
+def test_the_mutual_information_is_that_of_targets_and_components() -> None:
+    """And its gradient is that of the formula, in FP64, with the gates that the loss has after dropout."""
+    options = config("mol, information")
+    tower, batch, item_XD = tower_of(options), batches(options).at(0), table().requires_grad_()
+    mol, noise = tower.similarity, batch.noise
+    assert isinstance(mol, MoL) and noise is not None
+    query, item = tower.at_positions({ITEM: item_XD[batch.id_V]}, batch)
+    query_side = mol.query_side(query, batch.packing.row_T, noise)
+    item_side = mol.item_side(item, batch.id_V, noise)
+    of_targets = tuple(part[batch.target_T] for part in item_side)
+    # Candidate 0 of a position is its target, and there are 6 negatives.
+    mask_TM = noise.dropout(torch.ones(len(batch.target_T), 6), 0.3, "gates", batch.packing.row_T * 7)
+    gates_TM = mol.gates(query_side, of_targets).double() * mask_TM
+    gates_TM = gates_TM / gates_TM.sum(1, keepdim=True).clamp(min=1e-6)
+    assert 0.2 < float((gates_TM == 0).double().mean()) < 0.4
+    mean_M = gates_TM.mean(0)
+    expected = (gates_TM * (gates_TM + 1e-6).log()).sum(1).mean() - (mean_M * (mean_M + 1e-6).log()).sum()
+    losses = SampledLosses(tower)({ITEM: item_XD[batch.id_V]}, batch)
+    assert float(expected.detach()) > 0.1
+    torch.testing.assert_close(losses["mutual_information"].double(), expected, rtol=32 * EPS, atol=0)
+    hindexer = 0.2 * losses["hindexer"]
+    torch.testing.assert_close(
+        losses["loss"], losses["similarity"] + hindexer - 0.5 * losses["mutual_information"], rtol=4 * EPS, atol=0
+    )
+    learned = [item_XD, *mol.parameters()]
+    actual = torch.autograd.grad(losses["mutual_information"], learned, allow_unused=True)
+    wanted = torch.autograd.grad(expected, learned, allow_unused=True)
+    for got, should in zip(actual, wanted, strict=True):
+        assert (got is None) == (should is None)
+        if got is not None and should is not None:
+            assert float(should.norm()) > 0
+            assert float((got - should).norm()) < 200 * EPS * float(should.norm())
 
 
 def test_a_rank_without_sequences_takes_part_with_zeros() -> None:
