@@ -298,10 +298,14 @@ class ModelConfig:
     """D: width of the item embedding and of the encoder."""
     features: tuple[str, ...] = ()
     """Names of the dataset's features that the model uses besides the item ids; "all" for all that have a column.
-    "recency", the time since the user's previous action, works with every dataset; "all" does not include it."""
+    "recency", the time since the user's previous action, and "user", the user's id, work with every dataset; "all" does
+    not include them."""
     item_id_dropout: float = 0.0
     """Share of items whose row is replaced by the unknown item's row for a training step, so that the model learns to
     work from features alone."""
+    user_id_dropout: float = 0.5
+    """With the feature "user": share of sequences whose user's row is replaced by the unknown user's for a training
+    step, so that the model learns to work without knowing the user."""
     encoder: EncoderConfig = field(default_factory=SASRecConfig)
     similarity: SimilarityConfig = field(default_factory=DotConfig)
     hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)
@@ -315,4 +319,5 @@ class ModelConfig:
                 f"set model.dim to {below} or {below + 4}"
             )
         self.encoder.require_width(self.dim)
-        require(0 <= self.item_id_dropout < 1, "model.item_id_dropout", self.item_id_dropout, "in [0, 1)")
+        for name in ("item_id_dropout", "user_id_dropout"):
+            require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ RECENCY = "recency"
 action. `modules.features.recency_rows` gives the rows from timestamps."""
 RECENCY_VALUES = ("", *(str(bits) for bits in range(65)))
 """Vocabulary of that table: number of bits of the time, 0 to 64; unknown for a user's first action."""
+
+USER = "user"
+"""Name of another one, and of its table: the user's id. Row u + 1 is user u; row 0 is that of all users whom training
+does not see."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Schema:
     features: tuple[Feature, ...]
     """Includes the item id."""
     tables: tuple[Table, ...]
+    users: int = field(default=0, compare=False)
+    """Of the dataset, where it is known: number of its users."""
 
     def __post_init__(self) -> None:
         _require_unique("feature", [feature.name for feature in self.features])
@@ -112,12 +118,14 @@ class Schema:
         return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
 
     def only(self, names: Sequence[str]) -> "Schema":
-        """The item id, the features with these names ("all" for all of this schema), and their tables. "recency" need
-        not be in the schema: it is added when it is named.
+        """The item id, the features with these names ("all" for all of this schema), and their tables. "recency" and,
+        where the number of users is known, "user" need not be in the schema: they are added when they are named.
 
         ValueError for a name that is not there.
         """
-        offered = self._with_recency()
+        offered = self._with(RECENCY_FEATURE, len(RECENCY_VALUES))
+        if self.users:
+            offered = offered._with(USER_FEATURE, self.users + 1)
         known = [feature.name for feature in offered.features]
         for name in names:
             if name not in (*known, ALL):
@@ -130,11 +138,11 @@ class Schema:
         used = {feature.table for feature in kept}
         return Schema(kept, tuple(table for table in offered.tables if table.name in used))
 
-    def _with_recency(self) -> "Schema":
-        """With recency, unless a feature or table of the schema has its name."""
-        if RECENCY in {feature.name for feature in self.features} | {table.name for table in self.tables}:
+    def _with(self, feature: Feature, rows: int) -> "Schema":
+        """With a feature and its table, unless a feature or table of the schema has its name."""
+        if feature.name in {of.name for of in self.features} | {table.name for table in self.tables}:
             return self
-        return Schema((*self.features, RECENCY_FEATURE), (*self.tables, Table(RECENCY, len(RECENCY_VALUES))))
+        return Schema((*self.features, feature), (*self.tables, Table(feature.table, rows)))
 
     @property
     def num_items(self) -> int:
@@ -166,8 +174,9 @@ def _require_unique(what: str, names: Sequence[str]) -> None:
 
 
 def _fields(entry: Feature | Table) -> dict[str, Any]:
-    values = {field: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    return {field.name: value for field, value in values.items() if value != field.default}
+    values = {of: getattr(entry, of.name) for of in dataclasses.fields(entry)}
+    return {of.name: value for of, value in values.items() if value != of.default}
 
 
 RECENCY_FEATURE = Feature(RECENCY, "event", "id", RECENCY)
+USER_FEATURE = Feature(USER, "user", "id", USER)

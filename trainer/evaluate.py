@@ -120,7 +120,8 @@ class Evaluation:
         """The metrics of a split; collective, and equal on all ranks."""
         users, batch_size = self._users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as advance:
-            embedder = Embedder(tower, tables, columns_of(self.dataset, tower.schema))
+            columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
+            embedder = Embedder(tower, tables, columns)
             counts = self.training_counts if split == "test" else None
             return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance, counts)
 

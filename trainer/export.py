@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +25,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.modules.stage1 import LANES
 from logitmix.modules.towers import Tower
 from logitmix.serving import format as serving
@@ -35,9 +36,9 @@ from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer.card import Facts, read_facts, write_card
 from logitmix.trainer.checkpoint import SavedModel, load_saved
-from logitmix.trainer.data.dataset import Column, load_dataset
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints, taken_rows
-from logitmix.trainer.evaluate import excludes_history
+from logitmix.trainer.evaluate import excludes_history, held_out
 from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
 from logitmix.trainer.run import final_run, read_config, require_same_dataset
@@ -105,9 +106,8 @@ def export(
         about = About(
             model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache, precision
         )
-        items = DatasetItems(
-            dataset.raw_id_column, dataset.title_column, dataset.item_features, dataset.vocabulary_column
-        )
+        vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
+        items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         return export_model(model, about, items, out, overwrite, ranks, facts, extras)
 
@@ -254,7 +254,8 @@ def _estimated(
 def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
     names = [table.name for table in about.schema.tables if table.name != ITEM]
     vocabularies = {
-        name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value") for name in names
+        name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value", blanks=True)
+        for name in names
     }
     entries = serving.write_vocabularies(staging, about, vocabularies)
     column = dataset.titles()
@@ -320,13 +321,22 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
     return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
-def in_order(texts: Texts, what: str) -> Texts:
-    """Texts with the order for finding them; ValueError if two are the same. `what` they name: "raw_ids name an
-    item"."""
+def known_values(dataset: Dataset, trained_U: np.ndarray, table: str) -> pa.ChunkedArray:
+    """The values of a table of features by row, null for unknown; so is a user that training did not see."""
+    values = dataset.vocabulary_column(table)
+    if table == USER and USER not in [of.name for of in dataset.schema.tables]:
+        return pc.if_else(pa.array(np.concatenate([[False], trained_U])), values, None)
+    return values
+
+
+def in_order(texts: Texts, what: str, blanks: bool = False) -> Texts:
+    """Texts with the order for finding them, equal ones by rising index; ValueError if two are the same, unless they
+    are empty and there may be `blanks`. `what` they name: "raw_ids name an item"."""
     buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
     array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
     order = pc.sort_indices(array)
     ordered = array.take(order)
-    if pc.any(pc.equal(ordered[1:], ordered[:-1])).as_py():
+    twice = pc.equal(ordered[1:], ordered[:-1])
+    if pc.any(pc.and_(twice, pc.not_equal(ordered[1:], "")) if blanks else twice).as_py():
         raise ValueError(f"the dataset's {what} twice; prepare it again")
     return replace(texts, order=torch.from_numpy(order.to_numpy().astype(np.int64)))

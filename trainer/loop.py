@@ -181,6 +181,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         held_out=held_out(config, dataset),
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
+        user_id_dropout=config.model.user_id_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],
         times=sees_times(config.model.encoder),
         rank=ranks.rank,

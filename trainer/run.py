@@ -107,7 +107,9 @@ def refit_config(config: Config, epochs: float) -> Config:
 
 def read_schema(run: Path) -> Schema:
     """The schema of the dataset that the run was started with; ValueError if there is no run."""
-    return from_mapping(Schema, json.loads(noted_dataset(run))["schema"], str(run / "dataset.json"), "schema.")
+    noted = json.loads(noted_dataset(run))
+    schema = from_mapping(Schema, noted["schema"], str(run / "dataset.json"), "schema.")
+    return replace(schema, users=noted["users"])
 
 
 def require_same_dataset(run: Path, dataset: Dataset) -> None:

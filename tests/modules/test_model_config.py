@@ -64,6 +64,8 @@ NAN = float("nan")
         (HIndexerConfig, "model.hindexer", "dim", [0], [1]),
         (HIndexerConfig, "model.hindexer", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
         (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
+        (ModelConfig, "model", "item_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
+        (ModelConfig, "model", "user_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (LossConfig, "model.loss", "negatives", [0], [1]),
         (LossConfig, "model.loss", "in_batch", [-1], [0, 1]),
     ],

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_a_dataset_may_have_a_recency_of_its_own() -> None:
     assert table.only(["all"]) == table
     with pytest.raises(ValueError, match="names recency, which the dataset does not have; it has gap"):
         table.only(["recency"])
+
+
+def test_users_are_there_when_they_are_named_and_counted() -> None:
+    counted = replace(SCHEMA, users=7)
+    assert counted == SCHEMA and counted.only(["all"]) == SCHEMA
+    users = counted.only(["user"])
+    assert users.features == (ITEM, Feature("user", "user", "id", "user"))
+    assert users.tables == (Table("item", 11), Table("user", 8)) and users.table("user").unknown == 0
+    assert "users" not in counted.to_mapping()
+    with pytest.raises(ValueError, match="names user, which the dataset does not have"):
+        SCHEMA.only(["user"])
+    own = Schema((ITEM, Feature("user", "event", "number")), (Table("item", 3),), users=7)
+    assert own.only(["user"]) == own
 
 
 def test_item_ids_alone() -> None:

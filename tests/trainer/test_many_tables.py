@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in batch": SGD | {"model.loss.in_batch": 6},
     "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
     "mutual information": SGD | {"model.similarity.mutual_information": 0.5},
+    "user": SGD | {"model.features": ["all", "user"]},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
 }
 BAGS = {

@@ -61,7 +61,7 @@ def tables_before_and_after(before: Config, configs: list[Config], run: Path) ->
 
 def test_rows_go_to_the_ids_they_stand_for(tmp_path: Path) -> None:
     old, new, run = write_dataset(tmp_path / "old", features=True), grown(tmp_path / "new"), tmp_path / "run"
-    settings = {"model.features": ["all", "recency"], "model.item_id_dropout": 0.3, "train.epochs": 1}
+    settings = {"model.features": ["all", "recency", "user"], "model.item_id_dropout": 0.3, "train.epochs": 1}
     before = small_config(old, settings)
     configs = [small_config(new, settings | {"tables.sharding": each}) for each in ("row_wise", "column_wise")]
     of_rank_0, of_rank_1 = two_ranks.run(tables_before_and_after, before, configs, run)

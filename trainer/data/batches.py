@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.noise import Noise, derive_key, random_bits
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, ranges, unique_inverse
 
@@ -32,6 +32,10 @@ class HeldOut:
     """The first action that is held out."""
     targets: Mapping[Split, Ints]
     """The target, ranked given all of the user's earlier actions; -1 if there is none."""
+
+    def trained(self, dataset: Dataset) -> NDArray[np.bool_]:
+        """Which users training sees: those with two actions that are not held out, a position and its target."""
+        return self.train_end - dataset.offsets[:-1] >= 2
 
 
 def leave_one_out(dataset: Dataset, validation: bool = True) -> HeldOut:
@@ -86,6 +90,7 @@ class TrainingBatches:
         group_positions: int = 1,
         held_out: HeldOut | None = None,
         item_id_dropout: float = 0.0,
+        user_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
         times: bool = False,
         rank: int = 0,
@@ -96,7 +101,9 @@ class TrainingBatches:
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        self.columns, self.pooled, self.times = columns_of(dataset, schema), pooled, times
+        held_out = held_out or leave_one_out(dataset)
+        trained_U = held_out.trained(dataset)
+        self.columns, self.pooled, self.times = columns_of(dataset, schema, trained_U), pooled, times
         self.batch_size, self.negatives, self.share, self.group_positions = (
             batch_size,
             negatives,
@@ -104,9 +111,10 @@ class TrainingBatches:
             group_positions,
         )
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.end = (held_out or leave_one_out(dataset)).train_end
+        self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
+        self.end = held_out.train_end
         lengths = self.end - dataset.offsets[:-1]
-        self.users = np.flatnonzero(lengths >= 2)
+        self.users = np.flatnonzero(trained_U)
         if len(self.users) == 0:
             raise ValueError(
                 f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
@@ -134,8 +142,12 @@ class TrainingBatches:
         items = self.dataset.items_flat
         named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
-        row_V = self._rows_of(unique, step)
-        found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled)
+        row_V = self._without("item_id_dropout", self.item_id_dropout, unique, unique, ITEM, step)
+        row_B = None
+        if self.user_id_dropout:
+            own_B = self.columns["user"][USER].values[users]
+            row_B = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
+        found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, row_B)
         input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
         return Batch(
             ids=found.ids,
@@ -211,14 +223,14 @@ class TrainingBatches:
         q_X = (N / len(count_X) + M * count_X / count_X.sum()) / (N + M)
         return np.log(q_X).astype(np.float32)
 
-    def _rows_of(self, items_V: Ints, step: int) -> Ints:
-        """The items' rows of the item table in this step; dropped items have the unknown item's row."""
-        if self.item_id_dropout == 0:
-            return items_V
-        key = derive_key("item_id_dropout", self.seed, step)
-        bits_V = random_bits(key, torch.from_numpy(items_V), torch.zeros(1, dtype=torch.int64))[:, 0].numpy()
-        dropped = bits_V.astype(np.int64) + 2**31 < self.item_id_dropout * 2**32
-        return np.where(dropped, self.schema.table(ITEM).unknown, items_V)
+    def _without(self, name: str, rate: float, ids_R: Ints, row_R: Ints, table: str, step: int) -> Ints:
+        """Rows of a table in this step; those that are dropped, chosen by their ids, are the unknown row."""
+        if rate == 0:
+            return row_R
+        key = derive_key(name, self.seed, step)
+        bits_R = random_bits(key, torch.from_numpy(ids_R), torch.zeros(1, dtype=torch.int64))[:, 0].numpy()
+        dropped = bits_R.astype(np.int64) + 2**31 < rate * 2**32
+        return np.where(dropped, self.schema.table(table).unknown, row_R)
 
     def _order(self, epoch: int) -> Ints:
         """The users' places in an epoch."""

@@ -44,8 +44,9 @@ id itself is in the schema and has no column.
 
 `recency` is neither in the schema nor a column: a feature of owner event and kind id that follows from the timestamps.
 Its value is the number of bits of the time since the user's previous action, in the unit of the source ("0" for 0, "1"
-for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. Where the schema has a feature or table of
-that name, only that one counts.
+for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. Nor is `user`, of owner user and kind id: the
+raw_user_id, or user_index where there is none. Where the schema has a feature or table of one of these names, only that
+one counts.
 
 `load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. Lists may
 be list or large_list, integers and floats of any width. Both indices follow the raw ids: by number where all are
@@ -64,10 +65,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from logitmix.common.mappings import from_mapping
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, Feature, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
@@ -109,7 +111,7 @@ class Dataset:
     timestamps_flat: np.ndarray
     """[actions], parallel to items_flat: int32 if all times fit, else int64."""
     schema: Schema
-    """The schema in dataset.json, without recency."""
+    """The schema in dataset.json, without recency and user."""
     repeated_targets: Mapping[str, float]
     """"validation" and "test": share of the targets that are in their user's history before them."""
     item_features: Mapping[str, Column] = field(default_factory=dict)
@@ -170,8 +172,9 @@ class Dataset:
 
     def vocabulary_column(self, table: str) -> pa.ChunkedArray:
         """The values of a table of features by row as an Arrow column, null for unknown. Read at each call."""
-        if table == RECENCY and table not in [of.name for of in self.schema.tables]:
-            return pa.chunked_array([[value or None for value in RECENCY_VALUES]], pa.string())
+        if table in (RECENCY, USER) and table not in [of.name for of in self.schema.tables]:
+            values = pa.chunked_array(stored_values(self.path, self.schema, table), pa.large_string())
+            return pc.if_else(pc.equal(values, ""), None, values)
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
             return pq.read_table(file, columns=["value"])["value"]
@@ -183,12 +186,24 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
     if table == RECENCY and table not in [of.name for of in schema.tables]:
         yield pa.array(RECENCY_VALUES, pa.large_string())
         return
+    if table == USER and table not in [of.name for of in schema.tables]:
+        yield pa.array([""], pa.large_string())
+        yield from _raw_user_ids(path)
+        return
     file, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
     with _reading(path, file):
         for batch in _batches(path / file, [column], VALUES_AT_ONCE):
             yield batch.column(column).fill_null("").cast(pa.large_string())
     if table == ITEM:
         yield pa.array([""], pa.large_string())
+
+
+def _raw_user_ids(path: Path) -> Iterator[pa.Array]:
+    for part in sorted((path / "sequences").glob("*.parquet")):
+        with _reading(path, part.name):
+            column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
+            for batch in _batches(part, [column], VALUES_AT_ONCE):
+                yield batch.column(column).cast(pa.large_string()).fill_null("")
 
 
 def is_dataset(path: Path) -> bool:
@@ -443,7 +458,7 @@ def _schema(description: Mapping[str, Any], num_items: int) -> Schema:
     schema = from_mapping(Schema, description["schema"], "schema")
     if schema.table(ITEM).rows != num_items + 1:
         raise ValueError(f"table {ITEM} has {schema.table(ITEM).rows} rows, not one more than the {num_items} items")
-    return schema
+    return dataclasses.replace(schema, users=description["users"])
 
 
 def _shares(shares: Any) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitmix.modules.batch import Bags
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Owner, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, USER, USER_FEATURE, Owner, Schema
 from logitmix.trainer.data.dataset import Column, Dataset
 
 Ints = NDArray[np.int64]
@@ -28,14 +28,20 @@ class Lookups:
     features: Features
 
 
-def columns_of(dataset: Dataset, schema: Schema) -> dict[Owner, Mapping[str, Column]]:
-    """The dataset's features, by owner and name; with recency if `schema`, the model's, has it. ValueError that names
-    the dataset if recency is derived from its timestamps and they decrease.
+def columns_of(
+    dataset: Dataset, schema: Schema, trained_U: NDArray[np.bool_] | None = None
+) -> dict[Owner, Mapping[str, Column]]:
+    """The dataset's features, by owner and name; with recency and user if `schema`, the model's, has them. The ids of
+    the users `trained_U` are known, and of all without it. ValueError that names the dataset if recency is derived from
+    its timestamps and they decrease.
     """
-    events = dataset.event_features
+    users, events = dataset.user_features, dataset.event_features
     if RECENCY_FEATURE in schema.features and RECENCY not in events:
         events = {**events, RECENCY: dataset.recency}
-    return {"item": dataset.item_features, "user": dataset.user_features, "event": events}
+    if USER_FEATURE in schema.features and USER not in users:
+        row_U = np.arange(1, dataset.num_users + 1)
+        users = {**users, USER: Column(row_U if trained_U is None else np.where(trained_U, row_U, 0))}
+    return {"item": dataset.item_features, "user": users, "event": events}
 
 
 def look_up(
@@ -46,11 +52,13 @@ def look_up(
     users_B: Ints,
     actions_T: Ints,
     pooled: Collection[str] = (),
+    user_row_B: Ints | None = None,
 ) -> Lookups:
     """The lookups of the features of `schema` for these items, users (by index) and actions (by place in the dataset).
 
     The items are unique and sorted. `columns` has these features. `item_row_V` are the items' rows of the item table:
-    their own, or the unknown item's. For a `pooled` table, the features' bags are looked up rather than their rows.
+    their own, or the unknown item's. `user_row_B`, where it is given, replaces the column of the users' ids. For a
+    `pooled` table, the features' bags are looked up rather than their rows.
     """
     rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
     named: dict[str, dict[str, Ints]] = {table.name: {} for table in schema.tables}
@@ -61,6 +69,8 @@ def look_up(
         if feature.name == ITEM:
             continue
         taken, offsets[feature.name] = taken_rows(columns[feature.owner][feature.name], rows[feature.owner])
+        if feature == USER_FEATURE and user_row_B is not None:
+            taken = user_row_B
         if feature.sparse:
             named[feature.table][feature.name] = taken.astype(np.int64, copy=False)
         else:
