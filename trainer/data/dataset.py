@@ -22,6 +22,8 @@
                            without fields at their defaults: modules/schema.py defines them
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
+        last_actions       {51, 201: {actions, items}}: what is left if each user has so many last actions alone, as the
+                           paper's table of datasets counts
         filters            {where: [condition], min_item_actions, min_user_actions, min_feature_count,
                            removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters

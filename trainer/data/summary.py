@@ -21,6 +21,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
         lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {directory}/rejects.tsv")
     lines += [f"removed   {line}" for line in _removals(description["filters"])]
     lines.append(f"written   {_counts(description)} to {directory}")
+    lines.append(f"users     {_lengths(description)}")
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
     lines += _features(features, schema)
     lines.append(f"next      {_next(directory)}")
@@ -42,6 +43,17 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _lengths(description: Mapping[str, Any]) -> str:
+    users = max(1, description["users"])
+    cut = {
+        last: of["actions"]
+        for last, of in description["last_actions"].items()
+        if of["actions"] < description["actions"]
+    }
+    shown = f"{description['actions'] / users:.2f} actions each"
+    return shown + "".join(f", {actions / users:.2f} of the last {last}" for last, actions in cut.items())
 
 
 def _titles(known: int, items: int) -> str:

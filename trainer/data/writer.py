@@ -40,6 +40,11 @@ class DatasetContents:
     """string, by table, of every table but item's; row 0 null."""
 
 
+LAST = (51, 201)
+"""Last actions of a user that the paper's table of datasets counts: for the 50 of Amazon's and the 200 of MovieLens's
+that its models see, and their target."""
+
+
 def write_dataset(
     directory: Path, contents: DatasetContents, name: str, users_per_file: int = USERS_PER_FILE, **entries: Any
 ) -> dict[str, Any]:
@@ -63,6 +68,7 @@ def write_dataset(
         "actions": len(contents.items),
         "schema": schema.to_mapping(),
         "repeated_targets": repeated_targets(contents.offsets, contents.items),
+        "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
         **entries,
     }
     # Last, because it makes the directory a dataset.
@@ -86,6 +92,16 @@ def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]
         sums = np.concatenate([[0], np.cumsum(same, dtype=index_type(len(items)))])
         shares[split] = float(np.mean(sums[target[users]] > sums[offsets[users]]))
     return shares
+
+
+def last_actions(offsets: np.ndarray, items: np.ndarray, count: int) -> dict[str, int]:
+    """Number of actions if each user has the last `count` alone, and of the items among them."""
+    lengths = np.minimum(np.diff(offsets), count)
+    kept = np.zeros(len(items) + 1, np.int32)
+    np.add.at(kept, offsets[1:] - lengths, 1)
+    np.add.at(kept, offsets[1:], -1)
+    among = items[np.cumsum(kept[:-1]) > 0]
+    return {"actions": len(among), "items": len(np.unique(among))}
 
 
 def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int) -> pa.Table:

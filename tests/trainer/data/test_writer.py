@@ -3,7 +3,7 @@ import pytest
 from small_data import in_memory
 
 from logitmix.trainer.data.batches import ranking_users
-from logitmix.trainer.data.writer import repeated_targets
+from logitmix.trainer.data.writer import last_actions, repeated_targets
 
 
 def sequences_of(*sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -18,6 +18,14 @@ def test_repeated_targets_are_shares_of_the_users_ranked() -> None:
 @pytest.mark.parametrize("sequences", [([1, 1],), ([], [2, 2], []), ([],)])
 def test_without_users_to_rank_nothing_is_repeated(sequences: tuple[list[int], ...]) -> None:
     assert repeated_targets(*sequences_of(*sequences)) == {"validation": 0, "test": 0}
+
+
+def test_last_actions_are_those_of_each_user() -> None:
+    made = sequences_of([1, 2, 1, 2], [3], [5, 6, 7])
+    assert last_actions(*made, 2) == {"actions": 5, "items": 5}
+    assert last_actions(*made, 1) == {"actions": 3, "items": 3}
+    assert last_actions(*made, 9) == {"actions": 8, "items": 6}
+    assert last_actions(*sequences_of([], [2, 2], []), 1) == {"actions": 1, "items": 1}
 
 
 @pytest.mark.parametrize("seed", range(5))
