@@ -49,7 +49,7 @@ setup(
         Extension(
             "logitmix.modules.similarity._mol_scores",
             ["modules/similarity/mol_scores.c"],
-            depends=["setup.py", "modules/tiles.h"],
+            depends=["setup.py", "modules/tiles.h", "modules/similarity/mol_scores_int8.h"],
             extra_compile_args=FLAGS,
             libraries=["m"],
             optional=True,

@@ -1,9 +1,9 @@
 /* Vectors and products of small matrices in registers, for every instruction set: what mol.c, mol_scores.c and hstu.c
    share.
 
-   A source that includes this file defines SOURCE before, its own path from here, and ONLY_FP32 if that is so. It is then
-   included in turn, once for each instruction set and precision, with VARIANT defined: FN(name) is a function of one of
-   them. */
+   A source that includes this file defines SOURCE before, its own path from here, ONLY_FP32 if it has no form with
+   products of BF16 numbers, and WITH_INT8 if it has one with products of INT8 numbers. It is then included in turn, once
+   for each instruction set and precision, with VARIANT defined: FN(name) is a function of one of them. */
 
 #ifndef VARIANT
 
@@ -108,8 +108,20 @@ static int level_of_machine(void) {
 #include "tiles.h"
 #undef BF16
 #endif
-#undef AVX512
 #pragma GCC pop_options
+
+#ifdef WITH_INT8
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")
+#define INT8_PRODUCTS
+#define VARIANT int8
+#define WIDTH 16
+#define COLUMNS 4
+#include "tiles.h"
+#undef INT8_PRODUCTS
+#pragma GCC pop_options
+#endif
+#undef AVX512
 #endif
 
 #else /* one variant */
@@ -124,8 +136,12 @@ static int level_of_machine(void) {
 #define VHM JOIN_M(h, WIDTH)
 #define VBM JOIN_M(b, WIDTH)
 
-/* A word is what one step of a product's inner sum takes of each side: an FP32 number, or two BF16 numbers. */
-#ifdef BF16
+/* A word is what one step of a product's inner sum takes of each side: an FP32 number, two BF16 numbers, or four INT8
+   numbers, unsigned on the left and signed on the right. Sums of the latter are INT32, in vectors of FP32 by name. */
+#if defined(INT8_PRODUCTS)
+#define ELEMENT int8_t
+#define PER_WORD 4
+#elif defined(BF16)
 #define ELEMENT uint16_t
 #define PER_WORD 2
 #define ROUND(x) to_bf16(x)
@@ -141,6 +157,7 @@ INLINE VF FN(all)(float x) { return x - (VF){0}; }
 INLINE VF FN(get)(const float *p) { return *(const VFM *)p; }
 INLINE void FN(put)(float *p, VF x) { *(VFM *)p = x; }
 
+#ifndef INT8_PRODUCTS
 INLINE VF FN(load)(const ELEMENT *p) {
 #ifdef BF16
     return (VF)(__builtin_convertvector(*(const VHM *)p, VU) << 16);
@@ -156,6 +173,7 @@ INLINE void FN(store)(ELEMENT *p, VF x) {
     *(VFM *)p = x;
 #endif
 }
+#endif
 
 /* Both give b where either is not a number. */
 INLINE VF FN(larger)(VF a, VF b) {
@@ -181,7 +199,7 @@ INLINE VF FN(smaller)(VF a, VF b) {
 }
 
 INLINE VF FN(inverse)(VF x) {
-#ifdef BF16
+#if defined(BF16) || defined(INT8_PRODUCTS)
     return (VF)_mm512_rcp14_ps((__m512)x); /* 2^-14: BF16 keeps 2^-9 */
 #else
     return 1.0f / x;
@@ -239,7 +257,9 @@ INLINE VF FN(silu)(VF x, VF *slope) {
 
 /* sum + the product of two words. */
 INLINE VF FN(step)(VF sum, uint32_t a, VU b) {
-#ifdef BF16
+#if defined(INT8_PRODUCTS)
+    return (VF)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32((int)a), (__m512i)b);
+#elif defined(BF16)
     return (VF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
 #else
     union { uint32_t u; float f; } bits = {.u = a};
@@ -255,7 +275,7 @@ INLINE void FN(tile)(
 ) {
     /* A variable for each vector, not an array: compilers keep an array in memory. */
 #define START(r, j)                                                                                                    \
-    VF sum##r##j = FN(all)(0);                                                                                         \
+    VF sum##r##j = {0};                                                                                         \
     if (from && r < rows && j < columns) sum##r##j = FN(get)(from + r * from_row + j * WIDTH);
 #define STEP(r, j)                                                                                                     \
     if (r < rows && j < columns) sum##r##j = FN(step)(sum##r##j, a[r * a_row], right##j);
@@ -304,8 +324,8 @@ static void (*const FN(tiles)[][8])(
 #undef EACH_TILE
 
 /* c [rows, vectors * WIDTH] = from + a b over K > 0 words; from: rows from_row apart (0: one row for all), or null.
-   Words of b are dense along the columns: two BF16 numbers of a word lie beside each other, k and k + 1. Meanwhile,
-   memory is requested at `lines` addresses. */
+   Words of b are dense along the columns: the numbers of a word lie beside each other, k, k + 1, …. Meanwhile, memory is
+   requested at `lines` addresses. */
 static void FN(product_ahead)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
     const float *from, int64_t from_row, float *c, int64_t c_row, const char *const *ahead, int64_t lines

@@ -5,7 +5,8 @@
 
    A query's candidates are taken a block at a time, which stays in the first-level cache. Their rows are read from
    where the items are stored: there is no copy of them, and rows of the next block are requested ahead.
-   tiles.h includes this file once for each instruction set and precision: FN(name) is a function of one of them. */
+   tiles.h includes this file once for each instruction set and precision: FN(name) is a function of one of them. That
+   with products of INT8 numbers is in mol_scores_int8.h. */
 
 #ifndef VARIANT
 
@@ -29,15 +30,23 @@ typedef struct {
 enum { BLOCK = 24 };
 
 #define SOURCE "similarity/mol_scores.c"
+#define WITH_INT8
 #include "../tiles.h"
 
-int mol_scores_level(void) { return level_of_machine(); }
+/* Whether the machine has a level: those of level_of_machine, and 4, products of INT8 numbers. */
+int mol_scores_has(int level) {
+#ifdef X86
+    if (level == 4) return level_of_machine() >= 2 && __builtin_cpu_supports("avx512vnni");
+#endif
+    return level <= level_of_machine();
+}
 
-/* Scores of pairs first..last, by what a level of those that the machine has can do: at 3 products are of BF16 numbers,
-   else of FP32. 0, or -1 for want of memory. */
+/* Scores of pairs first..last, by what a level that the machine has can do: at 3 products are of BF16 numbers, at 4 of
+   INT8 (see mol_scores_int8.h for its limits), else of FP32. 0, or -1 for want of memory. */
 int mol_scores(const Scores *scores, int64_t first, int64_t last, int level) {
     switch (level) {
 #ifdef X86
+    case 4: return run_int8(scores, first, last);
     case 3: return run_bf16(scores, first, last);
     case 2: return run_avx512(scores, first, last);
     case 1: return run_avx2(scores, first, last);
@@ -47,6 +56,27 @@ int mol_scores(const Scores *scores, int64_t first, int64_t last, int level) {
 }
 
 #else /* one variant */
+
+/* e^x, zero and infinite beyond the range. 4e-6 in BF16, for which FN(exp) takes about twice as long. */
+INLINE VF FN(power)(VF x) {
+#if defined(BF16) || defined(INT8_PRODUCTS)
+    x *= 1.44269504f;
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    VF r = x - (VF)whole;
+    /* 2^r for r in [-0.5, 0.5]. */
+    VF p = ((0.05550410866f * r + 0.24022650696f) * r + 0.69314718056f) * r + 1.0f;
+    return (VF)_mm512_scalef_ps((__m512)p, whole);
+#else
+    return FN(exp)(x);
+#endif
+}
+
+/* x / (1 + e^-x). */
+INLINE VF FN(gated)(VF x) { return x * FN(inverse)(1.0f + FN(power)(-x)); }
+
+#ifdef INT8_PRODUCTS
+#include "mol_scores_int8.h"
+#else
 
 /* Row lengths are in elements and padded with zeros to whole vectors (suffix p). */
 typedef struct {
@@ -220,9 +250,8 @@ INLINE const char **FN(lines)(const char *from, int64_t bytes, const char **line
 }
 
 /* Those of some items' rows, whose number is returned. */
-static int64_t FN(lines_of_items)(const WORK *w, const int64_t *item_N, int64_t N, const char **line) {
-    const Scores *q = w->q;
-    int64_t components = q->I * q->C * SIZES[q->components], weights = w->M * SIZES[q->weights];
+static int64_t FN(lines_of_items)(const Scores *q, const int64_t *item_N, int64_t N, const char **line) {
+    int64_t components = q->I * q->C * SIZES[q->components], weights = q->U * q->I * SIZES[q->weights];
     const char **next = line;
     for (int64_t n = 0; n < N; n++) {
         next = FN(lines)((const char *)q->item_XIC + item_N[n] * components, components, next);
@@ -249,23 +278,6 @@ static void FN(load_items)(WORK *w, const int64_t *item_N, int64_t N) {
 }
 
 /* --- scores --------------------------------------------------------------------------------------------------- */
-
-/* e^x, zero and infinite beyond the range. 4e-6 in BF16, for which FN(exp) takes about twice as long. */
-INLINE VF FN(power)(VF x) {
-#ifdef BF16
-    x *= 1.44269504f;
-    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    VF r = x - (VF)whole;
-    /* 2^r for r in [-0.5, 0.5]. */
-    VF p = ((0.05550410866f * r + 0.24022650696f) * r + 0.69314718056f) * r + 1.0f;
-    return (VF)_mm512_scalef_ps((__m512)p, whole);
-#else
-    return FN(exp)(x);
-#endif
-}
-
-/* x / (1 + e^-x). */
-INLINE VF FN(gated)(VF x) { return x * FN(inverse)(1.0f + FN(power)(-x)); }
 
 /* phi of one pair from the cross gate's output z. */
 INLINE float FN(mixture)(const WORK *w, const int64_t Mp, const float *z, const ELEMENT *item, const ELEMENT *logit) {
@@ -300,7 +312,7 @@ static void FN(block)(WORK *w, const int64_t *item_N, int64_t N, int64_t ahead, 
         for (int64_t u = 0; u < U; u++)
             copy_few(w->logit + n * Mp + u * I, w->side_E + u * w->NIp + n * I, I * sizeof(ELEMENT));
     FN(product_ahead)(N, Hp / WIDTH, M_words, w->logit, Mp / PER_WORD, 1, w->up, Hp, w->up_bias, 0, w->hidden_F, Hp,
-                      w->ahead, FN(lines_of_items)(w, item_N + N, ahead, w->ahead));
+                      w->ahead, FN(lines_of_items)(q, item_N + N, ahead, w->ahead));
     for (int64_t j = 0; j < N * Hp; j += WIDTH) FN(store)(w->hidden + j, FN(gated)(FN(get)(w->hidden_F + j)));
     FN(product)(N, Mp / WIDTH, H_words, w->hidden, Hp / PER_WORD, 1, w->down, Mp, w->down_bias, 0, w->gate_F, Mp);
     for (int64_t n = 0; n < N; n++) {
@@ -332,5 +344,7 @@ static int FN(run)(const Scores *q, int64_t first, int64_t last) {
 }
 
 #undef WORK
+
+#endif
 
 #endif

@@ -31,8 +31,10 @@ def mol_scores(
     BF16 gives NaN.
 
     Products are of BF16 numbers with FP32 sums if the components are BF16 or INT8 and the processor has such products,
-    and of FP32 numbers otherwise. It uses as many threads as torch would; the result does not depend on their number.
-    CUDA runs Triton, with products of FP16 numbers for FP16 components; mol_scores_triton.covers has the limits.
+    and of FP32 numbers otherwise. For INT8 components beside gating weights in BF16 they are of INT8 numbers where the
+    processor has those, which also rounds the query's components and the cross gate; mol_scores_int8.h says how, and
+    up to which sizes. It uses as many threads as torch would; the result does not depend on their number. CUDA runs
+    Triton, with products of FP16 numbers for FP16 components; mol_scores_triton.covers has the limits.
     IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are not checked.
     """
     library, on_cuda = _library(), item_P.device.type == "cuda" and has_triton()
@@ -62,9 +64,7 @@ def mol_scores(
     problem = _Scores(U, I, C, H, *pointers, *stored, *others)
     # For threads that go on when this call is interrupted.
     problem.tensors = (inputs, items, index_P, bound_B, score_P)
-    level = min(library.mol_scores_level(), _LEVEL)
-    if item[0].dtype not in (torch.bfloat16, torch.int8):
-        level = min(level, _BF16 - 1)
+    level = _level(library, U, I, C, stored)
     workers = max(1, min(torch.get_num_threads(), P // _PAIRS))
 
     def work(worker: int) -> None:
@@ -91,12 +91,20 @@ class _Scores(ctypes.Structure):
 
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """mol_scores.c's numbers of types."""
-_BF16 = 3
-"""mol_scores.c's level at which products are of BF16 numbers."""
-_LEVEL = _BF16
+_BF16, _INT8 = 3, 4
+"""mol_scores.c's levels at which products are of BF16 and INT8 numbers."""
+_LEVEL = _INT8
 """The best level to use, if the machine has it."""
 _PAIRS = 2048
 """Fewer pairs than this are not worth another thread."""
+
+
+def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | None]) -> int:
+    """The best level that the machine has for items that are stored so."""
+    best = _BF16 if stored[0] in (_STORED[torch.bfloat16], _STORED[torch.int8]) else _BF16 - 1
+    if stored == [_STORED[torch.int8], _STORED[torch.bfloat16]] and max(U, I) <= 8 and C % 4 == 0:
+        best = _INT8
+    return max(level for level in range(min(best, _LEVEL) + 1) if library.mol_scores_has(level))
 
 
 @cache
