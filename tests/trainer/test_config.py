@@ -315,10 +315,10 @@ def test_the_recipes_are_those_of_the_paper() -> None:
     assert dataclasses.astuple(similarity) == (
         "mol", True, 0.05, 8, 8, 32, "decomposed", 128, 512, False, 0.1, 0.2, 0.0, 0.0
     )  # fmt: skip
-    # The paper's batches, and a quarter of them for MoL: its plateau is one of steps.
-    for name, batch_size in (("ml-1m-dot", 128), ("ml-1m-mol", 32)):
+    # A quarter of the paper's batches, and for the dot product four times its negatives.
+    for name, negatives in (("ml-1m-dot", 512), ("ml-1m-mol", 128)):
         config = load_recipe(name)
-        assert (config.train.batch_size, config.model.loss.negatives) == (batch_size, 128)
+        assert (config.train.batch_size, config.model.loss.negatives) == (32, negatives)
         assert config.model.loss.kind == "softmax"
         assert dataclasses.astuple(config.model.encoder) == ("sasrec", 2, 1, 0.2, 200)
         assert (config.tables.lr, config.dense.lr, config.data.path) == (1e-3, 1e-3, "data/ml-1m")
@@ -326,10 +326,10 @@ def test_the_recipes_are_those_of_the_paper() -> None:
 
 def test_an_unknown_recipe_names_the_nearest_and_all(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"^no recipe named 'ml-1m-mole' \(did you mean ml-1m-mol\?\); there are: auto, demo-mol, "
+        ValueError, match=r"^no recipe named 'ml-1m-mole' \(did you mean ml-1m-mol\?\); there are: amazon-dot, auto, "
     ):
         load_recipe("ml-1m-mole")
-    with pytest.raises(ValueError, match=rf"^no recipe file {tmp_path}/none\.toml; .* one of: auto, demo-mol, "):
+    with pytest.raises(ValueError, match=rf"^no recipe file {tmp_path}/none\.toml; .* one of: amazon-dot, auto, "):
         load_recipe(f"{tmp_path}/none.toml")
 
 

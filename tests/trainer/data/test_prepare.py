@@ -504,8 +504,8 @@ def test_any_table_comes_back(actions: list[tuple[str, str, int]]) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "users", "items", "actions", "last", "of_a_user"),
     [
-        # The paper's table of datasets: 109.70 actions of a user of ML-1M, which lacks 292 ratings here, and 8.62 of one
-        # of Beauty.
+        # The paper's table of datasets: 109.70 actions of a user of ML-1M, which lacks 292 ratings here, and 8.62 of a
+        # user of Beauty.
         ("ml-1m", "ml-1m.zip", 6_040, 3_615, 999_917, "201", 109.68),
         ("ml-100k", "ml-100k.zip", 943, 1_682, 100_000, "201", 91.01),
         ("sequences", "amazon-beauty/beauty.txt.gz", 40_226, 54_542, 353_962, "51", 8.62),

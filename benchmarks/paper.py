@@ -1,0 +1,458 @@
+"""The paper's tables, trained by one command: this project's figures beside the published ones.
+
+    python -m benchmarks.paper --table movielens [--datasets ml-1m] [--methods dot,mol] [--seeds 3] [--minutes 30]
+    python -m benchmarks.paper --table amazon | ablation | rank | components
+    python -m benchmarks.paper --figure popularity --plot docs/popularity.png
+    python -m benchmarks.paper --table movielens --show        # trains nothing
+
+A cell is a dataset, a method and a seed. It trains the method's settings on top of the dataset's recipe, with the best
+checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
+looked at to choose anything. A cell whose result is in --results is not trained again, an interrupted one resumes, and
+cells that were not trained stay empty. Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes
+bounds the training time of a run (and its refit takes as many epochs); without it, the recipes' epochs are trained.
+
+A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
+gives the mean over the seeds, their standard deviation where there are several, and the standard error over users.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import logitmix, machine
+from logitmix.comm.process_group import process_group
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.data.batches import leave_one_out, ranking_users
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.embed import Embedder
+from logitmix.trainer.run import final_run, read_rows
+
+Settings = Mapping[str, Any]
+MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
+AMAZON = ("hr@10", "hr@50", "hr@200", "hr@500", "mrr")
+COMPONENTS = ("hr@10", "hr@50", "hr@100", "hr@200")
+DENSE = {"mlp": (512, 0.1), "hidden": 256, "k": 8, "fm": (256, 0.2), "neumf": 0.1}
+SPARSE = {"mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (128, 0.3), "neumf": 0.2}
+
+
+@dataclass(frozen=True)
+class Data:
+    """A dataset of the paper: the recipe of its runs, the metric that chooses, and appendix A's sizes of methods."""
+
+    recipe: str
+    metric: str
+    sizes: Mapping[str, Any]
+    settings: Settings
+
+
+BOOKS = {"model.encoder.blocks": 4, "model.encoder.heads": 4}
+ML_20M = {"model.dim": 256, "model.encoder.blocks": 4, "model.encoder.heads": 8}
+DATASETS = {
+    "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}),
+    "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {"train.patience": 4}),
+    "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
+    "beauty": Data("amazon-dot", "hr@200", SPARSE, {}),
+    "games": Data("amazon-dot", "hr@200", SPARSE, {}),
+    "books": Data("amazon-dot", "hr@200", DENSE, BOOKS),
+    "demo": Data("demo-mol", "hr@10", DENSE, {"model.encoder.kind": "pooled", "model.hindexer.weight": 0.0}),
+}
+
+
+def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings on top of a dataset's recipe."""
+    encoder, _, name = method.rpartition("+")
+    of: dict[str, Any] = {"model.encoder.kind": encoder} if encoder else {}
+    name, _, size = name.partition(" ")
+    k = sizes["k"]
+    mol = {"query_components": k, "item_components": k, "gate_dropout": 0.2}
+    kinds: dict[str, dict[str, Any]] = {
+        "bce": {"kind": "dot", "normalize": False, "temperature": 1.0},
+        "dot": {"kind": "dot"},
+        "mlp": {"kind": "mlp", "hidden": sizes["mlp"][0], "dropout": sizes["mlp"][1]},
+        "neumf": {"kind": "neumf", "hidden": sizes["hidden"], "final_hidden": sizes["hidden"],
+                  "dropout": sizes["neumf"]},
+        "deepfm": {"kind": "deepfm", "query_components": k, "item_components": k, "hidden": sizes["fm"][0],
+                   "dropout": sizes["fm"][1]},
+        "mol": {"kind": "mol", **mol},
+        "mol-no-l2-norm": {"kind": "mol", **mol, "normalize": False},
+        "mol-no-gating-dropout": {"kind": "mol", **mol, "gate_dropout": 0.0},
+        "mol-half": {"kind": "mol", **mol, "query_components": k // 2, "item_components": k // 2},
+        "mol-quarter-negatives": {"kind": "mol", **mol},
+    }  # fmt: skip
+    of |= {f"model.similarity.{setting}": value for setting, value in kinds[name].items()}
+    if name == "bce":
+        of |= {"model.loss.kind": "bce", "model.loss.share": "position", "model.loss.negatives": 1}
+    if size and name == "dot":
+        of["model.dim"] = int(size)
+    if size and name == "mol":
+        of |= dict(zip(("model.similarity.query_components", "model.similarity.item_components"),
+                       map(int, size.split("x")), strict=True))  # fmt: skip
+    return of
+
+
+PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
+    "movielens": {
+        "ml-1m": {
+            "bce": (0.0409, 0.2230, 0.4929, 0.8594, 0.1018),
+            "dot": (0.0669, 0.2821, 0.5435, 0.8618, 0.1363),
+            "mlp": (0.0576, 0.2805, 0.5419, 0.8551, 0.1290),
+            "neumf": (0.0545, 0.2854, 0.5465, 0.8672, 0.1264),
+            "deepfm": (0.0626, 0.2856, 0.5526, 0.8644, 0.1335),
+            "mol": (0.0675, 0.3079, 0.5657, 0.8677, 0.1433),
+            "hstu+dot": (),
+            "hstu+mol": (),
+        },
+        "ml-100k": {name: () for name in ("bce", "dot", "mlp", "neumf", "deepfm", "mol", "hstu+dot", "hstu+mol")},
+        "ml-20m": {
+            "bce": (0.0275, 0.1756, 0.4467, 0.8543, 0.0782),
+            "dot": (0.0620, 0.2862, 0.5488, 0.8721, 0.1344),
+            "mlp": (0.0687, 0.2936, 0.5556, 0.8756, 0.1416),
+            "neumf": (0.0645, 0.2911, 0.5548, 0.8760, 0.1376),
+            "deepfm": (0.0657, 0.2932, 0.5542, 0.8763, 0.1394),
+            "mol": (0.0758, 0.3114, 0.5727, 0.8847, 0.1528),
+        },
+    },
+    "amazon": {
+        "beauty": {
+            "bce": (0.0256, 0.0743, 0.1604, 0.2370, 0.0126),
+            "dot": (0.0655, 0.1379, 0.2271, 0.2914, 0.0333),
+            "mlp": (0.0393, 0.1005, 0.1864, 0.2465, 0.0189),
+            "neumf": (0.0535, 0.1247, 0.2152, 0.2818, 0.0264),
+            "deepfm": (0.0494, 0.1271, 0.2238, 0.2953, 0.0241),
+            "mol": (0.0541, 0.1288, 0.2246, 0.2961, 0.0262),
+        },
+        "games": {
+            "bce": (0.0794, 0.2209, 0.4217, 0.5642, 0.0383),
+            "dot": (0.1246, 0.2771, 0.4505, 0.5736, 0.0600),
+            "mlp": (0.1066, 0.2537, 0.4293, 0.5582, 0.0498),
+            "neumf": (0.1175, 0.2722, 0.4479, 0.5755, 0.0559),
+            "deepfm": (0.1216, 0.2817, 0.4690, 0.5965, 0.0576),
+            "mol": (0.1221, 0.2834, 0.4713, 0.5964, 0.0586),
+        },
+        "books": {
+            "bce": (0.0247, 0.0660, 0.1370, 0.2079, 0.0123),
+            "dot": (0.0317, 0.0814, 0.1588, 0.2295, 0.0156),
+            "mlp": (0.0297, 0.0759, 0.1500, 0.2190, 0.0144),
+            "neumf": (0.0358, 0.0871, 0.1644, 0.2338, 0.0178),
+            "deepfm": (0.0361, 0.0905, 0.1706, 0.2414, 0.0179),
+            "mol": (0.0388, 0.0934, 0.1751, 0.2479, 0.0194),
+        },
+    },
+    "ablation": {
+        "ml-1m": {
+            "mol": (0.3079,),
+            "mol-no-l2-norm": (0.2894,),
+            "mol-no-gating-dropout": (0.2964,),
+            "mol-half": (0.3041,),
+            "mol-quarter-negatives": (0.2972,),
+        },
+        "beauty": {
+            "mol": (0.2088,),
+            "mol-no-l2-norm": (0.2246,),
+            "mol-no-gating-dropout": (0.2148,),
+            "mol-half": (0.2076,),
+            "mol-quarter-negatives": (0.2046,),
+        },
+    },
+    # On the paper's own dataset, which nobody else has: the shape is to be compared, not the figures.
+    "components": {
+        "demo": {
+            "dot 64": (0.0843, 0.2563, 0.3712, 0.5026),
+            "dot 128": (0.0882, 0.2676, 0.3856, 0.5204),
+            "dot 256": (0.0916, 0.2761, 0.3954, 0.5305),
+            "dot 512": (0.0925, 0.2754, 0.3949, 0.5299),
+            "mlp": (0.0938, 0.2656, 0.3770, 0.5054),
+            "neumf": (0.1087, 0.2976, 0.4148, 0.5479),
+            "deepfm": (0.1199, 0.3242, 0.4465, 0.5810),
+            "mol 16x2": (0.1212, 0.3221, 0.4436, 0.5768),
+            "mol 8x4": (0.1221, 0.3232, 0.4440, 0.5763),
+            "mol 16x4": (0.1250, 0.3283, 0.4502, 0.5834),
+            "mol 32x4": (0.1304, 0.3404, 0.4628, 0.5961),
+        }
+    },
+}
+"""By table, dataset and method; the metrics are those of `columns`. Methods that the paper does not have are empty."""
+RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 1864}
+"""The paper's table of ranks of the learnt phi on ML-1M, d = 50."""
+EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
+"""Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
+DIMENSIONS = (64, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Options:
+    table: Literal["movielens", "amazon", "ablation", "rank", "components"] = "movielens"
+    figure: Literal["", "popularity"] = ""
+    """Draw this figure, of the runs of --table, in place of the table."""
+    datasets: str = ""
+    """Those of the table that are in --data when left empty."""
+    methods: str = ""
+    """All of the table when left empty; hstu+dot and hstu+mol take the other encoder."""
+    seeds: int = 1
+    """train.seed 0, 1, …"""
+    minutes: float = 0.0
+    """Training time of a run; 0 trains the recipe's epochs."""
+    threads: int = 1
+    data: str = "data"
+    out: str = "runs/paper"
+    """Where runs are kept."""
+    results: str = "benchmarks/results"
+    """Where the small JSON files are kept."""
+    show: bool = False
+    """Train nothing: show what there is."""
+    plot: str = "popularity.png"
+    json: bool = False
+
+    def chosen(self) -> list[tuple[str, list[str]]]:
+        """The datasets with their methods."""
+        table = PAPER["movielens" if self.table == "rank" else self.table]
+        wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
+        if strange := set(wanted) - set(table):
+            raise SystemExit(
+                f"--datasets has {', '.join(sorted(strange))}; --table {self.table} has {', '.join(table)}"
+            )
+        chosen = []
+        for dataset in wanted:
+            known = list(table[dataset])
+            methods = self.methods.split(",") if self.methods else known
+            if strange := set(methods) - set(known):
+                raise SystemExit(f"--methods has {', '.join(sorted(strange))}; there are {', '.join(known)}")
+            chosen.append((dataset, methods))
+        return chosen
+
+    def _has(self, dataset: str) -> bool:
+        return self.show or (Path(self.data) / dataset / "dataset.json").is_file()
+
+
+@dataclass(frozen=True)
+class Cell:
+    dataset: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset}-{self.method.replace(' ', '-')}-{self.seed}"
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        data = DATASETS[self.dataset]
+        settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
+        settings |= settings_of(self.method, data.sizes) | {"evaluate.baselines": False}
+        kept = {"model.encoder.kind"} & settings.keys()
+        settings |= {name: value for name, value in data.settings.items() if name not in kept}
+        settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
+        return settings | {"train.refit": True}
+
+
+def result(cell: Cell, options: Options) -> dict[str, Any] | None:
+    """The cell's result; trained first if there is none and it may be."""
+    path = Path(options.results) / f"{cell.name}.json"
+    if not path.exists():
+        if options.show:
+            return None
+        trained = train(cell, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(trained, indent=1) + "\n")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def train(cell: Cell, options: Options) -> dict[str, Any]:
+    run, settings = Path(options.out) / cell.name, cell.settings(options)
+    recipe = DATASETS[cell.dataset].recipe
+    if cell.method.endswith("mol-quarter-negatives"):
+        settings["model.loss.negatives"] = negatives_of(recipe) // 4
+    words = [word for name, value in settings.items() for word in _words(name, value)]
+    Console(stderr=True).print(f"{cell.name}: {recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
+    logitmix("train", recipe, *words, "--run", str(run))
+    first, refit = (json.loads((path / "results.json").read_text()) for path in (run, run / "refit"))
+    best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
+    return {
+        "recipe": recipe,
+        "settings": settings,
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "epochs": best["epoch"],
+        "hours": {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600},
+        "validation": _metrics(best),
+        "test": _metrics(first),
+        "refit": _metrics(refit),
+        "users": refit["users"],
+        "corpus": refit["corpus"],
+    }
+
+
+def negatives_of(recipe: str) -> int:
+    from logitmix.trainer.config import load_recipe
+
+    return load_recipe(recipe).model.loss.negatives
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        section, _, last = flag.rpartition(".")
+        return [flag if value else f"{section}.no-{last}"]
+    return [flag, str(value)]
+
+
+def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name in (*MOVIELENS, *AMAZON, *COMPONENTS, "ndcg@10")}
+
+
+def columns(table: str, dataset: str) -> tuple[str, ...]:
+    match table:
+        case "movielens" | "rank":
+            return MOVIELENS
+        case "amazon":
+            return AMAZON
+        case "components":
+            return COMPONENTS
+        case _:
+            return (DATASETS[dataset].metric,)
+
+
+def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, Any]:
+    """Means over seeds, with their deviation and the error over users: a hit rate is a mean over users of 0 and 1."""
+    users = found[0]["users"]
+    of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(each["hours"]["run"] for each in found) * 60}
+    for metric in metrics:
+        values = [each["refit"][metric] for each in found]
+        mean = statistics.mean(values)
+        of[metric] = {"mean": mean, "deviation": statistics.stdev(values) if len(values) > 1 else None}
+        if metric.startswith("hr@"):
+            of[metric]["error"] = math.sqrt(mean * (1 - mean) / users)
+    chosen = DATASETS[found[0]["settings"]["data.path"].rpartition("/")[2]].metric
+    return of | {"validation": statistics.mean(each["validation"].get(chosen, math.nan) for each in found)}
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(options.threads)
+    if options.table == "rank":
+        ranks(options)
+        return
+    rows = []
+    for dataset, methods in options.chosen():
+        metrics = columns(options.table, dataset)
+        for method in methods:
+            cells = [result(Cell(dataset, method, seed), options) for seed in range(options.seeds)]
+            found = [cell for cell in cells if cell is not None]
+            paper = PAPER[options.table][dataset][method]
+            rows.append({"dataset": dataset, "method": method, "paper": dict(zip(metrics, paper, strict=False)),
+                         "ours": summary(found, metrics) if found else None})  # fmt: skip
+    if options.figure:
+        popularity(rows, options)
+    elif options.json:
+        print(json.dumps({"machine": machine(), "rows": rows}))
+    else:
+        show(rows, options)
+
+
+def show(rows: list[dict[str, Any]], options: Options) -> None:
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        metrics = columns(options.table, dataset)
+        heads = [head for metric in metrics for head in (metric, "paper")]
+        table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit; {machine()}")
+        for row in (row for row in rows if row["dataset"] == dataset):
+            ours, cells = row["ours"], []
+            for metric in metrics:
+                cells += [_shown(ours and ours[metric]), f"{row['paper'][metric]:.4f}" if row["paper"] else ""]
+            about = ["", "", ""]
+            if ours:
+                about = [f"{ours['validation']:.4f}", str(ours["seeds"]), f"{ours['minutes']:.0f}"]
+            table.add_row(row["method"], *cells, *about)
+        Console(width=170).print(table)
+
+
+def _shown(of: Mapping[str, Any] | None) -> str:
+    if not of:
+        return ""
+    deviation = "" if of["deviation"] is None else f" ± {of['deviation']:.4f}"
+    return f"{of['mean']:.4f}{deviation}"
+
+
+def ranks(options: Options) -> None:
+    """Explained variance of ln p(x|u), from the actions alone, and numerical rank of each trained method's phi."""
+    for dataset, methods in options.chosen():
+        data = load_dataset(str(Path(options.data) / dataset))
+        table = Table("", *(f"d = {d}" for d in DIMENSIONS), title=f"{dataset}: share of variance of ln p(x|u)")
+        table.add_row("ours", *(f"{share:.4f}" for share in explained(data)))
+        if dataset in EXPLAINED:
+            table.add_row("paper", *(f"{share:.4f}" for share in EXPLAINED[dataset]))
+        Console().print(table)
+        table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learnt phi")
+        for method in methods:
+            run = Path(options.out) / Cell(dataset, method, 0).name
+            if (run / "results.json").exists():
+                table.add_row(method, str(rank_of_scores(run)), str(RANK_OF_SCORES.get(method, "")))
+        Console().print(table)
+
+
+def explained(data: Dataset) -> list[float]:
+    """Share of the variance of ln p(x|u) that the first singular vectors explain, where p(x|u) is proportional to the
+    user's count of the item plus 1 / X: the paper does not say how it smooths unseen pairs."""
+    counts = np.zeros((data.num_users, data.num_items), np.float32)
+    user = np.repeat(np.arange(data.num_users), np.diff(data.offsets))
+    np.add.at(counts, (user, data.items_flat), 1)
+    log = torch.from_numpy(counts).add_(1 / data.num_items)
+    log = (log / log.sum(1, keepdim=True)).log_()
+    log -= log.mean()
+    values = torch.linalg.svdvals(log) ** 2
+    return [float(values[:d].sum() / values.sum()) for d in DIMENSIONS]
+
+
+def rank_of_scores(run: Path) -> int:
+    """Numerical rank of phi(x, u) of all users and items: numpy's, at FP32's precision."""
+    return int(torch.linalg.matrix_rank(scores(final_run(run))))
+
+
+@torch.no_grad()
+def scores(run: Path) -> torch.Tensor:
+    """phi of every user of the test part with every item, FP32 [U, X]."""
+    model = load_saved(run)
+    data = load_dataset(model.config.data.path)
+    users = ranking_users(data, "test", model.config.model.encoder.max_length, leave_one_out(data))
+    with process_group("cpu", 60) as ranks_:
+        embedder = Embedder(model.tower, model.sharded_rows(ranks_), columns_of(data, model.tower.schema))
+        items = model.tower.item_sides(embedder.items(np.arange(data.num_items))).similarity
+        parts = [model.tower.query_sides(embedder.queries(part)).similarity for part in users.batches(256)]
+        return torch.cat([model.tower.similarity.all_pairs(part, items) for part in parts])
+
+
+def popularity(rows: list[dict[str, Any]], options: Options) -> None:
+    """Draws how often items are among the best 10 of the test part's users: items by buckets of that number."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    edges = np.concatenate([[0, 1], 2 ** np.arange(1, 13)])
+    drawn = [row for row in rows if (Path(options.out) / Cell(row["dataset"], row["method"], 0).name).exists()]
+    for number, row in enumerate(drawn):
+        run = final_run(Path(options.out) / Cell(row["dataset"], row["method"], 0).name)
+        best = scores(run).topk(10).indices.flatten().numpy()
+        recommended = np.bincount(best, minlength=load_dataset(load_saved(run).config.data.path).num_items)
+        share, _ = np.histogram(recommended, [*edges, np.inf])
+        place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
+        axes.bar(place, share, 1 / len(drawn), label=f"{row['dataset']} {row['method']}")
+    axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")
+    axes.set_xticks(range(len(edges)), [str(edge) for edge in edges])
+    axes.legend(frameon=False)
+    figure.savefig(options.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
