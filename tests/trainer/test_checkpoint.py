@@ -91,7 +91,7 @@ def new_run(folder: Path, name: str, config: Config) -> Path:
     run = folder / name
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.toml").write_text(dump_toml(config))
-    (run / "dataset.json").write_text(json.dumps({"schema": SCHEMA.to_mapping()}))
+    (run / "dataset.json").write_text(json.dumps({"users": 3, "schema": SCHEMA.to_mapping()}))
     return run
 
 
