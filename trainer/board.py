@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from logitmix.common.files import write_whole
-from logitmix.trainer.config import Config, dump_toml, flatten
+from logitmix.trainer.config import BESIDE, Config, dump_toml, flatten
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
@@ -74,7 +74,8 @@ class Board:
         if first in CONSTANT:
             return None
         if kind != "train":
-            return f"metrics_hindexer/{rest}" if first == "hindexer" else f"metrics/{name}"
+            measured = "metrics_peeked" if kind == "peeked" else "metrics"
+            return f"{measured}_hindexer/{rest}" if first == "hindexer" else f"{measured}/{name}"
         if first == "wire":
             return _wire_tag(rest) if row["wire/bytes_per_step"] else None
         train = self.config.train
@@ -101,7 +102,7 @@ def _preformatted(text: str) -> str:
 def write_results_to_board(run: Path, config: Config, results: Mapping[str, float]) -> None:
     """Writes test metrics and examples per second, with the configuration as hyperparameters, but not the baselines,
     which do not depend on it."""
-    left_out = (*CONSTANT, "step", "seconds", "popularity", "item_knn")
+    left_out = (*CONSTANT, "step", "seconds", *BESIDE)
     found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
     tags = {f"metrics_test/{name}": value for name, value in found.items()}
     flat = flatten(config)

@@ -25,7 +25,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.modules.config import EncoderConfig, SimilarityConfig
 from logitmix.trainer.config import (
-    BASELINES,
+    BESIDE,
     Config,
     HistoryRule,
     recipe_names,
@@ -590,12 +590,12 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
     if as_json:
         print(json.dumps(metrics))
         return
-    baselines = [name for name in BASELINES if f"{name}/hr@10" in metrics]
-    heads = ("model", *(BASELINES[name] for name in baselines)) if baselines else ("value",)
+    beside = [name for name in BESIDE if f"{name}/hr@10" in metrics]
+    heads = ("model", *(BESIDE[name] for name in beside)) if beside else ("value",)
     table = Table("metric", *heads, title=title)
     for name in metrics:
-        if name.partition("/")[0] not in baselines:
-            names = [name, *(f"{of}/{name}" for of in baselines)]
+        if name.partition("/")[0] not in beside:
+            names = [name, *(f"{of}/{name}" for of in beside)]
             table.add_row(name, *(_number(metrics[of]) if of in metrics else "" for of in names))
     Console().print(table)
 

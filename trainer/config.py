@@ -167,6 +167,8 @@ class TrainConfig:
 HistoryRule = Literal["auto", "yes", "no"]
 BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
 """Names of the baselines in results, and for people."""
+BESIDE = BASELINES | {"peeked": "peeked: best on test"}
+"""The same for all that stands beside a model's test metrics, under its name and a slash."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,9 @@ class EvaluateConfig:
     """Number of users ranked, a sample chosen by train.seed; 0 ranks all."""
     batch_size: int = 64
     """Users ranked at once."""
+    peek_test: bool = False
+    """Also evaluate on the test part each time, and report its best epoch beside the one chosen on validation, as
+    research code often does. Such a figure is too good: it was chosen by what it measures."""
     baselines: bool = True
     """At the end, also evaluate the baselines popularity and item-kNN, which a model should beat."""
 
@@ -189,6 +194,10 @@ class EvaluateConfig:
         require(self.every_epochs >= 0, "evaluate.every_epochs", self.every_epochs, "0 or more")
         require(self.users >= 0, "evaluate.users", self.users, "0 or more")
         require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
+        if self.peek_test and not self.every_epochs:
+            raise ValueError(
+                "evaluate.peek_test is set, but evaluate.every_epochs is 0, so nothing is evaluated; set it to 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.run import (
     RunProgress,
     evaluations_since_best,
+    peeked_best,
     read_config,
     refit_config,
     refit_path,
@@ -126,9 +127,12 @@ def _steps(
             if evaluating or saving:
                 pipeline.require_finite()
                 done = pipeline.progress
+                if evaluation and evaluating and config.evaluate.peek_test:
+                    peeked = evaluation("test", model.tower, model.sharded_rows())
+                    telemetry.log_evaluation("peeked", step, epoch, peeked)
                 if evaluation and evaluating and config.data.validation:
                     done = replace(done, validation=evaluation("validation", model.tower, model.sharded_rows()))
-                    telemetry.log_validation(step, epoch, done.validation)
+                    telemetry.log_evaluation("validation", step, epoch, done.validation)
                     finished = finished or _out_of_patience(run, model, telemetry)
                 if saving or done.validation:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
@@ -160,10 +164,13 @@ def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> b
 
 
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of the best checkpoint on the test items, and the baselines': computed once, at the end. The checkpoint
-    is loaded into the model."""
+    """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end. The
+    checkpoint is loaded into the model."""
     step = checkpoint.restore_best(run, model)
-    return evaluation("test", model.tower, model.sharded_rows()) | evaluation.baselines("test") | {"step": step}
+    beside = evaluation.baselines("test")
+    if model.config.evaluate.peek_test:
+        beside |= on_first_rank(lambda: peeked_best(run, model.config.evaluate.metric), model.ranks)
+    return evaluation("test", model.tower, model.sharded_rows()) | beside | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from logitmix.common.files import write_whole
-from logitmix.trainer.config import BASELINES, Config, flatten
+from logitmix.trainer.config import BESIDE, Config, flatten
 from logitmix.trainer.run import read_config, read_rows
 
 COLORS = 8
@@ -126,7 +126,7 @@ def _overview(runs: Sequence[Run]) -> str:
 def _results(runs: Sequence[Run]) -> str:
     """Test metrics with intervals, a row each."""
     names = [name for run in runs for name in run.results]
-    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *BASELINES)
+    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *BESIDE)
     names = [name for name in dict.fromkeys(names) if name.partition("/")[0] not in elsewhere]
     if not names:
         return _section("Test metrics", "<p>No run has finished yet.</p>")
@@ -156,7 +156,7 @@ def _results(runs: Sequence[Run]) -> str:
 def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
     """Name and metrics of the runs' baselines, without duplicates."""
     found: list[tuple[str, Mapping[str, float]]] = []
-    for prefix, label in BASELINES.items():
+    for prefix, label in BESIDE.items():
         for run in runs:
             of = {key.removeprefix(f"{prefix}/"): value for key, value in run.results.items() if key.startswith(prefix)}
             if of and (label, of) not in found:

@@ -3,7 +3,7 @@
 config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
 plan.json         by table: size, sharding, and which rank holds which of its rows and columns
-metrics.jsonl     one JSON object a line: kind ("train" or "validation"), step, and the metrics of that step
+metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked"), step, and the metrics of that step
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
 profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
@@ -170,6 +170,13 @@ def evaluations_since_best(run: Path, metric: str) -> tuple[int, dict[str, Any]]
         return 0, {}
     best = max(range(len(rows)), key=lambda at: rows[at][metric])
     return len(rows) - 1 - best, rows[best]
+
+
+def peeked_best(run: Path, metric: str) -> dict[str, float]:
+    """The metrics of the epoch that was best on the test part, as peeked/hr@10, and which it was."""
+    rows = read_rows(run, "peeked")
+    best = max(rows, key=lambda row: row[metric])
+    return {f"peeked/{name}": value for name, value in best.items() if name not in ("kind", "step")}
 
 
 def still_rising(run: Path, metric: str) -> str:

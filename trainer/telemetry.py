@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -122,11 +122,14 @@ class Telemetry:
             self._write("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
 
-    def log_validation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
+    def log_evaluation(
+        self, kind: Literal["validation", "peeked"], step: int, epoch: float, metrics: dict[str, float]
+    ) -> None:
+        """Metrics on validation, or with evaluate.peek_test on the test part."""
         if self.main:
-            self._write("validation", step, metrics | {"epoch": epoch})
+            self._write(kind, step, metrics | {"epoch": epoch})
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
-            self.say(f"epoch {epoch:g}, step {step:,}: validation {shown}")
+            self.say(f"epoch {epoch:g}, step {step:,}: {kind} {shown}")
 
     def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
         """The similarity's diagnostics of rank 0's first sequences; vectors become histograms."""

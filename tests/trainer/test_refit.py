@@ -145,3 +145,24 @@ def test_refit_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit):
             cli.main(["train", *words])
         assert "--refit needs a run directory" in capsys.readouterr().err
+
+
+def test_peeking_at_the_test_part_is_said_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best epoch on the test part stands beside the one that validation chose, which is the same as without."""
+    data = write_dataset(tmp_path / "data", ring=True)
+    plain = train(small_config(data, FP32 | {"train.epochs": 3}), tmp_path / "plain")
+    capsys.readouterr()
+    peeked = train(small_config(data, FP32 | {"train.epochs": 3, "evaluate.peek_test": True}), tmp_path / "peeked")
+    found = {row["step"]: row for row in read_rows(tmp_path / "peeked", "peeked")}
+    assert list(found) == [4, 8, 12] and "epoch 2, step 8: peeked hr@10" in capsys.readouterr().err
+    best = max(found.values(), key=lambda row: row["hr@10"])
+    assert (peeked["peeked/hr@10"], peeked["peeked/mrr"]) == (best["hr@10"], best["mrr"])
+    assert found[peeked["step"]]["hr@10"] == peeked["hr@10"] == plain["hr@10"] and peeked["step"] == plain["step"]
+    cli._show_metrics(peeked, "test", False)
+    assert "peeked: best on test" in capsys.readouterr().out
+    alone = FP32 | {"train.epochs": 2, "evaluate.peek_test": True, "data.validation": False}
+    assert "peeked/hr@10" in train(small_config(data, alone), tmp_path / "alone")
+    with pytest.raises(ValueError, match=r"evaluate.peek_test is set, but evaluate.every_epochs is 0"):
+        small_config(data, {"evaluate.peek_test": True, "evaluate.every_epochs": 0})
