@@ -4,10 +4,10 @@
 
 In turn: versions; the tests marked `gpu`; collectives over NCCL, one rank on each GPU; a short training on all GPUs
 against the losses of one process on the CPU; the GPU's kernels compared with eager plain torch and with their floors.
-The floor of a codec is a copy of as many bytes; that of a loss is its matrix products alone, forward once and backward
-twice, at the rate of one large product in the same precision; that of stage 1 and of MoL's scores of what it found is
-the time to read the INT8 corpus or the candidates' rows once. With one GPU the collectives and the training have one
-rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
+The floor of a codec is a copy of as many bytes; that of a loss or of attention is its matrix products alone, forward
+once and backward twice, at the rate of one large product in the same precision; that of stage 1 and of MoL's scores of
+what it found is the time to read the INT8 corpus or the candidates' rows once. With one GPU the collectives and the
+training have one rank: they show that NCCL loads and that the kernels work, not that GPUs reach each other.
 
 If a check fails, it is named, and the exit status is 1. Only if all pass is --out written: one table, and what it was
 measured on.
@@ -39,7 +39,9 @@ from torch.nn import functional as F
 from benchmarks import codec
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, MoLConfig
+from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS, attend, attend_plain
 from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.base import Similarity
@@ -226,6 +228,8 @@ def kernels() -> tuple[list[str], list[Row]]:
         rows.append(loss_row(MoL(DIM, MoLConfig()), dtype, device, 25_600))
     # Dot products are FP32 under autocast, too.
     rows.append(loss_row(Dot(DIM, DotConfig()), torch.float32, device, 25_600))
+    for dtype in (torch.float32, torch.bfloat16):
+        rows.append(attention_row(dtype, 128, device))
     for B, allowed in ((1, None), (8, None), (8, 0.5), (32, None)):
         rows.append(stage1_row(B, CORPUS, STAGE_1, allowed, device))
     for dtype in (torch.float32, torch.bfloat16):
@@ -251,6 +255,32 @@ def loss_row(
     floor_s = 3 * case.flops / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
     slow = seconds(eager, device, max(1, repetitions // 3))
     return Row(case.what, seconds(compiled, device, repetitions) * 1e3, slow * 1e3, floor_s * 1e3)
+
+
+def attention_row(dtype: torch.dtype, sequences: int, device: torch.device, repetitions: int = 10) -> Row:
+    """HSTU's attention and its gradients, 2 heads, with both biases, compiled and in plain torch, which must agree."""
+    generator, heads = torch.Generator().manual_seed(0), 2
+    lengths_B = torch.randint(20, LENGTH + 1, (sequences,), generator=generator)
+    T = int(lengths_B.sum())
+    time_T = (2 ** torch.randint(25, (T + 1,), generator=generator)).cumsum(0)
+    packing = Packing(lengths_B, 0, time_T[:-1].contiguous(), time_T[1:].contiguous()).to(device)
+    shapes = ((T, 3, heads, DIM // heads), (LENGTH,), (TIME_BUCKETS,))
+    inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+
+    def run(of: Callable[..., Tensor]) -> list[Tensor]:
+        packed_T3Gd = inputs[0].to(dtype)
+        out_TGd = of(packed_T3Gd, inputs[1], inputs[2], packing)
+        return [out_TGd.detach(), *torch.autograd.grad(out_TGd.square().sum(), inputs)]
+
+    what = f"HSTU's attention and gradients, {str(dtype).removeprefix('torch.')}, {T:,} positions"
+    compiled, eager = partial(run, attend), partial(run, attend_plain)
+    for name, got, should in zip(("output", "inputs", "positions", "times"), compiled(), eager(), strict=True):
+        off = float((got - should).norm() / should.norm())
+        _require(off <= LOSS_BOUND[dtype], f"{what}: {name} are off by {off:.1e} of their size")
+    pairs = int((lengths_B * (lengths_B + 1) // 2).sum())
+    floor_s = 3 * 4.0 * DIM * pairs / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
+    times = [seconds(of, device, count) for of, count in ((compiled, repetitions), (eager, max(1, repetitions // 3)))]
+    return Row(what, *(time * 1e3 for time in times), floor_s * 1e3)
 
 
 def stage1_row(B: int, X: int, k: int, allowed: float | None, device: torch.device, repetitions: int = 10) -> Row:
@@ -392,8 +422,8 @@ def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row])
     lines += ["", *(f"- {line}" for line in notes), ""]
     lines += [
         "Eager is the same in plain torch; for the top of a corpus, all products in BF16 and `torch.topk`. The floor",
-        "is a copy of as many bytes for the codec, for a loss its matrix products alone at the rate of one large",
-        "product, and for the top of a corpus and MoL of candidates reading the INT8 corpus or the candidates' rows",
+        "is a copy of as many bytes for the codec, for a loss or attention its matrix products alone at the rate of",
+        "one large product, and for the top of a corpus and MoL of candidates reading the INT8 corpus or the candidates' rows",
         "once.",
         "",
         "| | ms | eager, ms | faster than eager | floor, ms | time / floor |",

@@ -102,6 +102,16 @@ def test_the_compiled_loss_must_be_the_eager_one(
         gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
 
 
+def test_the_compiled_attention_must_be_the_eager_one(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu.attention_row(torch.float32, 3, CPU, repetitions=1)
+    assert min(row.ms, row.eager_ms, row.floor_ms) > 0
+
+    right = gpu.attend
+    monkeypatch.setattr(gpu, "attend", lambda *arguments: 1.001 * right(*arguments))
+    with pytest.raises(gpu.Wrong, match=r"positions: output are off by 1\.0e-03"):
+        gpu.attention_row(torch.float32, 3, CPU, repetitions=1)
+
+
 @pytest.mark.parametrize("allowed", [None, 0.5])
 def test_stage_1_must_find_what_the_cpu_finds(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, allowed: float | None

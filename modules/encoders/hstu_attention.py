@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from logitmix.common.compiled import compiled_library, in_threads
+from logitmix.common.compiled import compiled_library, has_triton, in_threads
 
 from ..batch import Packing
 
@@ -32,9 +32,16 @@ def attend(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packi
     a sequence longer than L.
 
     On the CPU, FP32 and BF16 are computed in FP32 by compiled C, on as many threads as torch would use. Their number
-    changes how the biases' gradients are rounded, and nothing else.
+    changes how the biases' gradients are rounded, and nothing else. On CUDA a Triton kernel computes in what it is
+    given, FP32 or BF16, for heads of a width up to 64 or 128.
     """
     assert time_K is None or packing.time_T is not None
+    if packed_T3Gd.device.type == "cuda" and has_triton():
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import hstu_triton
+
+        if hstu_triton.covers(packed_T3Gd.shape[3], packed_T3Gd.dtype):
+            return hstu_triton.attend(packed_T3Gd, position_L, time_K, packing)
     compiled = packed_T3Gd.device.type == "cpu" and packed_T3Gd.dtype != torch.float64 and _library() is not None
     if compiled and not torch.compiler.is_exporting():
         time_K = None if time_K is None else time_K.float()

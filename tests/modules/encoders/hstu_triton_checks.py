@@ -1,0 +1,108 @@
+"""Holds the Triton form of HSTU's attention to the plain one: `python hstu_triton_checks.py` does it in the
+interpreter.
+
+A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
+"""
+
+import math
+import os
+import warnings
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+from test_hstu import inputs, packing
+from torch import Tensor
+
+from logitmix.modules.batch import Packing
+from logitmix.modules.encoders import hstu_triton
+from logitmix.modules.encoders.hstu_attention import attend_plain
+
+BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 0.01}
+"""How far a result may be from FP64 of the same inputs, relative to its norm: BF16 rounds weights to 2^-9."""
+
+
+def results(tensors: list[Tensor], packed: Packing, fused: bool) -> list[Tensor]:
+    """The output and all gradients, on the CPU in FP64."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    attend = hstu_triton.attend if fused else attend_plain
+    out = attend(leaves[0], leaves[1], leaves[2] if leaves[2:] else None, packed)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
+    gradients = torch.autograd.grad((out * weights).sum(), leaves)
+    assert not fused or [of.dtype for of in gradients] == [of.dtype for of in tensors]
+    return [of.detach().cpu().double() for of in (out, *gradients)]
+
+
+def check(
+    lengths: list[int], heads: int, width: int, L: int, times: bool, dtype: torch.dtype, device: str, seed: int = 0
+) -> None:
+    tensors = inputs(lengths, heads, width, L, times, seed)
+    tensors[0] = (tensors[0] / math.sqrt(width)).to(dtype)
+    packed = packing(lengths, seed=seed)
+    assert hstu_triton.covers(width, dtype)
+    found = results([tensor.to(device) for tensor in tensors], packed.to(torch.device(device)), True)
+    expected = results([tensor.double() for tensor in tensors], packed, False)
+    for got, should in zip(found, expected, strict=True):
+        assert got.shape == should.shape
+        off = float((got - should).norm())
+        assert off <= BOUNDS[dtype] * float(should.norm() + 1e-3), (off, float(should.norm()), lengths, width, dtype)
+
+
+def check_shapes(device: str) -> None:
+    for dtype in BOUNDS:
+        for times in (False, True):
+            for heads, width in ((1, 3), (2, 16), (2, 32), (1, 40)):
+                check([5, 0, 17, 33, 1], heads, width, 40, times, dtype, device)
+    check([], 1, 8, 4, True, torch.float32, device)
+    check([0, 0], 1, 8, 4, True, torch.float32, device)
+
+
+def check_cases(device: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(
+        lengths=st.lists(st.integers(0, 40), max_size=4),
+        heads=st.integers(1, 3),
+        width=st.integers(1, 40),
+        spare=st.integers(0, 9),
+        times=st.booleans(),
+        dtype=st.sampled_from(list(BOUNDS)),
+        seed=st.integers(0, 99),
+    )
+    def is_the_plain_form(
+        lengths: list[int], heads: int, width: int, spare: int, times: bool, dtype: torch.dtype, seed: int
+    ) -> None:
+        check(lengths, heads, width, max([1, *lengths]) + spare, times, dtype, device, seed)
+
+    is_the_plain_form()
+
+
+def check_extremes(device: str) -> None:
+    """Scores whose e^x is infinite; times whose differences int64 does not hold."""
+    packed_T3Gd = torch.tensor([[1.0, 500.0, 1.0], [2.0, -500.0, 1.0]])[:, :, None, None].repeat(20, 1, 1, 1)
+    tensors = [packed_T3Gd, torch.zeros(40)]
+    both = [results([of.to(device) for of in tensors], packing([40]).to(torch.device(device)), True)]
+    both.append(results(tensors, packing([40]), False))
+    for got, should in zip(*both, strict=True):
+        torch.testing.assert_close(got, should, rtol=1e-5, atol=1e-5)
+    generator, latest = torch.Generator().manual_seed(0), 2**63 - 1
+    time_T, asked_T = (torch.randint(-latest, latest, (40,), generator=generator) for _ in range(2))
+    tensors, packed = inputs([40], 1, 8, 40, True), Packing(torch.tensor([40]), 0, time_T, asked_T)
+    both = [results([of.to(device) for of in tensors], packed.to(torch.device(device)), True)]
+    both.append(results([of.double() for of in tensors], packed, False))
+    for got, should in zip(*both, strict=True):
+        assert float((got - should).norm()) <= BOUNDS[torch.float32] * float(should.norm())
+
+
+def check_all(device: str, examples: int) -> None:
+    check_shapes(device)
+    check_extremes(device)
+    check_cases(device, examples)
+
+
+if __name__ == "__main__":
+    # NumPy says that e^x overflows, where a GPU goes on with infinity, as is meant.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+    check_all("cpu", examples=40)
