@@ -423,8 +423,8 @@ def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row])
     lines += [
         "Eager is the same in plain torch; for the top of a corpus, all products in BF16 and `torch.topk`. The floor",
         "is a copy of as many bytes for the codec, for a loss or attention its matrix products alone at the rate of",
-        "one large product, and for the top of a corpus and MoL of candidates reading the INT8 corpus or the candidates' rows",
-        "once.",
+        "one large product, and for the top of a corpus and MoL of candidates reading the INT8 corpus or the",
+        "candidates' rows once.",
         "",
         "| | ms | eager, ms | faster than eager | floor, ms | time / floor |",
         "| --- | --- | --- | --- | --- | --- |",
