@@ -23,16 +23,21 @@ from benchmarks.measure import logitmix, machine
 from logitmix.trainer.run import evaluations_since_best
 
 METRICS = ("hr@10", "hr@50", "ndcg@10", "mrr")
-START = ["ml-1m-dot", "--train.batch-size", "32", "--train.epochs", "1000"]
+START = ["ml-1m-dot", "--train.batch-size", "32", "--train.epochs", "1000", "--model.loss.negatives", "128"]
 MOL = ["--model.similarity.kind", "mol", "--model.similarity.query-components", "4",
        "--model.similarity.item-components", "4", "--model.similarity.projection-hidden", "128",
        "--model.similarity.gate-hidden", "64", "--model.hindexer.weight", "0.3"]  # fmt: skip
 SHARED = ["--model.loss.share", "batch", "--model.loss.negatives"]
+GROUP = ["--model.loss.negatives", "512", "--model.loss.share", "group", "--model.loss.group-positions"]
 CHANGES = {
     "start": [],
     "mol 4x4": MOL,
     "D 128": ["--model.dim", "128"],
     "batch 128": ["--train.batch-size", "128"],
+    "512": ["--model.loss.negatives", "512"],
+    "32 positions": [*GROUP, "32"],
+    "128 positions": [*GROUP, "128"],
+    "512 positions": [*GROUP, "512"],
     "512 shared": [*SHARED, "512"],
     "2048 shared": [*SHARED, "2048"],
     "128 in-batch": ["--model.loss.in-batch", "128"],
@@ -42,7 +47,8 @@ CHANGES = {
     "1 block": ["--model.encoder.blocks", "1"],
     "item features": ["--model.features", "genres", "year"],
 }
-"""Arguments by an arm's name; "N shared" stands for N negatives shared by the batch."""
+"""Arguments by an arm's name; "N shared" stands for N negatives shared by the batch, "N positions" for 512 shared by
+groups of so many positions."""
 DATASETS = {
     "ml-100k": ("ml-100k", "ml-100k.zip", ["--model.encoder.max-length", "100", "--evaluate.every-epochs", "4"]),
     "demo": ("demo", "", ["--model.encoder.max-length", "50", "--evaluate.every-epochs", "2"]),

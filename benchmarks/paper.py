@@ -189,6 +189,8 @@ RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 186
 EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
 """Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
 DIMENSIONS = (64, 256, 1024)
+MOST_PAIRS = 2**28
+"""Users x items of which a matrix is made."""
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,8 @@ def ranks(options: Options) -> None:
     """Explained variance of ln p(x|u), from the actions alone, and numerical rank of each trained method's phi."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(Path(options.data) / dataset))
+        if data.num_users * data.num_items > MOST_PAIRS:
+            raise SystemExit(f"{dataset} has more than {MOST_PAIRS:,} pairs of users and items; give other --datasets")
         table = Table("", *(f"d = {d}" for d in DIMENSIONS), title=f"{dataset}: share of variance of ln p(x|u)")
         table.add_row("ours", *(f"{share:.4f}" for share in explained(data)))
         if dataset in EXPLAINED:
@@ -409,8 +413,9 @@ def explained(data: Dataset) -> list[float]:
     log = torch.from_numpy(counts).add_(1 / data.num_items)
     log = (log / log.sum(1, keepdim=True)).log_()
     log -= log.mean()
-    values = torch.linalg.svdvals(log) ** 2
-    return [float(values[:d].sum() / values.sum()) for d in DIMENSIONS]
+    # The squared singular values, from the smaller of the two products.
+    values = torch.linalg.eigvalsh((log.T @ log if len(log) > len(log.T) else log @ log.T).double()).clamp(min=0)
+    return [float(values.flip(0)[:d].sum() / values.sum()) for d in DIMENSIONS]
 
 
 def rank_of_scores(run: Path) -> int:
