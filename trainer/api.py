@@ -5,6 +5,7 @@
     api.prepare("table", source="clicks.csv", out="data/clicks")
     api.train("auto", "runs/clicks", {"data.path": "data/clicks", "train.minutes": 10})
     api.export("runs/clicks", "exports/clicks")
+    print(api.compare("data/clicks", "runs/compare", minutes=10)["verdict"])
     api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
 
 All raise ValueError for the caller's mistakes, with one line that says what is wrong and what to do. To train with
@@ -12,12 +13,13 @@ several processes, start them with `logitmix train --processes N`, torchrun or t
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
+from logitmix.trainer import compare as comparing
 from logitmix.trainer import evaluate as evaluation
 from logitmix.trainer import export as exporting
 from logitmix.trainer import loop
@@ -27,7 +29,7 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
 
-__all__ = ["Retriever", "evaluate", "export", "prepare", "train"]
+__all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
 
 
 def prepare(name: str, **options: Any) -> dict[str, Any]:
@@ -51,6 +53,19 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings."""
     return evaluation.evaluate_run(Path(run), split, None, None, "auto", threads)
+
+
+@quietly()
+def compare(
+    dataset: str | Path,
+    out: str | Path,
+    minutes: float,
+    methods: Sequence[str] = tuple(comparing.LEARNT),
+    threads: int = 1,
+) -> dict[str, Any]:
+    """Simple and learnt methods on a dataset directory, each with so many minutes; returns the content of the folder's
+    compare.json."""
+    return comparing.compare(str(dataset), Path(out), minutes, methods, threads)
 
 
 @quietly()

@@ -1,9 +1,11 @@
-"""Baselines for a model: popularity and item-kNN, fitted to the same training actions and ranked by the same rules as
-the model.
+"""Baselines for a model: popularity, item-kNN and EASE, fitted to the same training actions and ranked by the same
+rules as the model.
 
 Popularity scores an item by its training actions. Item-kNN scores it by the sum of its similarities to the items of the
 user's history, each action counting RECENCY of the one after it; similarity is the cosine of the sets of users whose
 training actions have the items, and an item of the history speaks for its NEIGHBORS nearest items alone.
+EASE ("Embarrassingly Shallow Autoencoders for Sparse Data", Steck, 2019) scores it by the sum of weights from the items
+of the history, in any order; the weights are those of a ridge regression of each item on all others.
 
 Axes: U users, B users of a batch, X items in the corpus, N items of a block, E entries of a sparse matrix.
 """
@@ -41,6 +43,10 @@ MOST_SCORES = 2**33
 """Scores computed for a method, about; where all users have more, a sample of them is ranked."""
 MOST_ITEMS = 2**17
 """Items that similarities are kept of, with 2.4 kB for each; of a larger corpus popularity alone is ranked."""
+MOST_EASE_ITEMS = 2**14
+"""Items that EASE is fitted to; its matrices, three at once, take 8 bytes for each pair of them."""
+BLOCK_SCORES = 2**25
+"""Numbers of a block of users and all items, when EASE counts pairs of items."""
 ROUNDING = 1e-9
 """Relative difference below which two sums of similarities are a tie: their terms may come in another order."""
 
@@ -112,6 +118,40 @@ class ItemKNN:
         weight_E = RECENCY ** (end_E - 1.0 - np.arange(len(row_E)))
         history_BX = _sparse(row_E, users.seen, torch.from_numpy(weight_E), len(users), len(self.similarity_XX))
         return _product(history_BX, self.similarity_XX).to_dense().numpy()
+
+
+@dataclass(frozen=True)
+class EASE:
+    """B of Steck's equation 8."""
+
+    weight_XX: Tensor
+    """float64: how much an item of the history (row) speaks for an item (column); the diagonal is 0."""
+
+    @classmethod
+    def fit(cls, both_XX: Tensor, penalty: float) -> "EASE":
+        """From `users_of_both`; `penalty` is lambda, that of the weights' squares."""
+        penalized_XX = both_XX.clone()
+        penalized_XX.diagonal().add_(penalty)
+        inverse_XX = torch.cholesky_inverse(torch.linalg.cholesky(penalized_XX))
+        return cls((inverse_XX / -inverse_XX.diagonal()).fill_diagonal_(0.0))
+
+    def __call__(self, users: RankingUsers) -> NDArray[np.float64]:
+        row_E, item_E = _distinct(np.repeat(np.arange(len(users)), users.seen_lengths), users.seen, len(self.weight_XX))
+        return _product(_has(row_E, item_E, len(users), len(self.weight_XX)), self.weight_XX).numpy()
+
+
+def users_of_both(dataset: Dataset, held_out: HeldOut) -> Tensor:
+    """How many users have training actions with both of two items [X, X] (float64), from at most ACTIONS actions."""
+    X = dataset.num_items
+    users = _within(_lengths(dataset, held_out), np.iinfo(np.int64).max)
+    both_XX = torch.zeros(X, X, dtype=torch.float64)
+    size = max(1, BLOCK_SCORES // X)
+    for start in range(0, len(users), size):
+        part = users[start : start + size]
+        user_E, item_E = _distinct(*_training(dataset, held_out, part), X)
+        row_E = np.searchsorted(part, user_E)
+        both_XX += _product(_has(item_E, row_E, X, len(part)), _has(row_E, item_E, len(part), X).to_dense())
+    return both_XX
 
 
 def _lengths(dataset: Dataset, held_out: HeldOut) -> Ints:

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, report, export, retrieve, serve."""
+"""The command line: prepare, train, evaluate, compare, report, export, retrieve, serve."""
 
 import contextlib
 import dataclasses
@@ -51,6 +51,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
                                                     alone, on N ranks of this host with --processes N, or under
                                                     torchrun or torchx with the same words
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
+  compare DATASET --minutes M                       simple and learnt methods in equal time, with intervals
   report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
@@ -112,6 +113,28 @@ class EvaluateCommand:
     users: int | None = None
     """Number of users ranked, a fixed sample; 0 ranks all. Default: the run's setting."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
+    processes: int = 1
+    """Processes to start on this host; torchrun and torchx start theirs themselves."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Popularity, item-kNN, EASE, dot product, MoL and HSTU on one dataset, in equal time: a table with intervals, and
+    a sentence of verdict. What an earlier call with the same --out has done is not done again."""
+
+    dataset: tyro.conf.Positional[str]
+    """Dataset directory."""
+    minutes: float
+    """Training time of each method, evaluation not counted. A learnt method ends before where five evaluations bring
+    no improvement."""
+    methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
+    """Learnt methods; the simple ones are always there."""
+    out: str = ""
+    """Folder of the runs and of compare.json; runs/compare-DATASET when left empty."""
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
     processes: int = 1
@@ -361,6 +384,19 @@ def _evaluate(words: list[str]) -> None:
         _show_metrics(results, title, command.json)
 
 
+def _compare(words: list[str]) -> None:
+    command = _parse(CompareCommand, "compare", words)
+    _start_ranks("compare", words, command.processes)
+    _let_threads_sleep()
+    from logitmix.trainer.compare import as_text, compare
+
+    out = Path(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
+    threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    found = compare(command.dataset, out, command.minutes, list(dict.fromkeys(command.methods)), threads)
+    if _is_main():
+        print(json.dumps(found) if command.json else as_text(found), end="\n" if command.json else "")
+
+
 def _report(words: list[str]) -> None:
     command = _parse(ReportCommand, "report", words)
     from logitmix.trainer.report import write_report
@@ -578,6 +614,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,
+    "compare": _compare,
     "report": _report,
     "export": _export,
     "retrieve": _retrieve,

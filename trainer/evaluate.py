@@ -118,7 +118,13 @@ class Evaluation:
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""
-        users, batch_size = self._users(split), self.config.evaluate.batch_size
+        return self.with_ranks(split, tower, tables)[0]
+
+    def with_ranks(
+        self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """The same, and the rank of each user's target [U]."""
+        users, batch_size = self.users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as advance:
             columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
             embedder = Embedder(tower, tables, columns)
@@ -136,7 +142,7 @@ class Evaluation:
         return on_first_rank(lambda: self._baselines(split), self.ranks) if self.config.evaluate.baselines else {}
 
     def _baselines(self, split: Split) -> dict[str, float]:
-        everyone, num_items = self._users(split), self.dataset.num_items
+        everyone, num_items = self.users(split), self.dataset.num_items
         users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
         if len(users) < len(everyone):
             _say(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
@@ -149,9 +155,10 @@ class Evaluation:
                 _say(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
-        return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in _means(rank_U).items()}
+        return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in means(rank_U).items()}
 
-    def _users(self, split: Split) -> RankingUsers:
+    def users(self, split: Split) -> RankingUsers:
+        """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
 
@@ -164,16 +171,17 @@ def evaluate(
     exclude_history: bool,
     advance: Callable[[int], None] = lambda users: None,
     count_X: np.ndarray | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], np.ndarray]:
     """The metrics of both stages over all users, and the share of them whose target is in their history; with counts of
-    the items' training actions, also how popular the best 10 are. Collective, and equal on all ranks."""
+    the items' training actions, also how popular the best 10 are. Beside them the ranks of the targets [U]. Collective,
+    and equal on all ranks."""
     rankings = rank_corpus(
         embedder, num_items, users, batch_size, exclude_history, advance, RECOMMENDED if count_X is not None else 0
     )
     about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
     if count_X is not None and rankings.best_UK is not None:
         about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
-    return metrics_of(rankings, num_items) | about
+    return metrics_of(rankings, num_items) | about, rankings.similarity_U.numpy()
 
 
 def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:
@@ -191,10 +199,10 @@ def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) 
 def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
     """All METRICS. With an h-indexer also its own, and the share of the similarity's best 10 and 100 items that it
     leaves among its own best k', for some k' below the corpus."""
-    metrics = _means(rankings.similarity_U.numpy())
+    metrics = means(rankings.similarity_U.numpy())
     if rankings.hindexer_U is None or rankings.stage1_UK is None:
         return metrics
-    metrics |= {f"hindexer/{name}": mean for name, mean in _means(rankings.hindexer_U.numpy()).items()}
+    metrics |= {f"hindexer/{name}": mean for name, mean in means(rankings.hindexer_U.numpy()).items()}
     for top, kept in itertools.product(RECALL_OF, RECALL_AT):
         if kept < num_items:
             best_UK = rankings.stage1_UK[:, :top]
@@ -203,7 +211,8 @@ def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
     return metrics
 
 
-def _means(rank_U: np.ndarray) -> dict[str, float]:
+def means(rank_U: np.ndarray) -> dict[str, float]:
+    """All METRICS of users' ranks [U]."""
     return {name: float(np.mean(metric(rank_U))) for name, metric in METRICS.items()}
 
 

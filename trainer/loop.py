@@ -31,6 +31,7 @@ from logitmix.trainer.run import (
     start_run,
     still_rising,
     write_plan,
+    write_ranks,
     write_results,
 )
 from logitmix.trainer.telemetry import Telemetry, start_block
@@ -46,7 +47,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
     set_up_memory()
     dataset = load_dataset(config.data.path)
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
-        results = _train(config, run, dataset, ranks)
+        results = train_run(config, run, dataset, ranks)
         return _refit(run, dataset, ranks) if config.train.refit else results
 
 
@@ -64,10 +65,11 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
         print(f"refit of {epochs:g} epochs, on the validation actions too: {path}", file=sys.stderr)
         return refit_config(config, epochs)
 
-    return _train(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
+    return train_run(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
 
 
-def _train(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    """Trains or resumes a run, without its refit; returns the test metrics of its best checkpoint. Collective."""
     with run_lock(run, ranks):
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
@@ -167,10 +169,13 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, 
     """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end. The
     checkpoint is loaded into the model."""
     step = checkpoint.restore_best(run, model)
+    metrics, rank_U = evaluation.with_ranks("test", model.tower, model.sharded_rows())
+    if model.ranks.rank == 0:
+        write_ranks(run, rank_U)
     beside = evaluation.baselines("test")
     if model.config.evaluate.peek_test:
         beside |= on_first_rank(lambda: peeked_best(run, model.config.evaluate.metric), model.ranks)
-    return evaluation("test", model.tower, model.sharded_rows()) | beside | {"step": step}
+    return metrics | beside | {"step": step}
 
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:

@@ -8,6 +8,7 @@ tensorboard/      the same as curves, the configuration as text; with train.proj
 profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
+test_ranks.json   rank of each user's target in that test
 refit/            with train.refit, the run that then trained on the validation actions too
 logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
 .lock             held by the job that trains
@@ -22,6 +23,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
@@ -199,6 +202,15 @@ def write_plan(run: Path, plan: Mapping[str, Any]) -> None:
 
 def write_results(run: Path, results: Mapping[str, Any]) -> None:
     write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
+
+
+def write_ranks(run: Path, rank_U: np.ndarray) -> None:
+    write_whole(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
+
+
+def read_ranks(run: Path) -> np.ndarray:
+    """The rank of each user's target [U] in the test part, from 1 (int64)."""
+    return np.array(json.loads((run / "test_ranks.json").read_text()), np.int64)
 
 
 @contextmanager

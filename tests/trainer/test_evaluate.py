@@ -104,19 +104,20 @@ def test_a_constant_model_gets_the_last_place(ranks: Ranks) -> None:
     """All items alike: a ranking that breaks ties for the model would show a perfect one."""
     tower, users = small_tower(), users_of()
     constant = item_table()[:1].expand(ITEMS, 8).contiguous()
-    metrics = evaluate(Embedder(tower, whole(constant, ranks)), ITEMS, users, 64, True)
+    metrics, rank_U = evaluate(Embedder(tower, whole(constant, ranks)), ITEMS, users, 64, True)
     expected = [
         NOT_SERVED if target in history else ITEMS - len(set(history))
         for history, target in zip(histories_of(users), users.target.tolist(), strict=True)
     ]
     about = {"users": 6, "corpus": ITEMS, "repeated_targets": 1 / 6}
+    assert rank_U.tolist() == expected
     assert metrics == metrics_of(Rankings(torch.tensor(expected)), ITEMS) | about
     assert metrics["hr@10"] == metrics["ndcg@10"] == 0.0
 
 
 def test_a_broken_model_is_no_better_either(ranks: Ranks) -> None:
     broken = whole(torch.full((ITEMS, 8), torch.nan), ranks)
-    metrics = evaluate(Embedder(small_tower(), broken), ITEMS, users_of(), 64, False)
+    metrics, _ = evaluate(Embedder(small_tower(), broken), ITEMS, users_of(), 64, False)
     assert metrics["mrr"] == pytest.approx(1 / ITEMS, rel=1e-12) and metrics["hr@50"] == 0.0
 
 
@@ -129,7 +130,7 @@ def test_a_model_that_knows_the_targets_is_perfect(ranks: Ranks) -> None:
     item_XD[users.target[0]] = query_1D[0]
     if users.target[0] in users.history:
         pytest.fail("the dataset of this test must not repeat an item")
-    metrics = evaluate(Embedder(tower, whole(item_XD, ranks)), ITEMS, users, 64, True)
+    metrics, _ = evaluate(Embedder(tower, whole(item_XD, ranks)), ITEMS, users, 64, True)
     assert metrics["hr@1"] == metrics["ndcg@10"] == metrics["mrr"] == 1.0
 
 

@@ -1,0 +1,239 @@
+"""Simple and learnt methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import two_ranks
+from small_data import in_memory, write_dataset
+
+from logitmix.trainer import baselines, cli, loop
+from logitmix.trainer import compare as comparing
+from logitmix.trainer.baselines import EASE, rank_targets, users_of_both
+from logitmix.trainer.compare import compare, resampled_means, verdict, with_intervals
+from logitmix.trainer.config import Config, with_settings
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
+from logitmix.trainer.evaluate import METRICS, means
+from logitmix.trainer.ranking import NOT_SERVED
+from logitmix.trainer.run import read_ranks
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    """40 users with 1 to 24 random actions each, at random times."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 25, 40)
+    made = in_memory(np.concatenate([[0], np.cumsum(lengths)]), random.integers(0, 30, lengths.sum()), 32)
+    times = [np.sort(random.integers(0, 1000, length)) for length in lengths]
+    return replace(made, timestamps_flat=np.concatenate(times))
+
+
+@pytest.fixture(params=["leave-one-out", "time"])
+def held_out(request: pytest.FixtureRequest, dataset: Dataset) -> HeldOut:
+    return leave_one_out(dataset) if request.param == "leave-one-out" else split_by_time(dataset, 0.2)
+
+
+def plain_users(dataset: Dataset, held_out: HeldOut) -> np.ndarray:
+    """X of Steck's paper: which user has a training action with which item."""
+    has_UX = np.zeros((dataset.num_users, dataset.num_items))
+    for user, end in enumerate(held_out.train_end):
+        has_UX[user, dataset.items_flat[dataset.offsets[user] : max(end, dataset.offsets[user])]] = 1
+    return has_UX
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_ease_is_the_closed_form(
+    dataset: Dataset, held_out: HeldOut, exclude: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B = I - P / diag(P), P = (X'X + lambda I)^-1, and ranks by the model's rules; items 30 and 31 have no action."""
+    monkeypatch.setattr(baselines, "BLOCK_SCORES", 7 * 32)  # seven users at a time
+    monkeypatch.setattr(baselines, "SCORES", 100)
+    has_UX = plain_users(dataset, held_out)
+    inverse_XX = np.linalg.inv(has_UX.T @ has_UX + 3 * np.eye(32))
+    weight_XX = np.eye(32) - inverse_XX / np.diag(inverse_XX)
+    ease = EASE.fit(users_of_both(dataset, held_out), 3)
+    np.testing.assert_allclose(ease.weight_XX.numpy(), weight_XX, atol=1e-12)
+    assert not ease.weight_XX.diagonal().any()
+    users, expected = ranking_users(dataset, "test", 5, held_out), []
+    for user, place in zip(users.user, users.place, strict=True):
+        history, target = set(dataset.items_flat[dataset.offsets[user] : place].tolist()), dataset.items_flat[place]
+        score_X = weight_XX[sorted(history)].sum(0)
+        others = set(range(32)) - {int(target)} - (history if exclude else set())
+        rank = 1 + sum(score_X[x] > score_X[target] - 1e-12 for x in others)
+        expected.append(int(NOT_SERVED) if exclude and target in history else rank)
+    assert rank_targets(ease, users, 32, exclude).tolist() == expected
+    assert len(set(expected)) > 8
+
+
+def test_weights_minimize_the_penalized_squares_without_a_diagonal(dataset: Dataset) -> None:
+    """|X - X B|^2 + lambda |B|^2: the gradient vanishes off the diagonal."""
+    held_out = leave_one_out(dataset)
+    has_UX = torch.from_numpy(plain_users(dataset, held_out))
+    weight_XX = EASE.fit(users_of_both(dataset, held_out), 3).weight_XX.clone().requires_grad_()
+    ((has_UX - has_UX @ weight_XX).square().sum() + 3 * weight_XX.square().sum()).backward()
+    assert weight_XX.grad is not None
+    off_XX = weight_XX.grad - torch.diag(weight_XX.grad.diagonal())
+    assert off_XX.abs().max() < 1e-10 < weight_XX.grad.abs().max()
+
+
+def test_intervals_are_paired_and_of_the_right_width() -> None:
+    """Of 4,000 users with a hit rate of 0.5, +- 1.96 sqrt(0.25 / 4000); the difference of two methods that differ in 40
+    users is far more certain than each alone."""
+    random = np.random.default_rng(1)
+    rank_U = np.where(random.random(4000) < 0.5, 1, 1000)
+    better_U = rank_U.copy()
+    better_U[np.flatnonzero(rank_U == 1000)[:40]] = 1
+    found = with_intervals({"one": rank_U, "other": better_U}, "one")
+    mean, low, high = found["one"]["test"]["hr@10"]
+    assert mean == (rank_U == 1).mean()
+    assert (high - low) / 2 == pytest.approx(1.96 * np.sqrt(0.25 / 4000), rel=0.08)
+    mean, low, high = found["other"]["difference"]["hr@10"]
+    assert mean == pytest.approx(0.01) and 0.006 < low < 0.008 and 0.012 < high < 0.014
+    assert found["one"]["difference"]["mrr"] == [0.0, 0.0, 0.0]
+    for metric in found["other"]["test"]:
+        assert found["other"]["test"][metric][0] == pytest.approx(METRICS[metric](better_U).mean())
+
+
+def test_a_resample_has_as_many_users() -> None:
+    mean_RM = resampled_means(np.ones((7, 2)))
+    assert mean_RM.shape == (2000, 2) and np.allclose(mean_RM, 1)
+
+
+def row(
+    method: str, validation: float, test: float, low: float = 0.0, high: float = 0.0, rising: bool | None = False
+) -> dict[str, Any]:
+    learnt = method in comparing.LEARNT
+    return {
+        "method": method,
+        "learnt": learnt,
+        "validation": {"hr@10": validation},
+        "test": {"hr@10": [test, test - 0.01, test + 0.01]},
+        "difference": {"hr@10": [test - 0.2, low, high]},
+    } | ({"still_rising": rising} if learnt else {})
+
+
+@pytest.mark.parametrize(
+    ("learnt", "said"),
+    [
+        (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats the simple"),
+        (
+            row("hstu", 0.3, 0.21, -0.01, 0.03),
+            "HSTU is best on validation, but not clearly better than EASE on the test part",
+        ),
+        (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
+        (row("hstu", 0.1, 0.3, 0.05, 0.15), "EASE is best on validation, but on the test part HSTU is better"),
+        (row("hstu", 0.1, 0.19, -0.03, 0.01, True), "no learnt model beats EASE: on the test part HSTU, the best"),
+    ],
+)
+def test_the_verdict_chooses_on_validation_and_reports_the_test(learnt: dict[str, Any], said: str) -> None:
+    """`dot` would be the best on the test part, but not on validation."""
+    rows = [row("ease", 0.2, 0.2), row("popularity", 0.05, 0.9), learnt, row("dot", 0.01, 0.95, 0.7, 0.8)]
+    sentence = verdict(rows, "ease")
+    assert sentence.startswith(said)
+    difference, low, high = learnt["difference"]["hr@10"]
+    assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
+    assert ("validation was still rising" in sentence) == learnt["still_rising"]
+
+
+TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,
+        "evaluate.every_epochs": 1, "model.loss.negatives": 16, "train.precision": "fp32"}  # fmt: skip
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs that are trained, with small models of two epochs."""
+    names: list[str] = []
+    train_run, config_of = loop.train_run, comparing.config_of
+
+    def counted(config: Config, run: Path, *others: Any) -> dict[str, float]:
+        names.append(run.name)
+        return train_run(config, run, *others)
+
+    monkeypatch.setattr(comparing, "train_run", counted)
+    monkeypatch.setattr(comparing, "config_of", lambda *of: with_settings(config_of(*of), TINY))
+    return names
+
+
+def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_dataset(tmp_path / "data", ring=True), tmp_path / "out"
+    words = ["compare", str(data), "--minutes", "5", "--out", str(out), "--threads", "1"]
+    cli.main([*words, "--methods", "dot", "hstu", "--json"])
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert trained == ["dot", "hstu"] and "[2/2] HSTU trains for 5 minutes" in said.err
+    assert found == json.loads((out / "compare.json").read_text())
+    assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn", "ease", "dot", "hstu"}
+    values = [of["validation"]["hr@10"] for of in found["methods"]]
+    assert values == sorted(values, reverse=True)
+    for of in found["methods"]:
+        rank_U = read_ranks(out / of["method"])
+        assert len(rank_U) == found["users"] == 60
+        for metric, (mean, low, high) in of["test"].items():
+            assert mean == pytest.approx(means(rank_U)[metric]) and low <= mean <= high
+        assert of["parameters"] > 0 and of["minutes"] > 0
+    results = json.loads((out / "dot" / "results.json").read_text())
+    dot = next(of for of in found["methods"] if of["method"] == "dot")
+    for metric, (mean, *_) in dot["test"].items():
+        assert mean == pytest.approx(results[metric])
+
+    (out / "hstu" / "results.json").unlink()  # as if interrupted
+    cli.main(words)
+    said = capsys.readouterr()
+    assert trained == ["dot", "hstu", "mol", "hstu"]
+    assert "[1/3] dot is done" in said.err
+    for word in ("popularity", "item-kNN", "EASE", "MoL", "HSTU", "validation", "HR@50", "still", " to "):
+        assert word in said.out
+    assert (out / "compare.txt").read_text() == said.out
+    with pytest.raises(SystemExit):
+        cli.main(["compare", str(data), "--minutes", "3", "--out", str(out)])
+    assert "was trained for 5 minutes; give --minutes 5 or more, or another --out" in capsys.readouterr().err
+    cli.main(["compare", str(data), "--minutes", "6", "--out", str(out), "--methods", "dot"])
+    assert trained[4:] == ["dot"]
+
+
+def both_ranks(data: Path, out: Path) -> dict[str, Any]:
+    config_of = comparing.config_of
+    comparing.config_of = lambda *of: with_settings(config_of(*of), TINY)
+    return compare(str(data), out, 5, ["dot", "hstu"], 1)
+
+
+def test_two_ranks_return_the_same(tmp_path: Path) -> None:
+    """Two runs, one after another, in one group."""
+    first, second = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
+    assert first == second
+    assert len(first["methods"]) == 5 and json.loads((tmp_path / "out" / "compare.json").read_text()) == first
+
+
+def test_ease_keeps_to_its_time_and_its_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its penalty is the best on validation of those that there is time for; nothing is trained here."""
+    data = write_dataset(tmp_path / "data")
+    dataset = load_dataset(str(data))
+    held_out, users = leave_one_out(dataset), ranking_users(dataset, "validation", 5)
+    both_XX = users_of_both(dataset, held_out)
+    tried, exclude = [0.1, 3.0, 1e4], dataset.repeated_targets["validation"] < COMMON_REPEATS
+    monkeypatch.setattr(comparing, "PENALTIES", tuple(tried))
+    values = [means(rank_targets(EASE.fit(both_XX, of), users, 50, exclude))["hr@10"] for of in tried]
+    assert max(values) > values[0]
+    long, short = (ease_of(compare(str(data), tmp_path / f"{of}", of, [], 1)) for of in (5, 1e-9))
+    assert long["penalties_tried"] == tried and long["penalty"] == tried[int(np.argmax(values))]
+    assert long["validation"]["hr@10"] == max(values)
+    assert short["penalties_tried"] == tried[:1] and short["penalty"] == tried[0]
+    monkeypatch.setattr(comparing, "MOST_EASE_ITEMS", 49)
+    found = compare(str(data), tmp_path / "without", 5, [], 1)
+    assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn"}
+    assert "nothing was trained" in found["verdict"]
+    assert "EASE is left out: the corpus has more than 49 items" in capsys.readouterr().err
+
+
+def ease_of(found: dict[str, Any]) -> dict[str, Any]:
+    (ease,) = (of for of in found["methods"] if of["method"] == "ease")
+    return ease

@@ -1,0 +1,360 @@
+"""`logitmix compare`: simple and learnt methods on one dataset, in equal time, with intervals over the users.
+
+Each method has a folder in the output directory. That of a learnt one is an ordinary run directory; that of a simple
+one has results.json, test_ranks.json and dataset.json. What is there is not done again. All methods see the same
+training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation.
+
+Axes: U users, M numbers of a user (of methods and metrics), R resamples.
+"""
+
+import io
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from logitmix.comm.collectives import on_first_rank
+from logitmix.comm.process_group import process_group
+from logitmix.common.files import write_whole
+from logitmix.common.mappings import require
+from logitmix.trainer.baselines import (
+    EASE,
+    MOST_EASE_ITEMS,
+    MOST_ITEMS,
+    MOST_SCORES,
+    ItemKNN,
+    Score,
+    popularity,
+    rank_targets,
+    users_of_both,
+)
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import BASELINES, Config, with_settings
+from logitmix.trainer.data.batches import Split
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.lookups import Ints
+from logitmix.trainer.evaluate import METRICS, Evaluation, means
+from logitmix.trainer.loop import train_run
+from logitmix.trainer.memory import set_up_memory
+from logitmix.trainer.run import (
+    evaluations_since_best,
+    read_config,
+    read_ranks,
+    read_rows,
+    require_same_dataset,
+    still_rising,
+    write_ranks,
+    write_results,
+)
+from logitmix.trainer.sizing import AUTO, load_sized
+
+LEARNT: Mapping[str, dict[str, Any]] = {
+    "dot": {},
+    "mol": {
+        "model.similarity.kind": "mol",
+        "model.similarity.query_components": 4,
+        "model.similarity.item_components": 4,
+        "model.similarity.projection_hidden": 128,
+        "model.similarity.gate_hidden": 64,
+        # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
+        "model.loss.share": "group",
+        "model.loss.negatives": 128,
+    },
+    "hstu": {"model.encoder.kind": "hstu"},
+}
+"""What differs from the recipe `auto`."""
+LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"}
+SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
+CHOICE = "hr@10"
+"""On validation, it chooses; on the test part, the verdict names it."""
+PENALTIES = (200.0, 50.0, 1000.0, 10.0)
+"""Values of lambda that EASE tries, in this order, as long as there is time."""
+RESAMPLES = 2000
+WAIT = 24 * 3600
+"""Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
+WIDTH = 126
+"""Columns of the table."""
+
+
+def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str], threads: int) -> dict[str, Any]:
+    """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
+    compare.txt. Collective.
+
+    Raises ValueError for no dataset, no minutes, and a method that had more minutes before.
+    """
+    require(minutes > 0, "minutes", minutes, "above 0")
+    torch.set_num_threads(threads)
+    set_up_memory()
+    dataset = load_dataset(dataset_path)
+    configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
+    with process_group("auto", WAIT) as ranks:
+        evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
+        simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
+        to_train = on_first_rank(
+            lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks
+        )
+        for number, name in enumerate(methods, start=1):
+            if ranks.rank == 0:
+                doing = f"trains for {minutes:g} minutes" if name in to_train else "is done"
+                _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
+            if name in to_train:
+                train_run(configs[name], out / name, dataset, ranks)
+        return on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
+
+
+def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Config:
+    """The settings that a learnt method is trained with."""
+    config, _ = load_sized(AUTO, str(dataset.path))
+    users = config.evaluate.users or dataset.num_users
+    # All methods are ranked for the same users, so for no more than the simple ones can be.
+    most = max(1, MOST_SCORES // dataset.num_items)
+    common = {
+        "data.path": str(dataset.path),
+        "train.minutes": float(minutes),
+        "train.threads": threads,
+        "evaluate.baselines": False,
+        "evaluate.users": config.evaluate.users if users <= most else most,
+        "model.encoder.max_length": config.model.encoder.max_length,
+    }
+    return with_settings(config, common | LEARNT[name])
+
+
+def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
+    """Whether the run has its results after so many minutes. Results after fewer are removed: the run goes on."""
+    if not (run / "config.toml").is_file():
+        return False
+    before = read_config(run).train.minutes
+    if before > minutes:
+        raise ValueError(
+            f"{run} was trained for {before:g} minutes; give --minutes {before:g} or more, or another --out"
+        )
+    if before == minutes and (run / "results.json").is_file():
+        require_same_dataset(run, dataset)
+        return True
+    (run / "results.json").unlink(missing_ok=True)
+    return False
+
+
+def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[str]:
+    """Fits and ranks the simple methods that are not there yet; returns the names of all that there are."""
+    items = evaluation.dataset.num_items
+    names = ["popularity"]
+    for name, most in (("item_knn", MOST_ITEMS), ("ease", MOST_EASE_ITEMS)):
+        if items <= most:
+            names.append(name)
+        else:
+            _say(f"{LABELS[name]} is left out: the corpus has more than {most:,} items")
+    for name in names:
+        folder = out / name
+        if (folder / "results.json").is_file():
+            require_same_dataset(folder, evaluation.dataset)
+            if json.loads((folder / "results.json").read_text())["budget"] == minutes:
+                continue
+        folder.mkdir(parents=True, exist_ok=True)
+        results, rank_U = _fit_and_rank(name, evaluation, minutes)
+        write_whole(folder / "dataset.json", evaluation.dataset.description())
+        write_ranks(folder, rank_U)
+        write_results(folder, results | {"budget": minutes})
+        _say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
+    return names
+
+
+def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[dict[str, Any], Ints]:
+    """Content of results.json, and the ranks in the test part."""
+    began = time.monotonic()
+    dataset, held_out = evaluation.dataset, evaluation.held_out
+    about: dict[str, Any] = {}
+    score: Score
+    if name == "ease":
+        score, about = _chosen_ease(evaluation, began + minutes * 60)
+        size = dataset.num_items**2
+    elif name == "item_knn":
+        score = item_knn = ItemKNN.fit(dataset, held_out)
+        about = {"fitted_users": item_knn.users, "of_users": item_knn.of_users}
+        size = item_knn.similarity_XX._nnz()
+    else:
+        score, size = popularity(evaluation.training_counts), dataset.num_items
+    about |= {"seconds": time.monotonic() - began, "parameters": size}
+    about["validation"] = means(_ranks(score, evaluation, "validation"))
+    return about, _ranks(score, evaluation, "test")
+
+
+def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, Any]]:
+    """EASE with the penalty that is best on validation, of those that there was time for; at least one."""
+    both_XX = users_of_both(evaluation.dataset, evaluation.held_out)
+    best: tuple[float, EASE, float] | None = None
+    tried = []
+    for penalty in PENALTIES:
+        began = time.monotonic()
+        ease = EASE.fit(both_XX, penalty)
+        value = means(_ranks(ease, evaluation, "validation"))[CHOICE]
+        tried.append(penalty)
+        if best is None or value > best[0]:
+            best = value, ease, penalty
+        if time.monotonic() + (time.monotonic() - began) > until:
+            break
+    assert best is not None
+    return best[1], {"penalty": best[2], "penalties_tried": tried}
+
+
+def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
+    return rank_targets(score, evaluation.users(split), evaluation.dataset.num_items, evaluation.exclude_history)
+
+
+def _finish(
+    out: Path, dataset: Dataset, minutes: float, simple: Sequence[str], learnt: Sequence[str]
+) -> dict[str, Any]:
+    rows = [_simple_row(out, name) for name in simple] + [_learnt_row(out, name) for name in learnt]
+    reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
+    ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
+    tested = with_intervals(ranks, reference)
+    rows = [row | tested[row["method"]] for row in rows]
+    rows.sort(key=lambda row: -row["validation"][CHOICE])
+    found = {
+        "dataset": str(dataset.path),
+        "minutes": minutes,
+        "users": len(ranks[reference]),
+        "items": dataset.num_items,
+        "reference": reference,
+        "verdict": verdict(rows, reference),
+        "methods": rows,
+    }
+    write_whole(out / "compare.json", json.dumps(found, indent=1) + "\n")
+    write_whole(out / "compare.txt", as_text(found))
+    return found
+
+
+def _simple_row(out: Path, name: str) -> dict[str, Any]:
+    results = json.loads((out / name / "results.json").read_text())
+    more = ("penalty", "penalties_tried", "fitted_users", "of_users")
+    return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
+
+
+def _learnt_row(out: Path, name: str) -> dict[str, Any]:
+    run = out / name
+    results, saved = json.loads((run / "results.json").read_text()), load_saved(run)
+    metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
+    results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
+    results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
+    # A single evaluation does not tell.
+    rising = bool(still_rising(run, metric)) if evaluations > 1 else None
+    return _row(name, True, results, evaluations_since_best(run, metric)[1]) | {
+        "step": results["step"],
+        "evaluations": evaluations,
+        "still_rising": rising,
+    }
+
+
+def _row(name: str, learnt: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "method": name,
+        "learnt": learnt,
+        "validation": {metric: validation[metric] for metric in SHOWN},
+        "minutes": results["seconds"] / 60,
+        "parameters": results["parameters"],
+    }
+
+
+def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
+    """By method, `test`: each metric as [mean, low, high], and `difference`: the same of its difference to the
+    reference. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same ones for all methods."""
+    value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
+        float
+    )
+    mean_RM = resampled_means(value_UM)
+    mean, found = value_UM.mean(0), {}
+    places = {name: slice(at * len(SHOWN), (at + 1) * len(SHOWN)) for at, name in enumerate(ranks)}
+    base = places[reference]
+    for name, own in places.items():
+        found[name] = {
+            "test": _named(mean[own], mean_RM[:, own]),
+            "difference": _named(mean[own] - mean[base], mean_RM[:, own] - mean_RM[:, base]),
+        }
+    return found
+
+
+def resampled_means(value_UM: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means [R, M] over as many users as there are, drawn with replacement."""
+    random, U = np.random.default_rng(0), len(value_UM)
+    counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
+    return np.stack([count_U @ value_UM for count_U in counts]) / U
+
+
+def _named(mean_M: NDArray[np.float64], mean_RM: NDArray[np.float64]) -> dict[str, list[float]]:
+    bounds = np.percentile(mean_RM, [2.5, 97.5], axis=0)
+    return {metric: [float(of) for of in numbers] for metric, *numbers in zip(SHOWN, mean_M, *bounds, strict=True)}
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
+    """One sentence about the learnt method that is best on validation and the simple one that is, the reference."""
+    simple = next(row for row in rows if row["method"] == reference)
+    other = LABELS[reference]
+    if not any(row["learnt"] for row in rows):
+        return f"{other} is best on validation; nothing was trained to compare it with"
+    learnt = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
+    name = LABELS[learnt["method"]]
+    own, others = learnt["test"][CHOICE][0], simple["test"][CHOICE][0]
+    difference, low, high = learnt["difference"][CHOICE]
+    figures = (
+        f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
+    )
+    if learnt["validation"][CHOICE] > simple["validation"][CHOICE]:
+        if low > 0:
+            said = f"{name} is best on validation, and on the test part it beats the simple methods: {figures}"
+        elif high < 0:
+            said = f"{name} is best on validation, but on the test part {other} is better: {figures}"
+        else:
+            said = f"{name} is best on validation, but not clearly better than {other} on the test part: {figures}"
+    elif low > 0:
+        said = f"{other} is best on validation, but on the test part {name} is better: {figures}"
+    else:
+        said = f"no learnt model beats {other}: on the test part {name}, the best of them on validation, has {figures}"
+    if learnt["still_rising"]:
+        said += f"; more minutes may help, since {name}'s validation was still rising at the end"
+    elif learnt["still_rising"] is None:
+        said += f"; more minutes may help, since there was time for one evaluation of {name} alone"
+    return said
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """The table, best on validation first, and the verdict."""
+    title = (
+        f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
+        f"{found['minutes']:g} minutes a method"
+    )
+    reference = LABELS[found["reference"]]
+    heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
+    table = Table(*heads, "parameters", "still\nrising", title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in found["methods"]:
+        rising = {True: "yes", False: "no", None: "?"}[row["still_rising"]] if row["learnt"] else ""
+        difference = "" if row["method"] == found["reference"] else _cell(row["difference"][CHOICE], "+", " to ")
+        table.add_row(
+            LABELS[row["method"]],
+            f"{row['validation'][CHOICE]:.4f}",
+            *(_cell(row["test"][metric]) for metric in SHOWN),
+            difference,
+            f"{row['minutes']:.2f}",
+            f"{row['parameters']:,}",
+            rising,
+        )
+    text = io.StringIO()
+    Console(width=WIDTH, file=text).print(table)
+    return text.getvalue() + found["verdict"] + "\n"
+
+
+def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:
+    mean, low, high = numbers
+    return f"{mean:{sign}.4f}\n{low:{sign}.3f}{to}{high:{sign}.3f}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
