@@ -10,6 +10,7 @@ Axes: U users, M numbers of a user (of methods and metrics), R resamples.
 import io
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
         )
         for number, name in enumerate(methods, start=1):
             if ranks.rank == 0:
-                doing = f"trains for {minutes:g} minutes" if name in to_train else "is done"
+                doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
                 _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
             if name in to_train:
                 train_run(configs[name], out / name, dataset, ranks)
@@ -135,7 +136,7 @@ def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
     before = read_config(run).train.minutes
     if before > minutes:
         raise ValueError(
-            f"{run} was trained for {before:g} minutes; give --minutes {before:g} or more, or another --out"
+            f"{run} was trained for {_minutes(before)}; give --minutes {before:g} or more, or another --out"
         )
     if before == minutes and (run / "results.json").is_file():
         require_same_dataset(run, dataset)
@@ -329,7 +330,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     """The table, best on validation first, and the verdict."""
     title = (
         f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
-        f"{found['minutes']:g} minutes a method"
+        f"{_minutes(found['minutes'])} a method"
     )
     reference = LABELS[found["reference"]]
     heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
@@ -348,12 +349,16 @@ def as_text(found: Mapping[str, Any]) -> str:
         )
     text = io.StringIO()
     Console(width=WIDTH, file=text).print(table)
-    return text.getvalue() + found["verdict"] + "\n"
+    return text.getvalue() + textwrap.fill(found["verdict"], WIDTH, break_on_hyphens=False) + "\n"
 
 
 def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:
     mean, low, high = numbers
     return f"{mean:{sign}.4f}\n{low:{sign}.3f}{to}{high:{sign}.3f}"
+
+
+def _minutes(count: float) -> str:
+    return f"{count:g} minute{'' if count == 1 else 's'}"
 
 
 def _say(line: str) -> None:
