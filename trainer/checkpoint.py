@@ -35,7 +35,7 @@ from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import ParallelModel, model_schema
-from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config, read_rows, read_schema
+from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config, read_schema
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 
 MANIFEST = "checkpoint.json"
@@ -186,18 +186,6 @@ def best_checkpoint(run: Path, metric: str) -> Path:
     if not evaluated:
         return _last(run)
     return max(evaluated, key=lambda path: (_progress(path).validation[metric], -_progress(path).step))
-
-
-def best_epochs(run: Path, metric: str) -> float:
-    """The epochs that the best checkpoint was trained for. ValueError if none was evaluated on validation."""
-    read_config(run)
-    step = _progress(best_checkpoint(run, metric)).step
-    for row in read_rows(run, "validation"):
-        if row["step"] == step:
-            return float(row["epoch"])
-    raise ValueError(
-        f"{run} has no checkpoint that was evaluated on validation; train it first, with evaluate.every_epochs"
-    )
 
 
 def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

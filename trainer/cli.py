@@ -339,8 +339,8 @@ def _words_of_refit(words: list[str]) -> list[str]:
     """`--refit RUN …` as the words that resume the run with train.refit."""
     _, equals, run = words[0].partition("=")
     run, others = (run, words[1:]) if equals else ("".join(words[1:2]), words[2:])
-    if not (Path(run) / "config.toml").is_file():
-        raise ValueError(f"--refit needs a run directory, and {run or 'nothing'} is none: logitmix train --refit RUN")
+    if not run or not (Path(run) / "config.toml").is_file():
+        raise ValueError(f"--refit needs a run directory, and {run!r} is none: logitmix train --refit RUN")
     return [str(Path(run) / "config.toml"), *others, "--train.refit", "--run", run]
 
 

@@ -22,6 +22,7 @@ from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.run import (
     RunProgress,
+    epochs_of_refit,
     evaluations_since_best,
     peeked_best,
     read_config,
@@ -52,18 +53,12 @@ def train(config: Config, run: Path) -> dict[str, float]:
 
 
 def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
-    """Trains or resumes the refit of a run. Collective. ValueError if the run has no checkpoint that was evaluated."""
+    """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
 
     def begin() -> Config:
-        config, path = read_config(run), refit_path(run)
-        epochs = checkpoint.best_epochs(run, config.evaluate.metric)
-        if (path / "config.toml").exists() and (was := read_config(path).train.stop_after_epochs) != epochs:
-            raise ValueError(
-                f"{path} is a refit of {was:g} epochs, but the best checkpoint of {run} is now that after {epochs:g}; "
-                f"remove {path} to train it anew"
-            )
-        print(f"refit of {epochs:g} epochs, on the validation actions too: {path}", file=sys.stderr)
-        return refit_config(config, epochs)
+        epochs = epochs_of_refit(run)
+        print(f"refit of {epochs:g} epochs, on the validation actions too: {refit_path(run)}", file=sys.stderr)
+        return refit_config(read_config(run), epochs)
 
     return train_run(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
 
@@ -107,7 +102,8 @@ def _steps(
     """Trains all steps from `done` to the end of the run."""
     config = model.config
     total = config.train.epochs * batches.steps_per_epoch
-    last = round(config.train.stop_after_epochs * batches.steps_per_epoch) or total
+    stop_after = config.train.stop_after_epochs or config.train.epochs
+    last = max(1, round(stop_after * batches.steps_per_epoch))
     evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
     with (

@@ -90,13 +90,30 @@ def refit_path(run: Path) -> Path:
 
 
 def final_run(run: Path) -> Path:
-    """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished."""
+    """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished, or if
+    the run has been trained on and another epoch is the best since."""
     refit = refit_path(run)
     if not (refit / "config.toml").is_file():
         return run
+    epochs_of_refit(run)
     if not (refit / "results.json").is_file():
         raise ValueError(f"{refit} is not finished: go on with `logitmix train --refit {run}`, or remove it")
     return refit
+
+
+def epochs_of_refit(run: Path) -> float:
+    """The epochs after which the run was best on validation. ValueError if it was not evaluated there, and if there is
+    a refit of other epochs."""
+    refit, (_, best) = refit_path(run), evaluations_since_best(run, read_config(run).evaluate.metric)
+    if not best:
+        raise ValueError(f"{run} was never evaluated on validation; train it first, with evaluate.every_epochs")
+    epochs = float(best["epoch"])
+    if (refit / "config.toml").is_file() and (was := read_config(refit).train.stop_after_epochs) != epochs:
+        raise ValueError(
+            f"{refit} is a refit of {was:g} epochs, but {run} is now best after {epochs:g}; remove {refit}, then "
+            f"`logitmix train --refit {run}` trains it anew"
+        )
+    return epochs
 
 
 def refit_config(config: Config, epochs: float) -> Config:

@@ -96,8 +96,20 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     settings = FP32 | {"tables.lr": 0.01, "evaluate.metric": "mrr", "train.refit": True}
     train(small_config(data, settings | {"train.epochs": 1}), run)
-    with pytest.raises(ValueError, match=r"is a refit of 1 epochs, but the best checkpoint of .* remove .*refit"):
-        train(small_config(data, settings | {"train.epochs": 8}), run)
+    longer = settings | {"train.epochs": 8}
+    train(small_config(data, longer | {"train.refit": False}), run)
+    for use in (
+        lambda: train(small_config(data, longer), run),
+        lambda: export(run, tmp_path / "out"),
+        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+    ):
+        with pytest.raises(ValueError, match=r"is a refit of 1 epochs, but .* is now best after \d; remove .*refit"):
+            use()
+
+
+def test_stopping_after_less_than_a_step_trains_one(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data")
+    assert train(small_config(data, FP32 | {"train.stop_after_epochs": 0.01}), tmp_path / "run")["step"] == 1
 
 
 def refitted(configs: Mapping[str, Config], folder: Path) -> dict[str, float]:
@@ -140,8 +152,11 @@ def test_settings_that_contradict_each_other(tmp_path: Path, settings: Mapping[s
         small_config(tmp_path, settings)
 
 
-def test_refit_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--refit"], ["--refit", str(tmp_path)]):
+def test_refit_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.toml").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (["--refit"], ["--refit="], ["--refit", str(tmp_path)]):
         with pytest.raises(SystemExit):
             cli.main(["train", *words])
         assert "--refit needs a run directory" in capsys.readouterr().err
