@@ -279,7 +279,8 @@ class LossConfig:
     short, groups need the rows of far fewer items. With position, each position has its own set, as in SASRec, which
     takes several times as long and needs the rows of more items."""
     group_positions: int = 128
-    """With share group: a group has about this many positions; a longer sequence is a group by itself."""
+    """With share group: about how many positions a group has. It ends with the sequence that reaches a multiple of this
+    in the batch."""
 
     def __post_init__(self) -> None:
         require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
