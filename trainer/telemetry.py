@@ -164,8 +164,9 @@ class Pace:
         left = (self.total_steps - step) * spent / (step - self.done.step)
         if self.config.minutes:
             left = min(left, max(0.0, self.config.minutes * 60 - trained))
+        epochs = math.ceil(self.config.stop_after_epochs or self.config.epochs)
         return (
-            f"epoch {math.ceil(epoch)}/{self.config.epochs}  step {step:,}/{self.total_steps:,}  {shown}"
+            f"epoch {math.ceil(epoch)}/{epochs}  step {step:,}/{self.total_steps:,}  {shown}"
             f"{_clock(elapsed)} elapsed  {_clock(left * elapsed / spent)} remaining"
         )
 

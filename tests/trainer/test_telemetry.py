@@ -60,6 +60,8 @@ def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPa
         now[0] = 180.0
         line = pace.line(6, 100, 2.5, "loss 1  ")
         assert line == f"epoch 3/5  step 6/10  loss 1  0:01:20 elapsed  {remaining} remaining"
+    early = Pace(TrainConfig(epochs=5, stop_after_epochs=3.5), RunProgress(), 10)
+    assert early.line(6, 100, 2.5, "").startswith("epoch 3/4  step 6/10")
 
 
 def test_without_a_terminal_lines_come_seldom_and_the_last_one_always(
