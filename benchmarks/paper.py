@@ -33,11 +33,12 @@ from rich.table import Table
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import flatten, load_recipe
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
-from logitmix.trainer.run import final_run, read_rows
+from logitmix.trainer.run import final_run, read_config, read_rows
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -275,15 +276,23 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
     run, settings = Path(options.out) / cell.name, cell.settings(options)
     recipe = DATASETS[cell.dataset].recipe
     if cell.method.endswith("mol-quarter-negatives"):
-        settings["model.loss.negatives"] = negatives_of(recipe) // 4
+        settings["model.loss.negatives"] = load_recipe(recipe).model.loss.negatives // 4
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     logitmix("train", recipe, *words, "--run", str(run))
+    return collected(run, recipe)
+
+
+def collected(run: Path, recipe: str) -> dict[str, Any]:
+    """The result of a run that is finished, with its settings that differ from the recipe."""
+    before, now = flatten(load_recipe(recipe)), flatten(read_config(run))
+    settings = {name: value for name, value in now.items() if before.get(name) != value and name != "data.path"}
     first, refit = (json.loads((path / "results.json").read_text()) for path in (run, run / "refit"))
     best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
     return {
         "recipe": recipe,
         "settings": settings,
+        "metric": now["evaluate.metric"],
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "epochs": best["epoch"],
@@ -294,12 +303,6 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
         "users": refit["users"],
         "corpus": refit["corpus"],
     }
-
-
-def negatives_of(recipe: str) -> int:
-    from logitmix.trainer.config import load_recipe
-
-    return load_recipe(recipe).model.loss.negatives
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -336,8 +339,7 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
         of[metric] = {"mean": mean, "deviation": statistics.stdev(values) if len(values) > 1 else None}
         if metric.startswith("hr@"):
             of[metric]["error"] = math.sqrt(mean * (1 - mean) / users)
-    chosen = DATASETS[found[0]["settings"]["data.path"].rpartition("/")[2]].metric
-    return of | {"validation": statistics.mean(each["validation"].get(chosen, math.nan) for each in found)}
+    return of | {"validation": statistics.mean(each["validation"][each["metric"]] for each in found)}
 
 
 def main(options: Options) -> None:
@@ -376,6 +378,9 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
                 about = [f"{ours['validation']:.4f}", str(ours["seeds"]), f"{ours['minutes']:.0f}"]
             table.add_row(row["method"], *cells, *about)
         Console(width=170).print(table)
+        metric = DATASETS[dataset].metric
+        if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
+            Console().print(f"standard error of {metric} over users: at most {max(errors):.4f}", highlight=False)
 
 
 def _shown(of: Mapping[str, Any] | None) -> str:
