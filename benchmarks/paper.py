@@ -7,9 +7,10 @@
 
 A cell is a dataset, a method and a seed. It trains the method's settings on top of the dataset's recipe, with the best
 checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
-looked at to choose anything. A cell whose result is in --results is not trained again, an interrupted one resumes, and
-cells that were not trained stay empty. Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes
-bounds the training time of a run (and its refit takes as many epochs); without it, the recipes' epochs are trained.
+looked at to choose anything. MoL's cells start from the run of the dot product, which is trained first; their minutes
+count it. A cell whose result is in --results is not trained again, an interrupted one resumes, and cells that were not
+trained stay empty. Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes bounds the training
+time of a run (and its refit takes as many epochs); without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, and the standard error over users.
@@ -44,8 +45,10 @@ Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
 AMAZON = ("hr@10", "hr@50", "hr@200", "hr@500", "mrr")
 COMPONENTS = ("hr@10", "hr@50", "hr@100", "hr@200")
-DENSE = {"mlp": (512, 0.1), "hidden": 256, "k": 8, "fm": (256, 0.2), "neumf": 0.1}
-SPARSE = {"mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (128, 0.3), "neumf": 0.2}
+SPARSE_MOL = {"projection_hidden": 0, "projection_dropout": 0.3, "gate_dropout": 0.0, "gate_input_dropout": 0.2,
+              "normalize": False}  # fmt: skip
+DENSE = {"mol": {"gate_dropout": 0.2}, "mlp": (512, 0.1), "hidden": 256, "k": 8, "fm": (256, 0.2), "neumf": 0.1}
+SPARSE = {"mol": SPARSE_MOL, "mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (128, 0.3), "neumf": 0.2}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     of: dict[str, Any] = {"model.encoder.kind": encoder} if encoder else {}
     name, _, size = name.partition(" ")
     k = sizes["k"]
-    mol = {"query_components": k, "item_components": k, "gate_dropout": 0.2}
+    mol = {"query_components": k, "item_components": k, **sizes["mol"]}
+    # The paper's ablations have the norm on all datasets.
+    normed = {**mol, "normalize": True}
     kinds: dict[str, dict[str, Any]] = {
         "bce": {"kind": "dot", "normalize": False, "temperature": 1.0},
         "dot": {"kind": "dot"},
@@ -87,10 +92,11 @@ def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "deepfm": {"kind": "deepfm", "query_components": k, "item_components": k, "hidden": sizes["fm"][0],
                    "dropout": sizes["fm"][1]},
         "mol": {"kind": "mol", **mol},
-        "mol-no-l2-norm": {"kind": "mol", **mol, "normalize": False},
-        "mol-no-gating-dropout": {"kind": "mol", **mol, "gate_dropout": 0.0},
-        "mol-half": {"kind": "mol", **mol, "query_components": k // 2, "item_components": k // 2},
-        "mol-quarter-negatives": {"kind": "mol", **mol},
+        "mol-l2-norm": {"kind": "mol", **normed},
+        "mol-no-l2-norm": {"kind": "mol", **normed, "normalize": False},
+        "mol-no-gating-dropout": {"kind": "mol", **normed, "gate_dropout": 0.0, "gate_input_dropout": 0.0},
+        "mol-half": {"kind": "mol", **normed, "query_components": k // 2, "item_components": k // 2},
+        "mol-quarter-negatives": {"kind": "mol", **normed},
     }  # fmt: skip
     of |= {f"model.similarity.{setting}": value for setting, value in kinds[name].items()}
     if name == "bce":
@@ -153,14 +159,14 @@ PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     },
     "ablation": {
         "ml-1m": {
-            "mol": (0.3079,),
+            "mol-l2-norm": (0.3079,),
             "mol-no-l2-norm": (0.2894,),
             "mol-no-gating-dropout": (0.2964,),
             "mol-half": (0.3041,),
             "mol-quarter-negatives": (0.2972,),
         },
         "beauty": {
-            "mol": (0.2088,),
+            "mol-l2-norm": (0.2088,),
             "mol-no-l2-norm": (0.2246,),
             "mol-no-gating-dropout": (0.2148,),
             "mol-half": (0.2076,),
@@ -189,6 +195,9 @@ RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 186
 """The paper's table of ranks of the learnt phi on ML-1M, d = 50."""
 EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
 """Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
+FROM_DOT = {"train.epochs": 8, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
+            "evaluate.every_epochs": 1}  # fmt: skip
+"""Settings of a run that starts from that of the dot product."""
 DIMENSIONS = (64, 256, 1024)
 MOST_PAIRS = 2**28
 """Users x items of which a matrix is made."""
@@ -249,12 +258,23 @@ class Cell:
     def name(self) -> str:
         return f"{self.dataset}-{self.method.replace(' ', '-')}-{self.seed}"
 
+    @property
+    def start(self) -> "Cell | None":
+        """The cell whose run gives the first weights: for MoL, that of the dot product with the same encoder. It learns
+        slowly from random ones."""
+        encoder, plus, name = self.method.rpartition("+")
+        if self.dataset == "demo" or not name.startswith("mol"):
+            return None
+        return Cell(self.dataset, f"{encoder}{plus}dot", self.seed)
+
     def settings(self, options: Options) -> dict[str, Any]:
         data = DATASETS[self.dataset]
         settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
         settings |= settings_of(self.method, data.sizes) | {"evaluate.baselines": False}
         kept = {"model.encoder.kind"} & settings.keys()
         settings |= {name: value for name, value in data.settings.items() if name not in kept}
+        if start := self.start:
+            settings |= FROM_DOT | {"warm_start": str(Path(options.out) / start.name)}
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
         return settings | {"train.refit": True}
 
@@ -273,10 +293,12 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
 
 
 def train(cell: Cell, options: Options) -> dict[str, Any]:
+    if cell.start:
+        result(cell.start, options)
     run, settings = Path(options.out) / cell.name, cell.settings(options)
     recipe = DATASETS[cell.dataset].recipe
     if cell.method.endswith("mol-quarter-negatives"):
-        settings["model.loss.negatives"] = load_recipe(recipe).model.loss.negatives // 4
+        settings["model.loss.negatives"] //= 4
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     logitmix("train", recipe, *words, "--run", str(run))
@@ -288,6 +310,9 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
     before, now = flatten(load_recipe(recipe)), flatten(read_config(run))
     settings = {name: value for name, value in now.items() if before.get(name) != value and name != "data.path"}
     first, refit = (json.loads((path / "results.json").read_text()) for path in (run, run / "refit"))
+    hours = {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600}
+    if start := now["warm_start"]:
+        hours["start"] = json.loads((Path(start) / "results.json").read_text())["seconds"] / 3600
     best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
     return {
         "recipe": recipe,
@@ -296,7 +321,7 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "epochs": best["epoch"],
-        "hours": {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600},
+        "hours": hours,
         "validation": _metrics(best),
         "test": _metrics(first),
         "refit": _metrics(refit),
@@ -332,7 +357,8 @@ def columns(table: str, dataset: str) -> tuple[str, ...]:
 def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, Any]:
     """Means over seeds, with their deviation and the error over users: a hit rate is a mean over users of 0 and 1."""
     users = found[0]["users"]
-    of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(each["hours"]["run"] for each in found) * 60}
+    minutes = [60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found]
+    of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(minutes)}
     for metric in metrics:
         values = [each["refit"][metric] for each in found]
         mean = statistics.mean(values)

@@ -20,7 +20,14 @@ def test_every_cell_is_settings_of_its_recipe(cell: Cell) -> None:
     assert config.model.similarity.kind == {"bce": "dot"}.get(name, name)
     assert (config.model.loss.kind == "bce") == (name == "bce")
     assert (config.model.encoder.kind == "hstu") == ("hstu" in cell.method)
+    assert config.warm_start == (f"runs/paper/{cell.start.name}" if cell.start else "")
     assert config.train.refit and config.evaluate.metric == DATASETS[cell.dataset].metric
+
+
+def test_mol_starts_from_the_dot_product_with_its_encoder() -> None:
+    assert Cell("ml-1m", "mol", 2).start == Cell("ml-1m", "dot", 2)
+    assert Cell("ml-1m", "hstu+mol", 0).start == Cell("ml-1m", "hstu+dot", 0)
+    assert Cell("demo", "mol 8x4", 0).start is None and Cell("ml-1m", "neumf", 0).start is None
 
 
 def found(seed: int, rate: float) -> dict[str, object]:
