@@ -77,7 +77,7 @@ LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"
 SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
 CHOICE = "hr@10"
 """On validation, it chooses; on the test part, the verdict names it."""
-PENALTIES = (200.0, 50.0, 1000.0, 10.0)
+PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 RESAMPLES = 2000
 WAIT = 24 * 3600
@@ -124,8 +124,9 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "train.threads": threads,
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,
-        "model.encoder.max_length": config.model.encoder.max_length,
     }
+    # Another kind of encoder has the same depth, heads and history.
+    common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
     return with_settings(config, common | LEARNT[name])
 
 
