@@ -79,6 +79,8 @@ CHOICE = "hr@10"
 """On validation, it chooses; on the test part, the verdict names it."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
+WIDER = "hr@50"
+"""Where the verdict's winner is behind in this, the verdict says so: what is retrieved may be ranked again."""
 RESAMPLES = 2000
 WAIT = 24 * 3600
 """Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
@@ -320,6 +322,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
         said = f"{other} is best on validation, but on the test part {name} is better: {figures}"
     else:
         said = f"no learnt model beats {other}: on the test part {name}, the best of them on validation, has {figures}"
+    if low > 0 > learnt["difference"][WIDER][2]:
+        said += f"; in HR@50 it is behind, {learnt['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
     if learnt["still_rising"]:
         said += f"; more minutes may help, since {name}'s validation was still rising at the end"
     elif learnt["still_rising"] is None:

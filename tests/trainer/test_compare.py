@@ -105,21 +105,28 @@ def test_a_resample_has_as_many_users() -> None:
 
 
 def row(
-    method: str, validation: float, test: float, low: float = 0.0, high: float = 0.0, rising: bool | None = False
+    method: str,
+    validation: float,
+    test: float,
+    low: float = 0.0,
+    high: float = 0.0,
+    rising: bool | None = False,
+    high50: float = 0.0,
 ) -> dict[str, Any]:
     learnt = method in comparing.LEARNT
     return {
         "method": method,
         "learnt": learnt,
         "validation": {"hr@10": validation},
-        "test": {"hr@10": [test, test - 0.01, test + 0.01]},
-        "difference": {"hr@10": [test - 0.2, low, high]},
+        "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
+        "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
     } | ({"still_rising": rising} if learnt else {})
 
 
 @pytest.mark.parametrize(
     ("learnt", "said"),
     [
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and on the test part it beats"),
         (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats the simple"),
         (
             row("hstu", 0.3, 0.21, -0.01, 0.03),
@@ -137,7 +144,9 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learnt: dict[str
     assert sentence.startswith(said)
     difference, low, high = learnt["difference"]["hr@10"]
     assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
-    assert ("validation was still rising" in sentence) == learnt["still_rising"]
+    assert ("validation was still rising" in sentence) == (learnt["still_rising"] is True)
+    assert ("time for one evaluation" in sentence) == (learnt["still_rising"] is None)
+    assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learnt["difference"]["hr@50"][2] < 0)
 
 
 TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,
