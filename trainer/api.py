@@ -41,7 +41,8 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
 @quietly()
 def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or resumes the run; returns the test
-    metrics of its best checkpoint. `settings` are those of the command line by name: {"train.epochs": 8}."""
+    metrics of its best checkpoint, or with train.refit of its refit. `settings` are those of the command line by name:
+    {"train.epochs": 8}; another kind of similarity or encoder begins with the defaults of that kind."""
     settings = settings or {}
     config, sizes = load_sized(recipe, str(settings.get("data.path", "")))
     if sizes:
@@ -51,7 +52,8 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
 
 @quietly()
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
-    """Metrics of a run's best checkpoint over the whole corpus, with the run's settings."""
+    """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
+    if there is one."""
     return evaluation.evaluate_run(Path(run), split, None, None, "auto", threads)
 
 
@@ -76,6 +78,6 @@ def export(
     precision: Precision = "fp32",
     extras: Collection[exporting.Extra] = (),
 ) -> dict[str, Any]:
-    """Writes the best checkpoint as a serving directory, which `Retriever.load` reads; returns its manifest.
+    """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns its manifest.
     `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
     return exporting.export(Path(run), Path(out), overwrite, precision=precision, extras=extras)

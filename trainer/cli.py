@@ -108,6 +108,7 @@ class EvaluateCommand:
     run: tyro.conf.Positional[str]
     """Run directory."""
     split: Literal["test", "validation"] = "test"
+    """The held-out part; on test, the run's refit is ranked if there is one."""
     exclude_history: HistoryRule | None = None
     """Leave a user's history out of the ranking; default: the run's setting."""
     users: int | None = None
@@ -158,7 +159,7 @@ class ExportCommand:
     """Write the best checkpoint of a run as a serving directory."""
 
     run: tyro.conf.Positional[str]
-    """Run directory."""
+    """Run directory; its refit is taken if there is one."""
     out: str
     """Serving directory to write."""
     checkpoint: Literal["best", "last"] = "best"

@@ -88,8 +88,8 @@ def export(
     precision: Precision = "fp32",
     extras: Collection[Extra] = (),
 ) -> dict[str, Any]:
-    """Writes a serving directory of a run's best checkpoint (or its last one) and returns its manifest; alone, or under
-    torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
+    """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
+    returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
     the Retriever passes them through the item tower for each request. `precision` is that of the item cache; INT8 is
     for MoL's components. `extras` are files for other servers, which rank 0 makes. The raw ids and titles come from the
     dataset directory that the run names. Raises ValueError if `out` exists and must not be overwritten, if the run has
