@@ -78,6 +78,6 @@ def export(
     precision: Precision = "fp32",
     extras: Collection[exporting.Extra] = (),
 ) -> dict[str, Any]:
-    """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns its manifest.
-    `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
+    """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
+    its manifest. `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
     return exporting.export(Path(run), Path(out), overwrite, precision=precision, extras=extras)

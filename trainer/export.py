@@ -89,12 +89,13 @@ def export(
     extras: Collection[Extra] = (),
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
-    returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards hold the items' rows and features, and
-    the Retriever passes them through the item tower for each request. `precision` is that of the item cache; INT8 is
-    for MoL's components. `extras` are files for other servers, which rank 0 makes. The raw ids and titles come from the
-    dataset directory that the run names. Raises ValueError if `out` exists and must not be overwritten, if the run has
-    no intact checkpoint, if the dataset is missing or is not the one that the run was trained on, if an extra cannot be
-    made, or if the precision cannot hold the items' sides.
+    returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
+    hold the items' rows and features, and the Retriever passes them through the item tower for each request.
+    `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
+    rank 0 makes. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
+    exists and must not be overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
+    epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
+    be made, or if the precision cannot hold the items' sides.
     """
     final = final_run(run)
     with process_group("cpu", read_config(final).comm.timeout_seconds) as ranks:

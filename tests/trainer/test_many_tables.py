@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recency": SGD | {"model.features": ["all", "recency"]},
     "in batch": SGD | {"model.loss.in_batch": 6},
     "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
+    "groups": SGD | {"model.loss.in_batch": 6, "model.loss.share": "group", "model.loss.group_positions": 30},
     "mutual information": SGD | {"model.similarity.mutual_information": 0.5},
     "user": SGD | {"model.features": ["all", "user"]},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
