@@ -1,8 +1,8 @@
 """A run that starts from the weights of another, on a dataset that has grown since, or with another similarity.
 
 Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
-so do the optimizers, and the similarity and the h-indexer if the similarity is another. A rank reads the other run's
-tables in blocks and keeps its own rows.
+so do the optimizers, the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it
+is another. A rank reads the other run's tables in blocks and keeps its own rows.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
@@ -33,31 +33,34 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
-    weights = {**model.tower.state_dict(), **_taken(saved, model)}
-    model.tower.load_state_dict(weights)
+    fresh = _fresh(saved, model)
+    taken_over = {name: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
+    model.tower.load_state_dict({**model.tower.state_dict(), **taken_over})
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
     totals = {
         name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
     }
     taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
-    tower = "the tower" if _same_similarity(saved, model) else "the tower without its similarity"
-    return f"warm start from {run}, step {saved.step}: {tower}, and {taken}"
-
-
-def _same_similarity(saved: SavedModel, model: ParallelModel) -> bool:
-    return _shapes(saved.tower) == _shapes(model.tower) and (
-        saved.config.model.similarity.kind == model.config.model.similarity.kind
-    )
-
-
-def _taken(saved: SavedModel, model: ParallelModel) -> dict[str, Tensor]:
-    """The weights of the other run's tower that this one has a place for."""
-    same = _same_similarity(saved, model)
-    return {name: of for name, of in saved.tower.state_dict().items() if same or not name.startswith(_OWN)}
+    without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
+    return f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
 
 
 _OWN = ("similarity.", "hindexer.")
-"""Parts of the tower that start as in any run where the similarity is another."""
+"""Parts of the tower that need not fit."""
+
+
+def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
+    """Those of these parts that start as in any run."""
+
+    def same(part: str) -> bool:
+        before, now = ({name: of for name, of in _shapes(tower).items() if name.startswith(part)} for tower in towers)
+        return before == now
+
+    towers, kinds = (saved.tower, model.tower), (saved.config.model.similarity.kind, model.config.model.similarity.kind)
+    similarity, hindexer = _OWN
+    if kinds[0] != kinds[1] or not same(similarity):
+        return _OWN
+    return () if same(hindexer) else (hindexer,)
 
 
 def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:

@@ -117,6 +117,18 @@ def test_another_similarity_starts_as_in_any_run_and_the_rest_from_the_other_run
         torch.testing.assert_close(weight, (cold if name in own else before)[name], rtol=0, atol=1e-12)
 
 
+def test_another_hindexer_leaves_the_similarity_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, first, second = write_dataset(tmp_path / "data"), tmp_path / "first", tmp_path / "second"
+    train(small_config(data, {"model.hindexer.weight": 0.0, "train.epochs": 1}), first)
+    train(small_config(data, TINY_STEPS | {"warm_start": str(first), "train.epochs": 1}), second)
+    assert "the tower without its h-indexer, and 51 of 51 rows" in capsys.readouterr().err
+    before, after = (load_saved(run).tower.state_dict() for run in (first, second))
+    new = {name for name in after if name.startswith("hindexer.")}
+    assert new and before.keys() == after.keys() - new
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-12)
+
+
 def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_them_out(tmp_path: Path) -> None:
     data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
     unheld = {"data.validation": False, "train.epochs": 1}
