@@ -101,6 +101,7 @@ def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     of |= {f"model.similarity.{setting}": value for setting, value in kinds[name].items()}
     if name == "bce":
         of |= {"model.loss.kind": "bce", "model.loss.share": "position", "model.loss.negatives": 1}
+        of["model.loss.in_batch"] = 0
     if size and name == "dot":
         of["model.dim"] = int(size)
     if size and name == "mol":
