@@ -146,7 +146,7 @@ REFUSED = {
         "--model.similarity.kind",
         "dott",
     ],
-    "query_components is a setting of kind mol, but model.similarity.kind is dot": [
+    "query_components is a setting of kind deepfm and mol, but model.similarity.kind is dot": [
         "train",
         "ring.toml",
         "--model.similarity.kind=dot",
