@@ -39,7 +39,7 @@ def users_of(histories: list[list[int]], targets: list[int]) -> RankingUsers:
     items = [item for history, target in zip(histories, targets, strict=True) for item in (*history, target)]
     ends = np.cumsum([len(history) + 1 for history in histories])
     first = ends - [len(history) + 1 for history in histories]
-    return RankingUsers(np.array(items, np.int32), np.arange(len(first)), first, ends - 1, L)
+    return RankingUsers(np.array(items, np.int32), np.arange(len(items)), np.arange(len(first)), first, ends - 1, L)
 
 
 def sharded(item_XD: Tensor, ranks: Ranks) -> ShardedRows:
