@@ -93,7 +93,7 @@ def rank_scores(
         queries=lambda row_TD, packing, *_: Embedded(
             torch.arange(len(packing.lengths_B))[:, None].float().expand(-1, D)
         ),
-        config=SimpleNamespace(dim=D),
+        config=SimpleNamespace(dim=D, encoder=SASRecConfig()),
     )
     rows, ranking_users = sharded(item_XD, ranks), users_of(histories, targets)
     return rank_corpus(Embedder(cast(Tower, tower), {ITEM: rows}), len(item_XD), ranking_users, users, True)
