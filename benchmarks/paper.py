@@ -39,7 +39,7 @@ from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
-from logitmix.trainer.run import final_run, read_config, read_rows
+from logitmix.trainer.run import final_run, read_config, read_rows, refit_path
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -271,11 +271,11 @@ class Cell:
     def settings(self, options: Options) -> dict[str, Any]:
         data = DATASETS[self.dataset]
         settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
-        settings |= settings_of(self.method, data.sizes) | {"evaluate.baselines": False}
-        kept = {"model.encoder.kind"} & settings.keys()
-        settings |= {name: value for name, value in data.settings.items() if name not in kept}
+        settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
         if start := self.start:
             settings |= FROM_DOT | {"warm_start": str(Path(options.out) / start.name)}
+        if self.method.endswith("mol-quarter-negatives"):
+            settings["model.loss.negatives"] = FROM_DOT["model.loss.negatives"] // 4
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
         return settings | {"train.refit": True}
 
@@ -298,8 +298,6 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
         result(cell.start, options)
     run, settings = Path(options.out) / cell.name, cell.settings(options)
     recipe = DATASETS[cell.dataset].recipe
-    if cell.method.endswith("mol-quarter-negatives"):
-        settings["model.loss.negatives"] //= 4
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     logitmix("train", recipe, *words, "--run", str(run))
@@ -310,7 +308,7 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
     """The result of a run that is finished, with its settings that differ from the recipe."""
     before, now = flatten(load_recipe(recipe)), flatten(read_config(run))
     settings = {name: value for name, value in now.items() if before.get(name) != value and name != "data.path"}
-    first, refit = (json.loads((path / "results.json").read_text()) for path in (run, run / "refit"))
+    first, refit = (json.loads((path / "results.json").read_text()) for path in (run, refit_path(run)))
     hours = {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600}
     if start := now["warm_start"]:
         hours["start"] = json.loads((Path(start) / "results.json").read_text())["seconds"] / 3600

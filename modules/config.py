@@ -24,10 +24,7 @@ class SASRecConfig:
     """L: history positions that the encoder sees."""
 
     def __post_init__(self) -> None:
-        require(self.blocks >= 1, "model.encoder.blocks", self.blocks, "at least 1")
-        require(self.heads >= 1, "model.encoder.heads", self.heads, "at least 1")
-        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
-        _require_length(self.max_length)
+        _require_blocks(self)
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
@@ -52,10 +49,7 @@ class HSTUConfig:
     request then states its actions' timestamps and its own time."""
 
     def __post_init__(self) -> None:
-        require(self.blocks >= 1, "model.encoder.blocks", self.blocks, "at least 1")
-        require(self.heads >= 1, "model.encoder.heads", self.heads, "at least 1")
-        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
-        _require_length(self.max_length)
+        _require_blocks(self)
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
@@ -83,6 +77,14 @@ class PooledConfig:
 
     def require_width(self, dim: int) -> None:
         """Any width will do."""
+
+
+def _require_blocks(config: SASRecConfig | HSTUConfig) -> None:
+    """Checks the settings of blocks of attention."""
+    require(config.blocks >= 1, "model.encoder.blocks", config.blocks, "at least 1")
+    require(config.heads >= 1, "model.encoder.heads", config.heads, "at least 1")
+    require(0 <= config.dropout < 1, "model.encoder.dropout", config.dropout, "in [0, 1)")
+    _require_length(config.max_length)
 
 
 def _require_heads(dim: int, heads: int) -> None:

@@ -30,6 +30,8 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         assert (config.model.loss.kind == "bce") == (name == "bce")
         assert (config.model.encoder.kind == "hstu") == ("hstu" in cell.method)
         assert config.warm_start == (f"runs/paper/{cell.start.name}" if cell.start else "")
+        if "quarter" in cell.method:
+            assert config.model.loss.negatives == paper.FROM_DOT["model.loss.negatives"] // 4
         assert config.train.refit and config.evaluate.metric == data.metric
 
 

@@ -329,10 +329,11 @@ def _train(words: list[str]) -> None:
         if sizes:
             print(sizes, file=sys.stderr, flush=True)
     from logitmix.trainer.loop import train
+    from logitmix.trainer.run import refit_path
 
     results = train(config, run)
     if _is_main():
-        trained = run / "refit" if config.train.refit else run
+        trained = refit_path(run) if config.train.refit else run
         _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
 
 

@@ -104,12 +104,8 @@ class TrainingBatches:
         held_out = held_out or leave_one_out(dataset)
         trained_U = held_out.trained(dataset)
         self.columns, self.pooled, self.times = columns_of(dataset, schema, trained_U), pooled, times
-        self.batch_size, self.negatives, self.share, self.group_positions = (
-            batch_size,
-            negatives,
-            share,
-            group_positions,
-        )
+        self.batch_size, self.negatives = batch_size, negatives
+        self.share, self.group_positions = share, group_positions
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
         self.end = held_out.train_end
