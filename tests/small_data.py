@@ -1,5 +1,6 @@
 """Small datasets and configurations for tests."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
-from logitmix.trainer.data.dataset import Column, Dataset
+from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, Column, Dataset
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 from logitmix.trainer.sharded_rows import ShardedRows
 
@@ -68,6 +69,16 @@ def write_dataset(
         offsets, actions, times, names, schema=schema, columns=columns, vocabularies=vocabularies
     )
     writer.write_dataset(path, contents, "demo")
+    return path
+
+
+def forget_digests(path: Path) -> Path:
+    """Leaves the digests out of a dataset.json, as other writers do, so that files may be changed."""
+    file = path / "dataset.json"
+    description = json.loads(file.read_text(encoding="utf-8"))
+    for entry in (FILES_DIGESTS, OWN_DIGEST):
+        description.pop(entry, None)
+    file.write_text(json.dumps(description), encoding="utf-8")
     return path
 
 

@@ -21,7 +21,7 @@ from logitmix.comm.collectives import on_all_ranks
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import BLOCK_BYTES, SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
-from logitmix.trainer.data.dataset import Dataset, stored_values
+from logitmix.trainer.data.dataset import Dataset, read_description, stored_values
 from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.run import noted_dataset, read_schema
 
@@ -71,6 +71,7 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
             f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
             "restore it, and prepare the grown dataset into another directory"
         )
+    read_description(path)
     if _common(saved.tower) != _common(model.tower):
         raise ValueError(f"the weights of {run} do not fit: {_differences(saved.config, model.config)}")
     if saved.config.data.split != model.config.data.split:

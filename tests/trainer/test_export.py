@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
+from small_data import forget_digests
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
@@ -144,6 +145,7 @@ def test_ids_and_titles_are_the_datasets(run: Path, tmp_path: Path) -> None:
 def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "data")
     write_dataset(tmp_path / "data", X, None)
+    shutil.copy(tmp_path / "data" / "dataset.json", run)
     export(run, tmp_path / "served")
     assert [row["title"] for row in Retriever.load(tmp_path / "served").rows(["raw 3"], 2)] == [None, None]
 
@@ -179,6 +181,7 @@ def test_what_is_there_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
 
 def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Path) -> None:
     items = pq.read_table(tmp_path / "data" / "items.parquet")
+    shutil.copy(forget_digests(tmp_path / "data") / "dataset.json", run)
     names = pa.array([f"raw {index // 2}" for index in range(X)])
     pq.write_table(items.set_column(1, "raw_id", names), tmp_path / "data" / "items.parquet")
     with pytest.raises(ValueError, match="the dataset's raw_ids name an item twice; prepare it again"):

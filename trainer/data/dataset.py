@@ -32,6 +32,9 @@
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
                            It also has items, users and schema, if such files were given
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
+        sha256             {path: digest} of all other files, by their paths in the directory
+        description_sha256 digest of all other entries, as compact JSON in ASCII with sorted keys. A dataset.json that
+                           has it is laid out as `description_text` does
     rejects.tsv           file, line, reason, text; only where there are any
 
 A feature's column has its name and is stored by its kind:
@@ -53,6 +56,10 @@ one counts.
 `load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. Lists may
 be list or large_list, integers and floats of any width. Both indices follow the raw ids: by number where all are
 digits, else by their UTF-8 bytes; so do the values of vocabularies.
+
+The last two entries, the digests, are optional too: other writers may leave out both. Where there is one of them, all
+files are read and compared with both before anything else is read of them, and a Parquet file that is not listed is
+refused. So whatever changes a file of `prepare` later, by one bit or as a whole, is found and named.
 """
 
 import dataclasses
@@ -70,6 +77,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from logitmix.common.files import file_digest, json_digest
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
@@ -85,6 +93,8 @@ VALUES_AT_ONCE = 2**20
 _USERS = 2**14
 """Users whose recency is computed at once."""
 ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
+FILES_DIGESTS, OWN_DIGEST = "sha256", "description_sha256"
+"""The entries of dataset.json with digests: of the other files, and of the other entries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +226,13 @@ def is_dataset(path: Path) -> bool:
 def load_dataset(path: str | Path) -> Dataset:
     """Reads a dataset directory.
 
-    ValueError, naming the path and the command to run, if there is none, if it has another format version, or if it is
-    not as the module's docstring says: missing columns, users out of order, indices out of range, lists that are not
-    parallel.
+    ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
+    dataset.json, if it has another format version, or if it is not as the module's docstring says: missing columns,
+    users out of order, indices out of range, lists that are not parallel. A dataset.json without digests is accepted;
+    then a damage that leaves the format intact is not noticed.
     """
     path = Path(path)
-    description = _read_description(path)
+    description = read_description(path)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with _reading(path, "dataset.json"):
         schema = _schema(description, num_items)
@@ -437,14 +448,19 @@ def _check_vocabulary(path: Path, name: str, rows: int) -> None:
             raise ValueError(f"{table.metadata.num_rows} values, but the schema says {rows} rows")
 
 
-def _read_description(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of dataset.json, once all files have been compared with its digests, if it has any. ValueError as
+    `load_dataset` raises it."""
     file = path / "dataset.json"
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        text = file.read_bytes().decode()
+        description = json.loads(text)
+    except (ValueError, RecursionError):
         _broken(path, "dataset.json is not JSON")
+    if isinstance(description, dict) and description.keys() & {FILES_DIGESTS, OWN_DIGEST}:
+        _check_digests(path, text, description)
     version = description.get("format_version") if isinstance(description, dict) else None
     if version != FORMAT_VERSION:
         _broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT_VERSION}")
@@ -452,6 +468,30 @@ def _read_description(path: Path) -> dict[str, Any]:
         if type(description.get(key)) is not kind or (kind is int and description[key] < 0):
             _broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
     return description
+
+
+def description_text(description: Mapping[str, Any]) -> str:
+    """The text of a dataset.json with digests."""
+    return json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+
+
+def _check_digests(path: Path, text: str, description: Mapping[str, Any]) -> None:
+    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
+    entries = {name: value for name, value in description.items() if name != OWN_DIGEST}
+    listed, own = entries.get(FILES_DIGESTS), description.get(OWN_DIGEST)
+    # The digest is of the entries, and not of the white space between them.
+    if own != json_digest(entries) or text != description_text(description) or not isinstance(listed, dict):
+        _broken(path, f"dataset.json is damaged (it differs from its {OWN_DIGEST})")
+    for name, digest in listed.items():
+        if not (path / name).is_file():
+            _broken(path, f"{name} is missing")
+        with _reading(path, name):
+            found = file_digest(path / name)
+        if found != digest:
+            _broken(path, f"{name} is damaged (its SHA-256 differs from that in dataset.json)")
+    for file in sorted(path.rglob("*.parquet")):
+        if (name := file.relative_to(path).as_posix()) not in listed:
+            _broken(path, f"{name} is not in the list of files in dataset.json")
 
 
 def _schema(description: Mapping[str, Any], num_items: int) -> Schema:

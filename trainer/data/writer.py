@@ -1,6 +1,5 @@
 """The writer of a dataset directory; dataset.py describes the format."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from logitmix.common.files import file_digest, json_digest
 from logitmix.modules.schema import ITEM, Feature, Schema
-from logitmix.trainer.data.dataset import FORMAT_VERSION, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.dataset import (
+    FILES_DIGESTS,
+    FORMAT_VERSION,
+    OWN_DIGEST,
+    SEQUENCE_COLUMNS,
+    Column,
+    description_text,
+    index_type,
+)
 
 USERS_PER_FILE = 100_000
 
@@ -48,7 +56,8 @@ that its models see, and their target."""
 def write_dataset(
     directory: Path, contents: DatasetContents, name: str, users_per_file: int = USERS_PER_FILE, **entries: Any
 ) -> dict[str, Any]:
-    """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; returns its content."""
+    """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; returns its content. A
+    rejects.tsv may be there already."""
     schema = contents.schema or Schema.of_ids(len(contents.item_ids))
     users = len(contents.offsets) - 1
     (directory / "sequences").mkdir(parents=True)
@@ -70,10 +79,15 @@ def write_dataset(
         "repeated_targets": repeated_targets(contents.offsets, contents.items),
         "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
         **entries,
+        FILES_DIGESTS: {
+            file.relative_to(directory).as_posix(): file_digest(file)
+            for file in sorted(directory.rglob("*"))
+            if file.is_file()
+        },
     }
+    description[OWN_DIGEST] = json_digest(description)
     # Last, because it makes the directory a dataset.
-    text = json.dumps(description, indent=2, ensure_ascii=False)
-    (directory / "dataset.json").write_text(text + "\n", encoding="utf-8")
+    (directory / "dataset.json").write_text(description_text(description), encoding="utf-8")
     return description
 
 

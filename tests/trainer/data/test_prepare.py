@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reading import decoded
 from rich.console import Console
 
+from logitmix.common.files import file_digest, json_digest
 from logitmix.modules.schema import Schema
 from logitmix.trainer.cli import main
 from logitmix.trainer.data.config import PrepareOptions
@@ -95,6 +96,10 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         "rejected_lines": 0,
         "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
         "generator": None,
+        "sha256": {
+            name: file_digest(tmp_path / "out" / name) for name in ("items.parquet", "sequences/part-00000.parquet")
+        },
+        "description_sha256": json_digest({name: of for name, of in made.items() if name != "description_sha256"}),
     }
     assert entries(tmp_path / "out") == {"dataset.json", "items.parquet", "sequences"}
     assert entries(tmp_path) == {"in", "out"}

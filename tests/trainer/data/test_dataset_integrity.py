@@ -1,0 +1,140 @@
+"""No damage to a dataset directory goes unnoticed: every change of a file is found, and the file is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_data
+from rich.console import Console
+
+from logitmix.common.files import json_digest
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, description_text, load_dataset
+from logitmix.trainer.data.prepare import prepare
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A directory with features of every kind."""
+    return small_data.write_dataset(tmp_path / "made", users=8, items=6, features=True)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+
+
+def problem(path: Path) -> str:
+    """What `load_dataset` says; "" if it finds nothing wrong."""
+    try:
+        load_dataset(path)
+    except ValueError as error:
+        assert "\n" not in str(error) and str(error).startswith((f"{path}: ", "no dataset at "))
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("flips", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_found(path: Path, flips: int) -> None:
+    random = np.random.default_rng(0)
+    content = {name: (path / name).read_bytes() for name in files(path)}
+    assert len(content) == 7
+    sizes = np.array([len(of) for of in content.values()])
+    # Half of the flips by size, half in equal shares, so that small files have theirs.
+    names = [*random.choice(list(content), flips // 2, p=sizes / sizes.sum()), *(sorted(content) * flips)[: flips // 2]]
+    for name in names:
+        damaged = bytearray(content[name])
+        bit = int(random.integers(8 * len(damaged)))
+        damaged[bit // 8] ^= 1 << bit % 8
+        (path / name).write_bytes(damaged)
+        assert problem(path).startswith(f"{path}: {name} is "), (name, bit)
+        (path / name).write_bytes(content[name])
+    assert not problem(path)
+
+
+def cut(content: bytes, share: float) -> bytes:
+    return content[: int(share * len(content))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"",
+        lambda content: cut(content, 0.5),
+        lambda content: content[:-1],
+        lambda content: content[1:],
+        lambda content: content + b"\0",
+        lambda content: bytes(len(content)),
+        lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+        None,
+    ],
+    ids=["empty", "half", "all but the last byte", "all but the first", "longer", "zeros", "half of zeros", "missing"],
+)
+def test_every_file_that_is_another_is_named(path: Path, change: Callable[[bytes], bytes] | None) -> None:
+    for name in files(path):
+        before = (path / name).read_bytes()
+        if change is None:
+            (path / name).unlink()
+        else:
+            (path / name).write_bytes(change(before))
+        said = problem(path)
+        missing = f"no dataset at {path}" if name == "dataset.json" else f"{path}: {name} is missing"
+        assert said.startswith(missing if change is None else f"{path}: {name} is "), (name, said)
+        (path / name).write_bytes(before)
+    assert not problem(path)
+
+
+def test_every_pair_of_files_that_are_swapped_is_named(path: Path) -> None:
+    content = {name: (path / name).read_bytes() for name in files(path)}
+    for name in content:
+        for other in content:
+            if content[name] != content[other]:
+                (path / name).write_bytes(content[other])
+                (path / other).write_bytes(content[name])
+                said = problem(path)
+                assert said.startswith((f"{path}: {name} is ", f"{path}: {other} is ")), (name, other, said)
+                (path / name).write_bytes(content[name])
+                (path / other).write_bytes(content[other])
+    assert not problem(path)
+
+
+def test_a_part_that_is_not_listed_is_refused(path: Path) -> None:
+    shutil.copy(path / "sequences" / "part-00000.parquet", path / "sequences" / "part-00001.parquet")
+    with pytest.raises(ValueError, match=r"sequences/part-00001\.parquet is not in the list of files in dataset\.json"):
+        load_dataset(path)
+
+
+def test_one_of_the_two_digests_is_not_enough(path: Path) -> None:
+    file = path / "dataset.json"
+    whole = json.loads(file.read_text())
+    for entry in (FILES_DIGESTS, OWN_DIGEST):
+        left = {name: value for name, value in whole.items() if name != entry}
+        if entry == FILES_DIGESTS:
+            left[OWN_DIGEST] = json_digest({name: value for name, value in left.items() if name != OWN_DIGEST})
+        file.write_text(description_text(left))
+        assert problem(path).startswith(f"{path}: dataset.json is damaged")
+
+
+def test_without_digests_the_format_alone_counts(path: Path) -> None:
+    small_data.forget_digests(path)
+    (path / "notes.parquet").write_text("mine")
+    assert not problem(path)
+    (path / "items.parquet").write_bytes(b"")
+    assert "items.parquet cannot be read" in problem(path)
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    """The digests, too, of a rejects.tsv among them."""
+    rows = [f"u{n % 7},i{n % 5},{n},c{n % 3}|c{n % 4},{n / 8}" for n in range(300)]
+    (tmp_path / "in.csv").write_text("\n".join(["user,item,timestamp,tags,price", *rows, "only"]) + "\n")
+    for out in ("a", "b"):
+        prepare(PrepareOptions("table", str(tmp_path / "in.csv"), str(tmp_path / out)), Console(quiet=True))
+    first, second = (
+        {name: (tmp_path / out / name).read_bytes() for name in files(tmp_path / out)} for out in ("a", "b")
+    )
+    assert first == second
+    assert set(json.loads(first["dataset.json"])[FILES_DIGESTS]) == set(first) - {"dataset.json"} >= {"rejects.tsv"}
+    (tmp_path / "a" / "rejects.tsv").unlink()
+    assert problem(tmp_path / "a").startswith(f"{tmp_path}/a: rejects.tsv is missing")
