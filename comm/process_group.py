@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from logitmix.comm.heartbeat import Heartbeat, connection
+
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,6 +37,10 @@ class Ranks:
     group: dist.ProcessGroup
 
 
+class LostRank(RuntimeError):
+    """Another rank is gone, or does not answer. The process should end without destructors, which may wait for it."""
+
+
 @contextmanager
 def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) -> Iterator[Ranks]:
     """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
@@ -42,7 +48,8 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     `timeout_seconds` bounds the rendezvous and every collective. After an error the group is aborted rather than
     drained, so that this rank does not wait for one that is gone; the others notice when this process exits.
 
-    Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid.
+    Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, LostRank
+    when another rank is gone.
     """
     place = _place_from(os.environ)
     chosen = _choose_device(device, place.local_rank)
@@ -50,23 +57,48 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _end_groups_before_the_interpreter()
-    with _loopback_only(place.launched):
-        dist.init_process_group(
-            "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=_store(place, timeout),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
-        group = dist.group.WORLD
-        assert group is not None
-        try:
+    store, heartbeat = _store(place, timeout)
+    heartbeat.start()
+    try:
+        with _loopback_only(place.launched):
+            dist.init_process_group(
+                "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
+            group = dist.group.WORLD
+            assert group is not None
             yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
-        except BaseException:
-            _abort_process_group()
-            raise
-        else:
             dist.destroy_process_group()
+    except BaseException as error:
+        lost = _lost(error, place.rank, timeout_seconds, heartbeat)
+        if dist.is_initialized():
+            _abort_process_group()
+        if lost:
+            raise LostRank(lost) from None
+        raise
+    finally:
+        heartbeat.stop()
+
+
+def _lost(error: BaseException, rank: int, seconds: int, heartbeat: Heartbeat) -> str:
+    """What to say of an error of gloo, NCCL or the store if it means that another rank is gone; else nothing."""
+    said = str(error)
+    if not isinstance(error, RuntimeError):
+        return ""
+    if any(sign in said for sign in _TIMEOUT):
+        missing = heartbeat.who_is_missing() or "all ranks are alive, so one of them hangs or is too slow"
+        return f"rank {rank} waited {seconds} s for the others (comm.timeout_seconds): {missing}"
+    if any(sign in said for sign in _CLOSED):
+        return f"rank {rank} lost the connection to another rank"
+    return ""
+
+
+_TIMEOUT = ("Timed out", "timed out", "Timeout", "timeout")
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
+"""Parts of the messages of gloo, NCCL and the store."""
 
 
 @functools.cache
@@ -131,22 +163,44 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _store(place: _Place, timeout: timedelta) -> dist.Store:
+def _store(place: _Place, timeout: timedelta) -> tuple[dist.Store, Heartbeat]:
+    """The store that the group meets at, and the heartbeat of this rank there."""
     if not place.launched:
-        return dist.HashStore()
+        return dist.HashStore(), Heartbeat(None, 0, 1)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = place.rank == 0 and not agent_hosts
+    listener = _loopback_listener(place) if is_master else None
     store = dist.TCPStore(
         place.address,
         place.port,
         place.world_size,
-        is_master=place.rank == 0 and not agent_hosts,
+        is_master=is_master,
         timeout=timeout,
         multi_tenant=not agent_hosts,
+        master_listen_fd=listener,
     )
     # torchrun keeps one store over its restarts, which still holds the addresses of dead processes. On several hosts
     # its restart count may differ among them (pytorch #135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"logitmix/attempt_{attempt}/group_{next(_GROUPS)}", store)
+    prefix = f"logitmix/attempt_{attempt}/group_{next(_GROUPS)}"
+    several = place.world_size > 1
+    heartbeat = Heartbeat(connection(store, prefix, timeout) if several else None, place.rank, place.world_size)
+    return dist.PrefixStore(prefix, store), heartbeat
+
+
+def _loopback_listener(place: _Place) -> int | None:
+    """A socket that listens on the loopback, where that is the address of the group: by itself, the store would listen
+    on every interface of the host."""
+    if place.address not in ("127.0.0.1", "localhost"):
+        return None
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", place.port))
+        except OSError:
+            return None  # several groups of one process share a store
+        listener.listen()
+        return listener.detach()
 
 
 _GROUPS = itertools.count()

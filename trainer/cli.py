@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,15 @@ from logitmix.trainer.config import (
 )
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
-from logitmix.trainer.processes import LOST_PEER, launched, remove_logs_of_no_run, run_ranks
+from logitmix.trainer.processes import (
+    LOST_PEER,
+    STOPPED,
+    USER_ERROR,
+    Stopped,
+    launched,
+    remove_logs_of_no_run,
+    run_ranks,
+)
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
 
@@ -271,15 +280,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with quietly():
             command(words[1:])
     except ValueError as error:
-        _fail(str(error), 2)
+        _fail(str(error), USER_ERROR)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except RuntimeError as error:
-        if not _lost_peer(error):
+        if type(error).__name__ != "LostRank":  # whose module takes seconds to load
             raise
-        _fail(f"rank {os.environ.get('RANK', 0)} lost the connection to another rank", LOST_PEER)
+        print(f"logitmix: {error}", file=sys.stderr, flush=True)
+        os._exit(LOST_PEER)  # destructors may wait for the lost rank
     except ModuleNotFoundError as error:
         _fail(_what_to_install(words[0], error), 1)
+    except Stopped as stop:
+        if not _is_main():
+            raise SystemExit(STOPPED) from None
+        _fail(f"{stop}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
     except KeyboardInterrupt:
         _fail("stopped", 130)
     finally:
@@ -641,12 +655,6 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-
-
-def _lost_peer(error: RuntimeError) -> bool:
-    """Whether gloo or the store reports that another rank is gone: the cause is in that rank's message."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
-    return any(sign in str(error) for sign in signs)
 
 
 def _let_threads_sleep() -> None:

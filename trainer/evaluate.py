@@ -110,8 +110,11 @@ def _say(said: Console | None, line: str) -> None:
 class Evaluation:
     """Ranks the corpus for the users of a dataset, as a run is configured."""
 
-    def __init__(self, config: Config, dataset: Dataset, ranks: Ranks) -> None:
-        self.config, self.dataset, self.ranks = config, dataset, ranks
+    def __init__(
+        self, config: Config, dataset: Dataset, ranks: Ranks, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check` is called by all ranks together, often; what it raises ends the ranking."""
+        self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
         self.said = Console(stderr=True) if ranks.rank == 0 else None
         self.held_out = held_out(config, dataset)
         self.exclude_history = excludes_history(config, dataset, self.said)
@@ -125,7 +128,12 @@ class Evaluation:
     ) -> tuple[dict[str, float], np.ndarray]:
         """The same, and the rank of each user's target [U]."""
         users, batch_size = self.users(split), self.config.evaluate.batch_size
-        with counting(split, len(users), self.ranks.rank == 0) as advance:
+        with counting(split, len(users), self.ranks.rank == 0) as count:
+
+            def advance(more: int) -> None:
+                self.check()
+                count(more)
+
             columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
             embedder = Embedder(tower, tables, columns)
             counts = self.training_counts if split == "test" else None

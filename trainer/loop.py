@@ -1,6 +1,7 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.precision import choose_precision
+from logitmix.trainer.processes import Stopped
 from logitmix.trainer.run import (
     RunProgress,
     epochs_of_refit,
@@ -35,6 +37,7 @@ from logitmix.trainer.run import (
     write_ranks,
     write_results,
 )
+from logitmix.trainer.stopping import Stopping
 from logitmix.trainer.telemetry import Telemetry, start_block
 from logitmix.trainer.warm_start import warm_start
 
@@ -42,7 +45,7 @@ from logitmix.trainer.warm_start import warm_start
 def train(config: Config, run: Path) -> dict[str, float]:
     """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
     the refit. Collective. Raises ValueError for a user's mistake (no dataset, another run's directory) and for a loss
-    that is not finite.
+    that is not finite; Stopped once a signal has ended it, and what was done is saved.
     """
     torch.set_num_threads(config.train.threads)
     set_up_memory()
@@ -64,8 +67,9 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
 
 
 def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
-    """Trains or resumes a run, without its refit; returns the test metrics of its best checkpoint. Collective."""
-    with run_lock(run, ranks):
+    """Trains or resumes a run, without its refit; returns the test metrics of its best checkpoint. Collective; raises
+    Stopped as `train` does."""
+    with run_lock(run, ranks), Stopping(ranks) as stopping:
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
@@ -79,8 +83,8 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
             taken = warm_start(Path(config.warm_start), dataset, model)
             if ranks.rank == 0:
                 print(taken, file=sys.stderr)
-        evaluation = Evaluation(config, dataset, ranks) if config.evaluate.every_epochs else None
-        done = _steps(run, batches, model, optimizer, done, evaluation)
+        evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
+        done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
         if config.train.projector:
@@ -98,8 +102,9 @@ def _steps(
     optimizer: torch.optim.Optimizer,
     done: RunProgress,
     evaluation: Evaluation | None,
+    stopping: Stopping,
 ) -> RunProgress:
-    """Trains all steps from `done` to the end of the run."""
+    """Trains all steps from `done` to the end of the run. Raises Stopped after a step that is saved."""
     config = model.config
     total = config.train.epochs * batches.steps_per_epoch
     stop_after = config.train.stop_after_epochs or config.train.epochs
@@ -110,33 +115,52 @@ def _steps(
         Telemetry(run, model, done, last) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
     ):
-        finished = pipeline.step >= last or _out_of_time(pipeline) or _out_of_patience(run, model, telemetry)
+        finished = pipeline.step >= last or _out_of_time(pipeline)
+        if done.step and (finished or done.step % evaluate_every == 0) and evaluation and not done.validation:
+            # A signal ended the job before this step was evaluated.
+            done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
+            checkpoint.save(run, model, optimizer, done, config.train.keep)
+        finished = finished or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()
             pipeline.loss()
             pipeline.backward()
             pipeline.check_gradients()
+            stopped = stopping.agreed()
             finished = pipeline.step == last or _out_of_time(pipeline)
-            pipeline.apply_gradients(prefetch=not finished)
+            pipeline.apply_gradients(prefetch=not (finished or stopped))
 
             step, epoch = pipeline.step, pipeline.step / batches.steps_per_epoch
             telemetry.log_step(pipeline, epoch)
             evaluating, saving = (finished or step % every == 0 for every in (evaluate_every, save_every))
-            if evaluating or saving:
+            if evaluating or saving or stopped:
                 pipeline.require_finite()
                 done = pipeline.progress
-                if evaluation and evaluating and config.evaluate.peek_test:
-                    peeked = evaluation("test", model.tower, model.sharded_rows())
-                    telemetry.log_evaluation("peeked", step, epoch, peeked)
-                if evaluation and evaluating and config.data.validation:
-                    done = replace(done, validation=evaluation("validation", model.tower, model.sharded_rows()))
-                    telemetry.log_evaluation("validation", step, epoch, done.validation)
-                    finished = finished or _out_of_patience(run, model, telemetry)
-                if saving or done.validation:
+                if evaluation and evaluating and not stopped:
+                    with suppress(Stopped):
+                        done = _evaluated(pipeline, evaluation, telemetry, epoch)
+                        finished = finished or _out_of_patience(run, model, telemetry)
+                    stopped = stopping.agreed()
+                if saving or done.validation or stopped:
                     checkpoint.save(run, model, optimizer, done, config.train.keep)
+            if stopped:
+                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which is saved in {run}")
         if telemetry.main and (line := still_rising(run, config.evaluate.metric)):
             telemetry.say(line)
     return done
+
+
+def _evaluated(pipeline: Pipeline, evaluation: Evaluation, telemetry: Telemetry, epoch: float) -> RunProgress:
+    """The progress after this step, with its metrics on validation, if there is a validation part. Collective."""
+    model, config = pipeline.model, pipeline.model.config
+    if config.evaluate.peek_test:
+        peeked = evaluation("test", model.tower, model.sharded_rows())
+        telemetry.log_evaluation("peeked", pipeline.step, epoch, peeked)
+    if not config.data.validation:
+        return pipeline.progress
+    validation = evaluation("validation", model.tower, model.sharded_rows())
+    telemetry.log_evaluation("validation", pipeline.step, epoch, validation)
+    return replace(pipeline.progress, validation=validation)
 
 
 def _out_of_time(pipeline: Pipeline) -> bool:

@@ -10,7 +10,7 @@ Axes: V unique ids of a table that a batch names, D width of its rows.
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -116,8 +116,9 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._next:
-            with suppress(RuntimeError):
+        # Without the other ranks, what is in flight never arrives; and no later error may hide the first.
+        if self._next and not isinstance(error, RuntimeError):
+            with nullcontext() if error is None else suppress(Exception):
                 self._next.rows.abandon()
         self._thread.shutdown()
 

@@ -18,11 +18,21 @@ from pathlib import Path
 from typing import IO
 
 GRACE = 10.0
-"""Seconds for ranks to end by themselves, once one of them has failed or the command is stopped."""
+"""Seconds for ranks to end by themselves, once one of them has failed."""
+SAVING = 40.0
+"""The same once a signal has told them to, and they save what they have done."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Those that end a job."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 LOST_PEER = 3
 """Exit status of a rank that lost the connection to another."""
+STOPPED = 75
+"""Exit status of training that a signal has ended, with all that was done saved: EX_TEMPFAIL, "try again later"."""
+
+
+class Stopped(Exception):
+    """Training was ended by a signal. What was done is saved, and the same command goes on."""
 
 
 def launched() -> bool:
@@ -46,33 +56,32 @@ def remove_logs_of_no_run() -> None:
 
 def run_ranks(words: Sequence[str], count: int, threads: int = 1, is_server: bool = False) -> int:
     """Runs `logitmix WORDS` as `count` ranks of this host; returns the exit status of the first that failed, or 0.
-    `threads`: CPU threads of each, where OMP_NUM_THREADS does not say. Of a server, rank 0 gets the signals that end
-    it, and ends the others."""
+    `threads`: CPU threads of each, where OMP_NUM_THREADS does not say. A signal that ends the command is passed on to
+    the ranks (of a server to rank 0, which ends the others), and a second one ends them at once."""
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
-        ranks = stack.enter_context(_ranks(words, count, said, threads, is_server))
-        try:
-            failed = _first_to_fail(ranks)
-            if failed is None:
-                return 0
-            status = ranks[failed].returncode
-            if status != USER_ERROR:
-                _tell(failed, status, said)
-            # Without one of its ranks, a server has no answers.
-            _wait(ranks, 0 if is_server and status != USER_ERROR else GRACE)
-            # If rank 0 has found it too, it has reported it.
-            if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
-                _tell(failed, status, said)
-        except KeyboardInterrupt:
-            # The terminal has sent the signal to the ranks too.
-            _wait(ranks, GRACE)
-            return 128 + signal.SIGINT
+        ranks = stack.enter_context(_ranks(words, count, said, threads))
+        told = stack.enter_context(_passing_on(ranks[:1] if is_server else ranks))
+        failed = _first_to_fail(ranks)
+        if failed is None:
+            return 0
+        status = ranks[failed].returncode
+        if told and not is_server:
+            _wait(ranks, SAVING)
+            return max(0, *(process.returncode or 0 for process in ranks)) or 128 + told[0]
+        if status not in (USER_ERROR, STOPPED):
+            _tell(failed, status, said)
+        # Without one of its ranks, a server has no answers; and a rank that others wait for does not end by itself.
+        _wait(ranks, 0 if status == LOST_PEER or (is_server and status != USER_ERROR) else GRACE)
+        # If rank 0 has found it too, it has reported it.
+        if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
+            _tell(failed, status, said)
         return status if status > 0 else 128 - status
 
 
 @contextmanager
 def _ranks(
-    words: Sequence[str], count: int, said: Sequence[IO[str]], threads: int, is_server: bool
+    words: Sequence[str], count: int, said: Sequence[IO[str]], threads: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them runs any more on exit."""
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -81,14 +90,6 @@ def _ranks(
         # Only a port that other hosts cannot reach.
         common |= {"GLOO_SOCKET_IFNAME": "lo"}
     ranks: list[subprocess.Popen[bytes]] = []
-
-    def end(number: int, frame: object) -> None:
-        if not (is_server and ranks):
-            sys.exit(128 + number)
-        ranks[0].send_signal(number)
-
-    ends = (signal.SIGTERM, signal.SIGINT) if is_server else (signal.SIGTERM,)
-    before = {number: signal.signal(number, end) for number in ends}
     try:
         for rank in range(count):
             place = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
@@ -100,17 +101,35 @@ def _ranks(
                     stdout=own,
                     stderr=own,
                     preexec_fn=_end_with_parent,
-                    # A terminal sends its signals to all processes of a session.
-                    start_new_session=is_server,
+                    # A terminal sends its signals to all processes of a group; the ranks get them from here.
+                    process_group=0,
                 )
             )
         yield ranks
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for process in ranks:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def _passing_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Passes signals on to the ranks; yields those that have come."""
+    told: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        told.append(number)
+        if len(told) > 1:
+            sys.exit(128 + number)
+        for process in ranks:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:

@@ -1,6 +1,7 @@
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from small_data import small_config, write_dataset
 
 from logitmix.trainer.config import dump_toml
+from logitmix.trainer.processes import STOPPED
+from logitmix.trainer.run import checkpoint_paths
 
 SETTINGS = {"train.epochs": 10, "train.checkpoint_every": 2, "train.keep": 1, "model.encoder.dropout": 0.3}
 
@@ -17,14 +20,20 @@ def train(folder: Path, run: str) -> list[str]:
     return ["train", str(folder / "recipe.toml"), "--run", str(folder / run)]
 
 
-def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) -> bool:
-    """SIGKILLs every process of the job `delay` seconds after it has written that many rows; False if it ended."""
+def start(words: list[str], folder: Path, run: Path, rows: int, torchrun: bool = False) -> subprocess.Popen[str]:
+    """A job that has just written that many rows, or has ended."""
     file = run / "metrics.jsonl"
     before = _changed(file)
-    process = jobs.start(words, folder, processes=2)
+    process = jobs.start(words, folder, processes=2, torchrun=torchrun)
+    while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
+        time.sleep(0.01)
+    return process
+
+
+def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) -> bool:
+    """SIGKILLs every process of the job `delay` seconds after it has written that many rows; False if it ended."""
+    process = start(words, folder, run, rows)
     try:
-        while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
-            time.sleep(0.01)
         time.sleep(delay)
         ended = process.poll() is not None
     finally:
@@ -49,33 +58,45 @@ def _kill_session(leader: int) -> None:
             continue
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and an undisturbed run of it on two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "recipe.toml").write_text(dump_toml(small_config(write_dataset(folder / "data"), SETTINGS)))
+    jobs.run(train(folder, "whole"), folder, processes=2)
+    return folder
+
+
 FEATURES = {"model.features": ["all"], "model.item_id_dropout": 0.2, "tables.tags.pooled": True, "comm.parts": 2}
 """Many tables, one of them pooled where its rows lie."""
 
 
-@pytest.mark.parametrize(
-    ("kills", "features"),
-    [(1, False), (1, True), pytest.param(10, True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
-)
-def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, kills: int, features: bool) -> None:
-    """SIGKILL at random moments, start again: the same losses and metrics as the uninterrupted job, to the last bit."""
-    data = write_dataset(tmp_path / "data", features=features)
-    config = small_config(data, SETTINGS | (FEATURES if features else {}))
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(whole: Path, tmp_path: Path, kills: int) -> None:
+    """SIGKILL at random moments, start again: the same losses and metrics as the undisturbed job, to the last bit."""
+    kill_and_go_on(whole, tmp_path / "killed", kills)
+
+
+@pytest.mark.slow
+def test_a_killed_job_with_many_tables_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    config = small_config(write_dataset(tmp_path / "data", features=True), SETTINGS | FEATURES)
     (tmp_path / "recipe.toml").write_text(dump_toml(config))
     jobs.run(train(tmp_path, "whole"), tmp_path, processes=2)
-    expected = jobs.metrics(tmp_path / "whole")
+    kill_and_go_on(tmp_path, tmp_path / "killed", 10)
 
+
+def kill_and_go_on(whole: Path, run: Path, kills: int) -> None:
+    words = ["train", str(whole / "recipe.toml"), "--run", str(run)]
+    expected = jobs.metrics(whole / "whole")
     chance, killed = random.Random(kills), 0
     for attempt in range(kills):
         # Each attempt gets a little further, so that kills fall on all parts of the run.
         rows = 1 + attempt * (len(expected) - 12) // kills + chance.randrange(4)
-        killed += kill_at(train(tmp_path, "killed"), tmp_path, tmp_path / "killed", rows, chance.random() * 0.1)
+        killed += kill_at(words, whole, run, rows, chance.random() * 0.1)
     assert killed == kills
-    jobs.run(train(tmp_path, "killed"), tmp_path, processes=2)
-    assert jobs.metrics(tmp_path / "killed") == expected
-
-    whole, resumed = (jobs.results(tmp_path / run) for run in ("whole", "killed"))
-    assert whole == resumed
+    jobs.run(words, whole, processes=2)
+    assert jobs.metrics(run) == expected
+    assert jobs.results(run) == jobs.results(whole / "whole")
 
 
 def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> None:
@@ -90,3 +111,82 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
         [row["loss"] for row in jobs.metrics(tmp_path / run) if row["kind"] == "train"] for run in ("whole", "changed")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in that order."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def living(run: Path) -> list[str]:
+    """The processes that name this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(run).encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+LAUNCHERS = [False, pytest.param(True, marks=pytest.mark.slow)]
+
+
+TO_LAUNCHER, TO_RANK = (3, signal.SIGINT, True), (8, signal.SIGTERM, False)
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "signals"),
+    [(False, [TO_RANK]), *(pytest.param(each, [TO_LAUNCHER, TO_RANK], marks=pytest.mark.slow) for each in (0, 1))],
+)
+def test_signals_to_a_job_save_the_step(
+    whole: Path, tmp_path: Path, torchrun: bool, signals: list[tuple[int, int, bool]]
+) -> None:
+    """The job then goes on with the same losses and metrics as those of the undisturbed one."""
+    run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
+    for rows, number, to_launcher in signals:
+        job = start(words, tmp_path, run, rows, torchrun)
+        os.kill(job.pid if to_launcher else children(job.pid)[-1], number)
+        since = time.monotonic()
+        _, said = job.communicate(timeout=60)
+        assert time.monotonic() - since < 10 and not living(run)
+        assert job.returncode == (1 if torchrun else STOPPED)
+        saved = checkpoint_paths(run)[-1]
+        (line,) = [line for line in said.splitlines() if "go on with: logitmix train " in line]
+        assert f"after step {saved.name.removeprefix('step-')}, which is saved in {run}" in line
+        if not torchrun:
+            assert "Traceback" not in said
+    jobs.run(words, tmp_path, processes=2, torchrun=bool(torchrun))
+    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+
+
+@pytest.mark.parametrize("torchrun", LAUNCHERS, ids=["processes", "torchrun"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path: Path, rank: int, torchrun: bool) -> None:
+    settings = SETTINGS | {"train.epochs": 1000, "comm.timeout_seconds": 5}
+    (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))
+    run = tmp_path / "run"
+    job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun)
+    os.kill(children(job.pid)[rank], signal.SIGSTOP)
+    since = time.monotonic()
+    _, said = job.communicate(timeout=60)
+    assert time.monotonic() - since < 25 and not living(run)
+    assert job.returncode in (1, 3, 137)
+    lines = [line for line in said.splitlines() if line.startswith("logitmix:")]
+    assert f"rank {1 - rank} waited 5 s for the others (comm.timeout_seconds): rank {rank}" in lines[0]
+
+
+@pytest.mark.slow
+def test_ranks_end_after_their_launcher_was_killed(tmp_path: Path) -> None:
+    settings = SETTINGS | {"train.epochs": 1000, "train.checkpoint_every": 1000}
+    (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))
+    run = tmp_path / "run"
+    job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun=True)
+    job.kill()
+    since = time.monotonic()
+    while living(run):
+        assert time.monotonic() - since < 30
+        time.sleep(0.1)
+    job.communicate()
+    assert checkpoint_paths(run)

@@ -1,8 +1,10 @@
 """The ranks that --processes starts: one failure, one message, nothing left behind."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -130,3 +132,38 @@ def test_logs_stay_where_there_is_a_run_and_those_of_other_jobs_always(
     assert os.listdir(logs) == ["other"]
     processes.remove_logs_of_no_run()
     assert os.listdir(logs) == ["other"]
+
+
+TOLD = "signal.signal(15, lambda *_: sys.exit(75)); signal.signal(2, lambda *_: sys.exit(75)); time.sleep(60)"
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("does", "status"), [(TOLD, 75), ("time.sleep(60)", 0)])
+def test_signals_are_passed_on_to_the_ranks(
+    number: signal.Signals, does: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank gets one, and ends as it will; without a word of the launcher."""
+    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), number))
+    timer.start()
+    assert processes.run_ranks([does], 2) == (status or 128 + number)
+    assert "was ended by" not in capfd.readouterr().err
+    assert signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_second_signal_ends_the_ranks_at_once() -> None:
+    deaf = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    for seconds in (1.5, 2.0):
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    since = time.monotonic()
+    with pytest.raises(SystemExit) as stop:
+        processes.run_ranks([deaf], 2)
+    assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 10
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_rank_that_the_others_wait_for_in_vain_is_not_waited_for() -> None:
+    since = time.monotonic()
+    assert processes.run_ranks(["sys.exit(3) if rank else time.sleep(60)"], 2) == 3
+    assert time.monotonic() - since < 8

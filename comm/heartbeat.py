@@ -1,0 +1,102 @@
+"""Signs of life of all ranks, so that a rank that waits in vain can say for whom.
+
+A thread of each rank counts up its entry in the group's store. When a collective has timed out, the ranks whose entries
+stand still are stopped, hung or gone. Their clocks need not agree.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+INTERVAL = 1.0
+"""Seconds between the signs of a rank."""
+LISTENS = 2.5
+"""Seconds in which a living rank gives at least one."""
+ANSWERS = 1.5
+"""Seconds in which the store answers more than once."""
+
+
+class Heartbeat:
+    """This rank's signs of life, from `start` to `stop`, and those of the others. One rank needs none."""
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
+        """`store`: a connection of its own, for the process group waits in the one that it has."""
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        if self.store:
+            threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def who_is_missing(self) -> str:
+        """The ranks that give no sign of life, for a sentence; "" if all do, or nobody can tell. Takes LISTENS and
+        ANSWERS. Those of this launcher on this host are killed: it would wait for them in vain."""
+        if self.store is None:
+            return ""
+        before = self._entries(self.store)
+        time.sleep(LISTENS)
+        after = self._entries(self.store) if before is not None else None
+        if before is None or after is None:
+            return "rank 0, or what keeps the store of the job, does not answer"
+        silent = [rank for rank in range(self.world_size) if rank != self.rank and after[rank] == before[rank]]
+        if not silent:
+            return ""
+        for rank in silent:
+            _kill(after[rank])
+        ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        never = [rank for rank in silent if not after[rank]]
+        if never == silent:
+            return f"{ranks} never came"
+        hosts = sorted({after[rank].split()[0] for rank in silent if after[rank]})
+        return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {LISTENS:g} s"
+
+    def _beat(self, store: dist.Store) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is gone, and so is the job
+            while not self._ended.is_set():
+                store.set(f"alive/{self.rank}", f"{socket.gethostname()} {os.getpid()} {os.getppid()} {count}")
+                count += 1
+                self._ended.wait(INTERVAL)
+
+    def _entries(self, store: dist.Store) -> dict[int, str] | None:
+        """Every rank's entry, "" where it has none; None if the store does not answer: the thread that waits for a
+        stopped host cannot be ended."""
+        found: dict[int, str] = {}
+
+        def read() -> None:
+            with suppress(RuntimeError):
+                for rank in range(self.world_size):
+                    key = f"alive/{rank}"
+                    found[rank] = store.get(key).decode() if store.check([key]) else ""
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(ANSWERS)
+        return found if len(found) == self.world_size else None
+
+
+def _kill(entry: str) -> None:
+    """Ends the process of an entry, if it runs on this host under this process's launcher."""
+    host, pid, parent, _ = (entry or "- 0 0 0").split()
+    if sys.platform != "linux" or host != socket.gethostname() or int(parent) != os.getppid():
+        return
+    with suppress(OSError, ValueError):
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def connection(store: dist.TCPStore, prefix: str, timeout: timedelta) -> dist.Store:
+    """Another connection to a store, which threads can use while the first one waits."""
+    other = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.PrefixStore(prefix, other)

@@ -1,0 +1,111 @@
+"""Who is missing, from signs of life in a store."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from logitmix.comm import heartbeat
+from logitmix.comm.heartbeat import Heartbeat
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
+    monkeypatch.setattr(heartbeat, "LISTENS", 0.4)
+    monkeypatch.setattr(heartbeat, "ANSWERS", 0.4)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def beats(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeat]]:
+    """Three ranks, all in this process, which nothing may kill."""
+    monkeypatch.setattr(heartbeat, "_kill", lambda entry: None)
+    of_ranks = [Heartbeat(store, rank, 3) for rank in range(3)]
+    yield of_ranks
+    for each in of_ranks:
+        each.stop()
+
+
+def test_living_ranks_are_not_missing(beats: list[Heartbeat]) -> None:
+    for each in beats:
+        each.start()
+    assert beats[0].who_is_missing() == ""
+
+
+def test_a_rank_whose_signs_end_is_missing(beats: list[Heartbeat]) -> None:
+    for each in beats:
+        each.start()
+    time.sleep(0.1)
+    beats[1].stop()
+    time.sleep(0.1)
+    assert beats[0].who_is_missing().startswith("rank 1 (on ")
+
+
+def test_a_rank_that_never_came_is_missing(beats: list[Heartbeat]) -> None:
+    beats[0].start()
+    assert beats[0].who_is_missing() == "ranks 1, 2 never came"
+
+
+def test_a_store_that_does_not_answer_is_that_of_rank_0(
+    beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(dist.HashStore, "check", lambda *_: hangs.wait(), raising=False)
+    since = time.monotonic()
+    assert "does not answer" in beats[1].who_is_missing()
+    assert time.monotonic() - since < 5
+    hangs.set()
+
+
+def test_one_rank_needs_no_heartbeat() -> None:
+    alone = Heartbeat(None, 0, 1)
+    alone.start()
+    assert alone.who_is_missing() == ""
+    alone.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_silent_rank_of_this_launcher_is_killed(
+    store: dist.Store, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the launcher is this process, which has started the silent rank; one that something else has started is left
+    alone."""
+    silent = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(heartbeat.os, "getppid", lambda: os.getpid() if ours else 1)
+    store.set("alive/1", f"{heartbeat.socket.gethostname()} {silent.pid} {os.getppid()} 7")
+    one = Heartbeat(store, 0, 2)
+    assert one.who_is_missing().startswith("rank 1 (on ")
+    time.sleep(0.1)
+    assert silent.poll() == (-signal.SIGKILL if ours else None)
+    silent.kill()
+    silent.wait()
+
+
+def test_another_connection_reads_while_the_first_one_waits() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=20))
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            server.wait(["never"], timedelta(seconds=3))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    other = heartbeat.connection(server, "job", timedelta(seconds=20))
+    since = time.monotonic()
+    other.set("a", "b")
+    assert other.get("a") == b"b" and time.monotonic() - since < 2
+    waiting.join()

@@ -1,0 +1,177 @@
+"""Signals in this process: a checkpoint of the step, and a run that goes on as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import metrics
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import cli, loop, stopping
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import Config, dump_toml
+from logitmix.trainer.evaluate import Evaluation
+from logitmix.trainer.loop import train
+from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.processes import STOPPED, Stopped
+from logitmix.trainer.run import checkpoint_paths
+
+SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return small_config(write_dataset(tmp_path / "data"), SETTINGS)
+
+
+def send_at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Sends this process a signal in the forward of a step."""
+    of_step = Pipeline.loss
+
+    def loss(pipeline: Pipeline) -> None:
+        if pipeline.step == step:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+        of_step(pipeline)
+
+    monkeypatch.setattr(Pipeline, "loss", loss)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_the_step_and_the_run_goes_on(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        send_at_step(patch, 5, number)
+        with pytest.raises(Stopped, match=rf"stopped by {number.name} after step 5, which is saved in .*cut"):
+            train(config, tmp_path / "cut")
+    assert load_saved(tmp_path / "cut", "last").step == 5
+    train(config, tmp_path / "cut")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    train(config, tmp_path / "whole")
+    users = Evaluation.users
+
+    def signalled(evaluation: Evaluation, of: Any) -> Any:
+        if of == split:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return users(evaluation, of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "users", signalled)
+        with pytest.raises(Stopped, match="saved"):
+            train(config, tmp_path / "cut")
+    assert load_saved(tmp_path / "cut", "last").step == (4 if split == "validation" else 12)
+    train(config, tmp_path / "cut")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+def test_the_signals_actions_are_as_before_once_training_has_ended(config: Config, tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    threads = threading.active_count()
+    train(config, tmp_path / "run")
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "signals"]
+    assert threading.active_count() <= threads + 1  # torch keeps one
+
+
+def test_training_in_a_thread_takes_no_signals(config: Config, tmp_path: Path) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train(config, tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert found[0]["step"] > 0
+
+
+def test_the_command_says_how_to_go_on(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "a recipe.toml"
+    recipe.write_text(dump_toml(config))
+
+    def stopped(*_: object) -> None:
+        raise Stopped("stopped by SIGTERM after step 7, which is saved in here")
+
+    monkeypatch.setattr(loop, "train", stopped)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", str(recipe), "--run", "here"])
+    assert stop.value.code == STOPPED
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"logitmix: stopped by SIGTERM after step 7, which is saved in here; go on with: logitmix train '{recipe}' "
+        "--run here"
+    )
+
+
+RANK = """
+import ctypes, sys, time
+from logitmix.comm.process_group import process_group
+from logitmix.trainer import stopping
+stopping.SAME, stopping.PATIENCE, stopping.launched = 0.2, 1.0, lambda: True
+with process_group("cpu", 60) as ranks, stopping.Stopping(ranks) as stop:
+    print("ready", flush=True)
+    while sys.argv[1] == "blocked":
+        ctypes.CDLL(None).sleep(60)
+    while not stop.agreed():
+        time.sleep(0.05)
+print(stop.why)
+"""
+
+
+def start(does: str, *before: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*before, sys.executable, "-c", RANK, does],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_second_signal_ends_a_step_that_takes_too_long() -> None:
+    process = start("blocked")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "a second signal stops at once" in said and "rank 0 was stopped at once" in said
+
+
+def test_patience_with_a_step_has_an_end() -> None:
+    process = start("blocked")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "rank 0 could not finish its step in 1 s" in said
+
+
+def test_a_rank_notices_that_its_launcher_is_gone() -> None:
+    # The shell ends when its input does.
+    process = start("waiting", "sh", "-c", '"$@" & read line', "sh")
+    out, _ = process.communicate("", timeout=20)
+    assert out == "the end of its launcher\n"
+
+
+def test_runs_with_nothing_saved_have_a_first_checkpoint(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        send_at_step(patch, 1, signal.SIGTERM)
+        with pytest.raises(Stopped):
+            train(config, tmp_path / "run")
+    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-1"]

@@ -1,0 +1,112 @@
+"""Signals that end a training job: all ranks finish the step, save it, and end.
+
+A job that is to end (a scheduler's SIGTERM, Ctrl-C, a closed terminal) is told so by one signal to any of its
+processes. A second signal ends a process at once, and so does PATIENCE if the step cannot be finished, because another
+rank is gone. A rank whose launcher has ended (killed, perhaps) ends in the same way as on a signal.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+
+from logitmix.comm.collectives import largest
+from logitmix.comm.process_group import Ranks
+from logitmix.trainer.processes import SIGNALS, Stopped, launched
+
+SAME = 1.0
+"""Seconds in which a second signal counts as the first: a launcher passes on what the terminal has sent to all."""
+PATIENCE = 25.0
+"""Seconds from a signal to the end of the step and its checkpoint."""
+LAUNCHER_ENDED = 100
+"""In place of a signal's number, and above all of them."""
+
+
+class Stopping:
+    """Notes the signals of this process, within a `with` block; outside the main thread, where Python allows no
+    handlers, it only takes part in what the ranks agree on.
+
+    The signals are read by a thread: while the main thread waits for another rank, no handler of Python runs there.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.number, self.since = ranks, 0, 0.0
+        self.parent = os.getppid()
+        self.handles = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> "Stopping":
+        if self.handles:
+            self.read_end, self.write_end = os.pipe()
+            os.set_blocking(self.write_end, False)
+            self.handlers = {number: signal.signal(number, _note) for number in SIGNALS}
+            self.wakeup = signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
+            self.thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.handles:
+            return
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        os.close(self.write_end)  # which ends the thread
+        self.thread.join()
+        os.close(self.read_end)
+
+    def agreed(self) -> bool:
+        """Whether a rank has been told to end. Collective."""
+        if told := largest(self.number and self.number * self.ranks.world_size + self.ranks.rank, self.ranks):
+            self.number, self.rank = divmod(told, self.ranks.world_size)
+        return self.number > 0
+
+    def check(self) -> None:
+        """Raises Stopped on all ranks if one has been told to end. Collective."""
+        if self.agreed():
+            raise Stopped(f"stopped by {self.why}; what was trained is saved")
+
+    @property
+    def why(self) -> str:
+        """After `agreed`: what the first such rank was told."""
+        told = "the end of its launcher" if self.number == LAUNCHER_ENDED else signal.Signals(self.number).name
+        return f"{told} (rank {self.rank})" if self.ranks.world_size > 1 else told
+
+    def _watch(self) -> None:
+        while True:
+            readable, _, _ = select.select([self.read_end], [], [], 0.5)
+            numbers = os.read(self.read_end, 64) if readable else b""
+            if readable and not numbers:
+                return
+            for number in numbers:
+                self._told(number)
+            if launched() and os.getppid() != self.parent and not self.number:
+                self._told(LAUNCHER_ENDED)
+            if self.since and time.monotonic() - self.since > PATIENCE:
+                _end(f"rank {self.ranks.rank} could not finish its step in {PATIENCE:g} s, and is ended", self.number)
+
+    def _told(self, number: int) -> None:
+        if number not in (*SIGNALS, LAUNCHER_ENDED):
+            return
+        now = time.monotonic()
+        if not self.since:
+            self.number, self.since = number, now
+            if self.ranks.rank == 0 and number != LAUNCHER_ENDED:
+                name = signal.Signals(number).name
+                print(f"\n{name}: finishing the step and saving it; a second signal stops at once", file=sys.stderr)
+        elif now - self.since > SAME:
+            _end(f"rank {self.ranks.rank} was stopped at once", number)
+
+
+def _note(number: int, frame: object) -> None:
+    """In place of the signal's own action; the thread reads its number."""
+
+
+def _end(line: str, number: int) -> None:
+    """Ends the process, whatever its main thread waits for."""
+    print(f"logitmix: {line}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
