@@ -105,7 +105,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     path, progress = found
     state = _state(model, optimizer)
     dcp.load(_in_blocks(state), checkpoint_id=path, process_group=ranks.group)
-    model.table_optimizers.restore(state.get("table_optimizers", {}), progress.step)
+    model.table_optimizers.restore(state.get("table_optimizers", {}), progress.step - progress.skipped)
     return progress
 
 
@@ -242,6 +242,7 @@ def _write_manifest(staging: Path, progress: RunProgress) -> None:
     content = {
         "format_version": FORMAT_VERSION,
         "step": progress.step,
+        "skipped": progress.skipped,
         "seconds": progress.seconds,
         "examples": progress.examples,
         "validation": progress.validation,
@@ -308,4 +309,4 @@ def _damage(path: Path) -> str | None:
 def _progress(path: Path) -> RunProgress:
     manifest = _manifest(path)
     assert manifest is not None
-    return RunProgress(manifest["step"], manifest["seconds"], manifest["examples"], manifest["validation"])
+    return RunProgress(*(manifest[name] for name in ("step", "seconds", "examples", "validation", "skipped")))

@@ -126,6 +126,8 @@ def _steps(
             pipeline.loss()
             pipeline.backward()
             pipeline.check_gradients()
+            if pipeline.skipping:
+                telemetry.log_skipped(pipeline, batches.users_of(pipeline.step - 1))
             stopped = stopping.agreed()
             finished = pipeline.step == last or _out_of_time(pipeline)
             pipeline.apply_gradients(prefetch=not (finished or stopped))

@@ -60,6 +60,17 @@ class Clock:
         return seconds
 
 
+SKIPPED_IN_A_ROW = 5
+"""Steps without a finite loss and gradients that end a run."""
+
+
+def _not_finite(where: str) -> str:
+    return (
+        f"the loss or a gradient is not finite at {where}; train another --run with lower --dense.lr and --tables.lr, "
+        "or with --train.warmup-steps (what this run has saved is sound)"
+    )
+
+
 class Prefetched(NamedTuple):
     batch: Batch
     rows: RowExchange
@@ -100,9 +111,10 @@ class Pipeline:
         is the run's progress so far."""
         done = done or RunProgress()
         self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
-        self.total, self.step, self.examples = total, done.step, done.examples
+        self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
         self.clock = Clock(model.ranks.device, done.seconds)
         self.state: State = "no rows sent"
+        self.broken_rank, self._in_a_row = -1, 0
         self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
         self._thread = ThreadPoolExecutor(1, "batches")
         self._making: Future[Batch] | None = None
@@ -125,7 +137,7 @@ class Pipeline:
     @property
     def progress(self) -> RunProgress:
         """The run's progress, after a step."""
-        return RunProgress(self.step, self.clock.total, self.examples)
+        return RunProgress(self.step, self.clock.total, self.examples, skipped=self.skipped)
 
     @property
     def logged(self) -> bool:
@@ -176,8 +188,9 @@ class Pipeline:
         self.state = "gradients computed"
 
     def check_gradients(self) -> None:
-        """Stops all ranks if a rank's loss or gradient is not finite: on CPU, before any weight moves. On CUDA, where
-        this would wait for the device, only logged steps and `require_finite` check."""
+        """Has all ranks skip this step if the loss or a gradient is not finite on one of them: on CPU, before any
+        weight moves; ValueError if so many steps in a row were skipped. On CUDA, where this would wait for the device,
+        it checks at logged steps alone, as `require_finite` does."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
             parameters = self.model.tower.parameters()
@@ -187,27 +200,42 @@ class Pipeline:
                 if row_VD.grad is not None:
                     total = total + row_VD.grad.sum()
             nonfinite = ~total.isfinite()
-            first = self._first_nonfinite
-            self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
-            if self.logged or self.model.ranks.device.type == "cpu":
-                self.require_finite()
+            if self.model.ranks.device.type == "cpu":
+                self._agree_to_skip(bool(nonfinite))
+            else:
+                first = self._first_nonfinite
+                self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
+                if self.logged:
+                    self.require_finite()
         self.state = "gradients checked"
 
+    def _agree_to_skip(self, nonfinite: bool) -> None:
+        ranks = self.model.ranks
+        self.broken_rank = largest(ranks.rank + 1 if nonfinite else 0, ranks) - 1
+        self._in_a_row = self._in_a_row + 1 if self.skipping else 0
+        if self._in_a_row == SKIPPED_IN_A_ROW:
+            raise ValueError(_not_finite(f"step {self.step}, nor in the {SKIPPED_IN_A_ROW - 1} before it"))
+
+    @property
+    def skipping(self) -> bool:
+        """Whether this step moves no weight, because its loss or gradients are not finite on `broken_rank`."""
+        return self.broken_rank >= 0
+
     def require_finite(self) -> None:
-        """ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
+        """On CUDA, ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
         if step := largest(int(self._first_nonfinite), self.model.ranks):
-            raise ValueError(
-                f"the loss or a gradient is not finite at step {step}; train another --run with lower --dense.lr and "
-                "--tables.lr, or with --train.warmup-steps (what this run has saved is sound)"
-            )
+            raise ValueError(_not_finite(f"step {step}"))
 
     def apply_gradients(self, prefetch: bool = True) -> None:
         """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
         each part as soon as it is updated."""
         self._require("apply_gradients", "gradients checked")
         assert self._rows
-        self._set_learning_rates()
         following = self._next.rows if self._next and prefetch else None
+        if self.skipping:
+            self._skip(following)
+            return
+        self._set_learning_rates()
         with self.clock("all_to_all"):
             self._rows.send_gradients()
             self.wire_counts = self.model.wire.pop_counts() if self.logged else None
@@ -218,6 +246,17 @@ class Pipeline:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.examples += self.batch.total_positions
+        self.state = "rows sent" if following else "no rows sent"
+
+    def _skip(self, following: RowExchange | None) -> None:
+        """What remains of a step that moves no weight."""
+        self.skipped += 1
+        self.optimizer.zero_grad()
+        self.wire_counts = None
+        self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+        if following:
+            with self.clock("all_to_all"):
+                following.send_rows()
         self.state = "rows sent" if following else "no rows sent"
 
     def _clip_gradients(self, rows: RowExchange) -> Tensor:

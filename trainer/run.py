@@ -3,7 +3,8 @@
 config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
 plan.json         by table: size, sharding, and which rank holds which of its rows and columns
-metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked"), step, and the metrics of that step
+metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked"), step, and the metrics of that step;
+                  of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
 profile/          with train.profile, a Chrome trace of some steps
 checkpoints/step-N/
@@ -45,12 +46,13 @@ MAY_CHANGE = {
 @dataclass(frozen=True)
 class RunProgress:
     """A run's progress: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
-    (if it was evaluated)."""
+    (if it was evaluated), and how many of the steps were skipped: no weight moved."""
 
     step: int = 0
     seconds: float = 0.0
     examples: int = 0
     validation: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 import math
 import resource
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,6 +31,9 @@ from logitmix.trainer.plan import plan_summary
 from logitmix.trainer.run import RunProgress, append_row, keep_rows
 from logitmix.trainer.trace import StepTrace
 
+SPIKE, LEAST_LOSSES = 6, 30
+DEVIATIONS_A_MAD = 1.4826
+"""Of a normal distribution: the standard deviation as a multiple of the median absolute deviation."""
 SECONDS_BETWEEN_LINES = 15.0
 """At least, without a terminal to show a bar on."""
 
@@ -41,6 +47,7 @@ class Telemetry:
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
+        self.spikes = Spikes()
         self.pace = Pace(model.config.train, done, total_steps)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
@@ -119,8 +126,23 @@ class Telemetry:
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
+            if line := self.spikes.note(row["loss"]):
+                self.say(f"step {pipeline.step:,}: {line}")
             self._write("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
+
+    def log_skipped(self, pipeline: Pipeline, users: np.ndarray) -> None:
+        """A step whose loss or gradients are not finite, with the users of its batch: one of them may have a value that
+        nobody expects."""
+        if not self.main:
+            return
+        append_row(self.run, "skipped", pipeline.step, {"rank": pipeline.broken_rank, "users": users.tolist()})
+        first = ", ".join(map(str, users[:5].tolist()))
+        more = f" and {len(users) - 5:,} more, in metrics.jsonl" if len(users) > 5 else ""
+        self.say(
+            f"step {pipeline.step:,} is skipped: its loss or gradients are not finite on rank {pipeline.broken_rank} "
+            f"(user_index {first}{more})"
+        )
 
     def log_evaluation(
         self, kind: Literal["validation", "peeked"], step: int, epoch: float, metrics: dict[str, float]
@@ -145,6 +167,25 @@ class Telemetry:
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
         append_row(self.run, kind, step, row)
         self.board.add_row(kind, step, row)
+
+
+class Spikes:
+    """Notes the logged losses, and finds those that stand far above the last ones."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=100)
+
+    def note(self, loss: float) -> str:
+        """What to say of a loss that is SPIKE deviations above the median of the last ones; else nothing."""
+        last = list(self.losses)
+        self.losses.append(loss)
+        if len(last) < LEAST_LOSSES:
+            return ""
+        median = statistics.median(last)
+        deviation = DEVIATIONS_A_MAD * statistics.median(abs(each - median) for each in last)
+        if not loss > median + SPIKE * deviation:
+            return ""
+        return f"the loss, {loss:.4f}, is a spike: the median of the last {len(last)} rows is {median:.4f}"
 
 
 class Pace:

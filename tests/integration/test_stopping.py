@@ -20,7 +20,7 @@ from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.processes import STOPPED, Stopped
-from logitmix.trainer.run import checkpoint_paths
+from logitmix.trainer.run import checkpoint_paths, read_rows
 
 SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
 
@@ -175,3 +175,27 @@ def test_runs_with_nothing_saved_have_a_first_checkpoint(
         with pytest.raises(Stopped):
             train(config, tmp_path / "run")
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-1"]
+
+
+def test_a_skipped_step_is_logged_with_its_users_and_counted_in_the_checkpoint(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that stops after it goes on as one that does not: Adam counts updates, not steps."""
+    of_step = Pipeline.backward
+
+    def backward(pipeline: Pipeline) -> None:
+        of_step(pipeline)
+        if pipeline.step == 2:
+            pipeline.losses["loss"] = pipeline.losses["loss"] * float("nan")
+
+    monkeypatch.setattr(Pipeline, "backward", backward)
+    train(config, tmp_path / "whole")
+    assert "step 2 is skipped: its loss or gradients are not finite on rank 0 (user_index " in capsys.readouterr().err
+    (row,) = read_rows(tmp_path / "whole", "skipped")
+    assert (row["step"], row["rank"]) == (2, 0) and len(row["users"]) == config.train.batch_size
+    with monkeypatch.context() as patch:
+        send_at_step(patch, 5, signal.SIGTERM)
+        with pytest.raises(Stopped):
+            train(config, tmp_path / "cut")
+    train(config, tmp_path / "cut")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")

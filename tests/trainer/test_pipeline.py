@@ -16,7 +16,7 @@ from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
-from logitmix.trainer.pipeline import PHASES, Clock, Pipeline
+from logitmix.trainer.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
 from logitmix.trainer.run import RunProgress
 
 ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
@@ -128,25 +128,82 @@ def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
     assert two_ranks.run(left_with_rows_in_flight, config) == [True, True]
 
 
-@pytest.mark.parametrize("where", ["loss", "rows", "dense"])
-def test_what_is_not_finite_stops_the_step_before_a_weight_moves(data: Path, where: str) -> None:
-    with a_pipeline(small_config(data, {"train.log_every": 100}), 3) as pipeline:
+def whole_state(pipeline: Pipeline) -> list[Tensor]:
+    """Copies of all that a step may change: weights, moments, counts of updates."""
+    model = pipeline.model
+    tables = [shard.tensor for weight in model.shards().values() for shard in weight.local_shards()]
+    moments = [shard.tensor for of_table in model.table_optimizers.state_dict().values()
+               for moment in of_table.values() for shard in moment.local_shards()]  # fmt: skip
+    dense = [value for of in pipeline.optimizer.state.values() for value in of.values()]
+    counts = [torch.tensor(touched.steps) for touched in model.table_optimizers.adam.values()]
+    return [each.detach().clone() for each in (*tables, *moments, *model.tower.parameters(), *dense, *counts)]
+
+
+def break_step(pipeline: Pipeline, where: str) -> None:
+    """The next step's, on this rank, after the backward."""
+    for name in ORDER[:3]:
+        getattr(pipeline, name)()
+    if where == "loss":
+        pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
+    elif where == "rows":
+        pipeline.rows[ITEM].grad[0, 0] = torch.inf
+    elif where == "dense":
+        next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
+
+
+def a_broken_step(config: Config, where: str, breaks: int) -> tuple[bool, int, int, list[Tensor]]:
+    """Of a pipeline whose second step is broken on rank `breaks`: whether the whole state was as before, what the
+    progress says, and the table at the end."""
+    with a_pipeline(config, 4) as pipeline:
         pipeline.train_step()
-        pipeline.require_finite()
-        before = gather_table(pipeline.model)
-        for name in ORDER[:3]:
-            getattr(pipeline, name)()
-        if where == "loss":
-            pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
-        elif where == "rows":
-            pipeline.rows[ITEM].grad[0, 0] = torch.inf
-        else:
-            next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
-        with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 2; train another --run"):
+        before = whole_state(pipeline)
+        break_step(pipeline, where if pipeline.model.ranks.rank == breaks else "nowhere")
+        pipeline.check_gradients()
+        broken = pipeline.broken_rank
+        pipeline.apply_gradients()
+        unchanged = all(map(torch.equal, whole_state(pipeline), before))
+        for _ in range(2):
+            pipeline.train_step()
+        assert not pipeline.skipping and not all(map(torch.equal, whole_state(pipeline), before))
+        return unchanged, broken, pipeline.progress.skipped, [gather_table(pipeline.model)]
+
+
+@pytest.mark.parametrize("where", ["loss", "rows", "dense"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_what_is_not_finite_skips_the_step(data: Path, where: str, clip: float) -> None:
+    config = small_config(data, {"train.log_every": 1, "train.clip": clip, "comm.parts": 2})
+    unchanged, broken, skipped, _ = a_broken_step(config, where, 0)
+    assert unchanged and (broken, skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("where", ["loss", "rows"])
+def test_all_ranks_skip_what_is_not_finite_on_one(data: Path, where: str) -> None:
+    """Without agreement, the other rank would send gradients that nobody takes."""
+    config = small_config(data, {"comm.parts": 2, "comm.timeout_seconds": 20})
+    (first, *others), (second, *same) = (
+        (table, unchanged, broken, skipped)
+        for unchanged, broken, skipped, table in two_ranks.run(a_broken_step, config, where, 1)
+    )
+    assert others == same == [True, 1, 1]
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_loss_that_stays_not_finite_ends_the_run(data: Path) -> None:
+    with a_pipeline(small_config(data), 12) as pipeline:
+        for broken in range(SKIPPED_IN_A_ROW):
+            if broken == SKIPPED_IN_A_ROW - 1:
+                # One in between begins a new row.
+                pipeline.train_step()
+            break_step(pipeline, "loss")
             pipeline.check_gradients()
-        with pytest.raises(AssertionError, match="apply_gradients was called in state 'gradients computed'"):
             pipeline.apply_gradients()
-        assert torch.equal(gather_table(pipeline.model), before)
+        for _ in range(SKIPPED_IN_A_ROW - 2):
+            break_step(pipeline, "loss")
+            pipeline.check_gradients()
+            pipeline.apply_gradients()
+        break_step(pipeline, "loss")
+        with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 10, nor in the 4 before"):
+            pipeline.check_gradients()
 
 
 def test_learning_rates_follow_the_schedule(data: Path) -> None:

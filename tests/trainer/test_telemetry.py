@@ -20,7 +20,7 @@ from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
 from logitmix.trainer.plan import TablePlan
 from logitmix.trainer.run import RunProgress, read_rows
-from logitmix.trainer.telemetry import Pace, Telemetry, start_block
+from logitmix.trainer.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, start_block
 
 PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
 
@@ -180,3 +180,17 @@ def test_a_run_too_short_for_its_profile_says_so(tmp_path: Path, capsys: pytest.
     config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.profile": 3})
     train(config, tmp_path / "run")
     assert "no profile: it begins after 10 steps, and there were 4" in capsys.readouterr().err
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike() -> None:
+    noise = np.random.default_rng(0).normal(4.0, 0.1, 300)
+    spikes = Spikes()
+    assert not any(spikes.note(float(loss)) for loss in noise)
+    assert spikes.note(4.5) == ""
+    assert re.match(r"the loss, 6.0000, is a spike: the median of the last 100 rows is (3\.9|4\.0)", spikes.note(6.0))
+
+
+def test_the_first_losses_are_no_spikes() -> None:
+    spikes = Spikes()
+    assert not any(spikes.note(loss) for loss in [1.0] * (LEAST_LOSSES - 1) + [9.0])
+    assert spikes.note(9.0)

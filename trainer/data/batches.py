@@ -122,11 +122,15 @@ class TrainingBatches:
         self._shuffled: tuple[int, Ints] = (-1, self.users)
         self.steps_per_epoch = -(-len(self.users) // batch_size)
 
+    def users_of(self, step: int) -> Ints:
+        """The users of a step's global batch, over all ranks."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return self.users[self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]]
+
     def at(self, step: int) -> Batch:
         """This rank's part of the global batch of a step, on the CPU."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        part = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        users = self.users[self._order(epoch)[part]]
+        users = self.users_of(step)
         bounds = np.concatenate([[0], np.cumsum(self.length[users])])
         first, last = self._part(bounds)
         group_B = self._groups(bounds)
