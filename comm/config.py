@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from logitmix.common.mappings import require
+from logitmix.common.mappings import require_from
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 BackwardPrecision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_stochastic"]
@@ -30,5 +30,5 @@ class WireConfig:
     """How long a collective waits for the other ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("parts", "timeout_seconds"):
-            require(getattr(self, name) >= 1, f"comm.{name}", getattr(self, name), "at least 1")
+        require_from(1, 1024, "comm.parts", self.parts)
+        require_from(1, 7 * 86_400, "comm.timeout_seconds", self.timeout_seconds)

@@ -20,6 +20,11 @@ def require(holds: bool, flag: str, value: object, needs: str) -> None:
         raise ValueError(f"{flag} is {value}; it must be {needs}")
 
 
+def require_from(least: int, most: int, flag: str, value: int) -> None:
+    """The same for a whole number with limits, both included."""
+    require(least <= value <= most, flag, value, f"from {least} to {most:,}")
+
+
 def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """A dataclass, and those within, from nested mappings; a missing key takes its default, if it has one.
 

@@ -4,7 +4,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from logitmix.common.mappings import require
+from logitmix.common.mappings import require, require_from
+
+WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
+"""Limits of widths, histories and numbers of negatives. What is far above them is a slip of the keyboard, and would end
+for want of memory."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class PooledConfig:
     """L: history positions that are pooled."""
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1, "model.encoder.hidden", self.hidden, "at least 1")
+        require_from(1, WIDEST, "model.encoder.hidden", self.hidden)
         require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
         _require_length(self.max_length)
 
@@ -81,8 +85,8 @@ class PooledConfig:
 
 def _require_blocks(config: SASRecConfig | HSTUConfig) -> None:
     """Checks the settings of blocks of attention."""
-    require(config.blocks >= 1, "model.encoder.blocks", config.blocks, "at least 1")
-    require(config.heads >= 1, "model.encoder.heads", config.heads, "at least 1")
+    require_from(1, 1024, "model.encoder.blocks", config.blocks)
+    require_from(1, 1024, "model.encoder.heads", config.heads)
     require(0 <= config.dropout < 1, "model.encoder.dropout", config.dropout, "in [0, 1)")
     _require_length(config.max_length)
 
@@ -98,7 +102,7 @@ def _require_heads(dim: int, heads: int) -> None:
 
 
 def _require_length(value: int) -> None:
-    require(value >= 1, "model.encoder.max_length", value, "at least 1")
+    require_from(1, LONGEST, "model.encoder.max_length", value)
 
 
 EncoderConfig = SASRecConfig | HSTUConfig | PooledConfig
@@ -137,7 +141,7 @@ class MLPConfig:
     """Rate on the hidden layer."""
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1, "model.similarity.hidden", self.hidden, "at least 1")
+        require_from(1, WIDEST, "model.similarity.hidden", self.hidden)
         require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
 
 
@@ -160,7 +164,7 @@ class NeuMFConfig:
 
     def __post_init__(self) -> None:
         for name in ("gmf_dim", "hidden", "mlp_dim", "final_hidden"):
-            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
         require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
 
 
@@ -188,14 +192,14 @@ class DeepFMConfig:
 
     def __post_init__(self) -> None:
         for name in ("query_components", "item_components", "component_dim", "hidden"):
-            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
         _require_projection_hidden(self.projection_hidden)
         for name in ("projection_dropout", "dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
 
 
 def _require_projection_hidden(value: int) -> None:
-    require(value >= 0, "model.similarity.projection_hidden", value, "0 or more")
+    require_from(0, WIDEST, "model.similarity.projection_hidden", value)
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ class MoLConfig:
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
         for name in ("query_components", "item_components", "component_dim", "gate_hidden"):
-            require(getattr(self, name) >= 1, f"model.similarity.{name}", getattr(self, name), "at least 1")
+            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
         _require_projection_hidden(self.projection_hidden)
         value = self.mutual_information
         require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
@@ -262,7 +266,7 @@ class HIndexerConfig:
     """Its loss trains only its two projections: its gradient does not reach the tables, the towers and the encoder."""
 
     def __post_init__(self) -> None:
-        require(self.dim >= 1, "model.hindexer.dim", self.dim, "at least 1")
+        require_from(1, WIDEST, "model.hindexer.dim", self.dim)
         require(0 < self.temperature < inf, "model.hindexer.temperature", self.temperature, "above 0 and finite")
         require(0 <= self.weight < inf, "model.hindexer.weight", self.weight, "0 or more and finite")
 
@@ -285,9 +289,9 @@ class LossConfig:
     in the batch."""
 
     def __post_init__(self) -> None:
-        require(self.negatives >= 1, "model.loss.negatives", self.negatives, "at least 1")
+        require_from(1, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
         require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
-        require(self.in_batch >= 0, "model.loss.in_batch", self.in_batch, "0 or more")
+        require_from(0, MOST_NEGATIVES, "model.loss.in_batch", self.in_batch)
         if self.in_batch and self.kind != "softmax":
             raise ValueError(
                 f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "
@@ -321,6 +325,7 @@ class ModelConfig:
                 f"model.dim ({self.dim}) must be divisible by 4, as FBGEMM's embedding rows are; "
                 f"set model.dim to {below} or {below + 4}"
             )
+        require_from(4, WIDEST, "model.dim", self.dim)
         self.encoder.require_width(self.dim)
         for name in ("item_id_dropout", "user_id_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")

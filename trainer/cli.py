@@ -40,7 +40,9 @@ from logitmix.trainer.processes import (
     STOPPED,
     USER_ERROR,
     Stopped,
+    ended_by_a_mistake,
     launched,
+    note_mistake,
     remove_logs_of_no_run,
     run_ranks,
 )
@@ -276,14 +278,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if words and not asked:
             print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
         raise SystemExit(0 if asked else 2)
+    if ended_by_a_mistake():
+        remove_logs_of_no_run()
+        raise SystemExit(USER_ERROR)
     try:
         with quietly():
             command(words[1:])
     except ValueError as error:
+        if note_mistake(str(error)):
+            raise SystemExit(USER_ERROR) from None
         _fail(str(error), USER_ERROR)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    except MemoryError as error:
+        _fail(_out_of_memory(error), 1)
     except RuntimeError as error:
+        if "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+            _fail(_out_of_memory(error), 1)
         if type(error).__name__ != "LostRank":  # whose module takes seconds to load
             raise
         print(f"logitmix: {error}", file=sys.stderr, flush=True)
@@ -655,6 +666,15 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def _out_of_memory(error: Exception) -> str:
+    wanted = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \S*B)", str(error))
+    size = f" for {int(wanted[1]) / 2**30:,.1f} GiB" if wanted and wanted[1] else f" for {wanted[2]}" if wanted else ""
+    return (
+        f"there is not enough memory{size}; lower what takes it: train.batch_size, model.loss.negatives, "
+        "model.encoder.max_length, model.dim, evaluate.batch_size"
+    )
 
 
 def _let_threads_sleep() -> None:

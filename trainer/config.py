@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from logitmix.comm.config import WireConfig
-from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, nearest, require, to_mapping
+from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, nearest, require, require_from, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.trainer.schedule import ScheduleName
 
@@ -152,7 +152,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
         for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+            require_from(1, 2**31 - 1, f"train.{name}", getattr(self, name))
         require(
             0 <= self.stop_after_epochs <= self.epochs,
             "train.stop_after_epochs",
@@ -193,7 +193,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require(self.every_epochs >= 0, "evaluate.every_epochs", self.every_epochs, "0 or more")
         require(self.users >= 0, "evaluate.users", self.users, "0 or more")
-        require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
+        require_from(1, 2**20, "evaluate.batch_size", self.batch_size)
         if self.peek_test and not self.every_epochs:
             raise ValueError(
                 "evaluate.peek_test is set, but evaluate.every_epochs is 0, so nothing is evaluated; set it to 1"

@@ -1,5 +1,6 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
+import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 
 from logitmix.comm.collectives import agreed, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.mappings import require
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
 from logitmix.trainer.board import write_projector, write_results_to_board
@@ -41,18 +43,29 @@ from logitmix.trainer.stopping import Stopping
 from logitmix.trainer.telemetry import Telemetry, start_block
 from logitmix.trainer.warm_start import warm_start
 
+THREADS_A_CORE = 4
+
 
 def train(config: Config, run: Path) -> dict[str, float]:
     """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
     the refit. Collective. Raises ValueError for a user's mistake (no dataset, another run's directory) and for a loss
     that is not finite; Stopped once a signal has ended it, and what was done is saved.
     """
+    _require_threads(config.train.threads)
     torch.set_num_threads(config.train.threads)
     set_up_memory()
     dataset = load_dataset(config.data.path)
+    if dataset.path.resolve() in (run.resolve(), *run.resolve().parents):
+        raise ValueError(f"{run} is in the dataset directory {dataset.path}, which may be replaced; give another --run")
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
         results = train_run(config, run, dataset, ranks)
         return _refit(run, dataset, ranks) if config.train.refit else results
+
+
+def _require_threads(threads: int) -> None:
+    """Far more threads than cores would wait for each other all the time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    require(threads <= THREADS_A_CORE * cores, "train.threads", threads, f"at most {THREADS_A_CORE * cores} here")
 
 
 def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:

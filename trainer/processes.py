@@ -25,6 +25,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
+MISTAKE = "mistake"
+"""The file in torchrun's directory of a job that has the message of a user's mistake."""
 LOST_PEER = 3
 """Exit status of a rank that lost the connection to another."""
 STOPPED = 75
@@ -40,16 +42,48 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def note_mistake(message: str) -> bool:
+    """Notes a user's mistake under torchrun, whose other ranks on this host, and restarts, find it too. Whether it was
+    noted before."""
+    job = _torchrun_job()
+    if job is None:
+        return False
+    with tempfile.NamedTemporaryFile("w", dir=job, suffix=".part") as file:
+        file.write(message)
+        file.flush()
+        try:
+            os.link(file.name, job / MISTAKE)
+        except FileExistsError:
+            return (job / MISTAKE).read_text() == message
+    return False
+
+
+def ended_by_a_mistake() -> bool:
+    """Whether this is a restart by torchrun after a user's mistake, which it cannot mend."""
+    job = _torchrun_job()
+    return job is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (job / MISTAKE).exists()
+
+
+def _torchrun_job() -> Path | None:
+    """The directory that torchrun keeps for a job on this host, over its restarts."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # torchrun puts the error file at JOB/attempt_N/RANK/error.json.
+    job = Path(own).parents[2] if own and len(Path(own).parents) > 3 else None
+    return job if job and job.is_dir() else None
+
+
 def remove_logs_of_no_run() -> None:
-    """Under torchx, torchrun makes RUN/logs before the run begins: if no run has begun, this removes the job's logs."""
-    given, own = os.environ.get("PET_LOG_DIR"), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not (given and own):
+    """Under torchx, torchrun makes RUN/logs before the run begins: if no run has begun, this removes the job's logs,
+    once torchrun will not start it again."""
+    given, job = os.environ.get("PET_LOG_DIR"), _torchrun_job()
+    if not (given and job):
+        return
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return
     logs = Path(given)
     with suppress(OSError):
         if os.listdir(logs.parent) == [logs.name]:
-            # torchrun puts the error file at RUN/logs/JOB/attempt_N/RANK/error.json.
-            shutil.rmtree(Path(own).parents[2], ignore_errors=True)
+            shutil.rmtree(job, ignore_errors=True)
             logs.rmdir()
             logs.parent.rmdir()
 

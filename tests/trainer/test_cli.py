@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from logitmix.common.mappings import classes_by_kind
 from logitmix.modules.config import (
@@ -174,3 +175,27 @@ def test_what_is_wrong_with_the_words_is_said_plainly(
         cli.main(words.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"logitmix: {said}")
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (MemoryError(), ""),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64424509440 bytes."), "60.0"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00"),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    error: Exception, size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str]) -> None:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        stop.value.code == 1
+        and f"there is not enough memory{size and f' for {size} GiB'}; lower what takes it: " in line
+    )

@@ -44,10 +44,11 @@ NAN, INF = float("nan"), float("inf")
         (DenseConfig, "dense", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
         (DenseConfig, "dense", "eps", [0.0, NAN], [1e-12]),
         (DenseConfig, "dense", "weight_decay", [-0.1, NAN], [0.0, 0.1]),
-        (WireConfig, "comm", "timeout_seconds", [0, -5], [1]),
+        (WireConfig, "comm", "timeout_seconds", [0, -5, 10**18], [1, 86_400]),
+        (WireConfig, "comm", "parts", [0, 10**9], [1, 1024]),
         (DataConfig, "data", "held_out", [0.0, 0.5, NAN], [0.1]),
         (TrainConfig, "train", "seed", [-1, 2**63], [0, 2**63 - 1]),
-        (TrainConfig, "train", "batch_size", [0], [1]),
+        (TrainConfig, "train", "batch_size", [0, 2**31], [1]),
         (TrainConfig, "train", "epochs", [0], [1]),
         (TrainConfig, "train", "minutes", [-0.5, NAN], [0.0, 0.5]),
         (TrainConfig, "train", "clip", [-1.0, NAN, INF], [0.0, 1.0]),
@@ -59,7 +60,7 @@ NAN, INF = float("nan"), float("inf")
         (TrainConfig, "train", "keep", [0], [1]),
         (EvaluateConfig, "evaluate", "every_epochs", [-1], [0, 1]),
         (EvaluateConfig, "evaluate", "users", [-1], [0, 1]),
-        (EvaluateConfig, "evaluate", "batch_size", [0], [1]),
+        (EvaluateConfig, "evaluate", "batch_size", [0, 10**9], [1]),
     ],
 )
 def test_what_cannot_work_is_refused_by_the_name_of_its_flag(

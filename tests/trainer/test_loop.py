@@ -123,3 +123,18 @@ def test_a_run_split_by_time_ranks_those_who_act_in_the_latest_part(tmp_path: Pa
     assert evaluate_run(run, "test", None, None, "cpu", 1)["users"] == count["test"]
     with pytest.raises(ValueError, match=r"was started with other settings: data\.held_out was 0\.2, is 0\.1"):
         train(small_config(data, settings | {"data.held_out": 0.1}), run)
+
+
+def test_threads_far_above_the_cores_are_refused(tmp_path: Path) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.threads": 100_000})
+    with pytest.raises(ValueError, match=r"^train.threads is 100000; it must be at most \d+ here$"):
+        train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("run", ["data", "data/run"])
+def test_a_run_in_its_dataset_is_refused(tmp_path: Path, run: str) -> None:
+    config = small_config(write_dataset(tmp_path / "data"))
+    before = sorted((tmp_path / "data").rglob("*"))
+    with pytest.raises(ValueError, match=r"is in the dataset directory .*; give another --run"):
+        train(config, tmp_path / run)
+    assert sorted((tmp_path / "data").rglob("*")) == before

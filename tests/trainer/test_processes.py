@@ -167,3 +167,40 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_not_waited_for() -> None:
     since = time.monotonic()
     assert processes.run_ranks(["sys.exit(3) if rank else time.sleep(60)"], 2) == 3
     assert time.monotonic() - since < 8
+
+
+def as_restart(monkeypatch: pytest.MonkeyPatch, job: Path, rank: int, attempt: int) -> None:
+    """This process as a rank under torchrun."""
+    error_file = job / f"attempt_{attempt}" / str(rank) / "error.json"
+    error_file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+
+
+def test_a_users_mistake_under_torchrun_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By one of the ranks that find it, and by no restart, which ends before it loads anything."""
+    job, said = tmp_path / "logs" / "job", []
+    words = ["train", "demo-mol", "--data.path", str(tmp_path / "nowhere"), "--run", str(tmp_path / "run")]
+    for attempt, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        as_restart(monkeypatch, job, rank, attempt)
+        if attempt:
+            monkeypatch.setitem(cli.COMMANDS, "train", lambda words: pytest.fail("it was started again"))
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == processes.USER_ERROR
+        said += [line for line in capsys.readouterr().err.splitlines() if line.startswith("logitmix: ")]
+    assert len(said) == 1 and "no dataset at" in said[0]
+    assert sorted(path.name for path in job.iterdir()) == ["attempt_0", "attempt_1", processes.MISTAKE]
+
+
+def test_another_mistake_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_restart(monkeypatch, tmp_path / "logs" / "job", 0, 0)
+    assert [processes.note_mistake(each) for each in ("one", "two", "one")] == [False, False, True]
+    assert not processes.ended_by_a_mistake()  # of the same attempt
+
+
+def test_a_restart_after_a_crash_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_restart(monkeypatch, tmp_path / "logs" / "job", 0, 1)
+    assert not processes.ended_by_a_mistake()
