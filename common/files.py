@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +20,61 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 def json_digest(content: Mapping[str, Any]) -> str:
     """SHA-256 of a mapping as compact JSON in ASCII with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Writes a new file of these parts and syncs it to disk; returns the SHA-256 of what was to be written."""
+    digest = hashlib.sha256()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for part in parts:
+            digest.update(part)
+            left = memoryview(part)
+            while left:
+                left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError that names it if it is none."""
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """The value that JSON in UTF-8 stands for; ValueError that names its place if it is none."""
+    try:
+        return json.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{where} is damaged (nested too deep)") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged ({error})") from None
+
+
+class Fields(dict[str, Any]):
+    """A JSON object. A field that it lacks is a ValueError that names its place."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        super().__init__(content)
+        self.where = where
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"{self.where} has no field {name}")
+
+
+def require_numbers(content: Any, where: str) -> Fields:
+    """A JSON object of numbers, or of lists and objects of numbers; ValueError that names the place and the field."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is not a JSON object")
+    found = Fields(content, where)
+    for name, value in content.items():
+        if isinstance(value, dict):
+            found[name] = require_numbers(value, f"{where}: {name}")
+        elif not all(type(each) in (int, float) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{where}: {name} is {json.dumps(value)[:60]}; it must be a number")
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -40,8 +95,10 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
             yield file
         sync(staging)
         staging.replace(path)
-    except BaseException:
+    except BaseException as error:
         staging.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync(path.parent)
 

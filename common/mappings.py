@@ -28,7 +28,7 @@ def require_from(least: int, most: int, flag: str, value: int) -> None:
 def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """A dataclass, and those within, from nested mappings; a missing key takes its default, if it has one.
 
-    Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list), dict[str, X], or unions of
+    Fields are scalars, Literal choices, dataclasses, tuple[X, ...] (from a list), dict[str, X], Any, or unions of
     dataclasses that differ in a field `kind`; the first one is the default. ValueError that names `source` and the key,
     for an unknown or missing key, a value of the wrong type, or a value that a class refuses.
     """
@@ -70,6 +70,8 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
+    if hint is Any:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         tree = value if isinstance(value, Mapping) else {}

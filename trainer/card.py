@@ -16,6 +16,7 @@ from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries
 from logitmix.serving.model import weight_shapes
 from logitmix.trainer.config import BESIDE, Config, dump_toml
+from logitmix.trainer.run import read_results
 
 HOLDINGS = "## This directory\n"
 """Heading of the last section, the one that changes when items are added."""
@@ -48,11 +49,11 @@ def read_facts(run: Path, config: Config, step: int, dataset: str, validation: M
     path, test = run / "results.json", {}
     if path.exists():
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
+            results = read_results(run)
             if results["step"] == step:
                 test = {name: value for name, value in results.items() if name not in _SPEED}
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); remove it to export without test metrics") from None
+        except ValueError as error:
+            raise ValueError(f"{error}; remove {path} to export without test metrics") from None
     return Facts(config, dataset, validation, test)
 
 

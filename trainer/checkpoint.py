@@ -1,47 +1,49 @@
-"""Checkpoints: sharded, complete or absent, checked when read.
+"""Checkpoints: sharded, complete or absent, checked when read, and read without running code.
 
-A checkpoint is a directory `checkpoints/step-N` that PyTorch's distributed checkpointing (DCP) wrote, plus
-`checkpoint.json` with the digests of its files. It is written under another name and renamed when complete, and no
-directory is written twice.
+A checkpoint is a directory `checkpoints/step-N`:
 
-No rank has more of a table in memory than its own rows: tables are saved and loaded in blocks, and read by ranges of
-rows.
+    part-00000-of-00002.safetensors   what rank 0 of 2 holds: its shards of the tables and of their optimizers' states;
+                                      on rank 0 also the tower and its optimizer's state (trainer/tensor_files.py)
+    checkpoint.json                   format_version, the fields of RunProgress, settings and schema (those that the
+                                      tensors depend on), files (the SHA-256 of each), sha256 (that of the other
+                                      fields)
+
+The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE. A checkpoint
+is written under another name and renamed when it is complete and on disk, and no directory is written twice.
+
+No rank has more of a table in memory than its own rows: files are written in blocks, and mapped to be read.
 """
 
+import errno
 import json
+import math
+import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import TensorProperties
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
+from torchrec.distributed.types import ShardedTensor
 
-from logitmix.comm.collectives import barrier, broadcast_object
+from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import file_digest, json_digest, publish, staging_path
+from logitmix.common.files import file_digest, json_digest, publish, read_json, staging_path, write_hashed
+from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import ParallelModel, model_schema
-from logitmix.trainer.run import RunProgress, checkpoint_paths, read_config, read_schema
+from logitmix.trainer.run import RunProgress, checkpoint_paths, fixed_settings, read_config, read_schema
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
+from logitmix.trainer.tensor_files import Kind, Piece, SavedTensors, TensorFile
 
 MANIFEST = "checkpoint.json"
-FORMAT_VERSION = 2
-BLOCK_BYTES = 2**25
-"""Rows of a block: DCP copies whole blocks when it writes them, and reads whole blocks."""
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -71,242 +73,379 @@ class SavedModel:
 
 
 def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
-    """Saves a new checkpoint, then removes all but the best and the `keep` newest. Collective."""
-    folder = run / "checkpoints"
+    """Saves a new checkpoint, then removes all but the best and the `keep` newest. Collective.
+
+    If it cannot be written, nothing of it stays, and every rank raises OSError; with `train.on_save_failure` continue,
+    rank 0 says so instead.
+    """
     ranks, config = model.ranks, model.config
-    out = folder / f"step-{progress.step}"
-    staging = broadcast_object(staging_path(out), ranks)
     try:
-        dcp.save(_in_blocks(_state(model, optimizer)), checkpoint_id=staging, process_group=ranks.group)
-    except CheckpointException as error:
-        if ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        rank, (failure, _) = next(iter(error.failures.items()))
-        raise OSError(f"no checkpoint could be written to {folder} (rank {rank}: {failure})") from None
-    if ranks.rank == 0:
-        _write_manifest(staging, progress)
-        # Only a damaged checkpoint can be there: the run would have resumed from an intact one.
-        publish(staging, out)
-        _prune(run, keep, config.evaluate.metric)
-    barrier(ranks)
+        _write(run / "checkpoints" / f"step-{progress.step}", model, optimizer, progress)
+        on_first_rank(lambda: _prune(run, keep, config.evaluate.metric), ranks)
+    except OSError as error:
+        if config.train.on_save_failure == "stop":
+            raise
+        _say(f"{error}; training goes on", ranks)
 
 
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
-    A run without one starts from step 0. Raises ValueError if there are checkpoints but none is intact.
+    Damaged ones that are newer are renamed to damaged-step-N, and a line on stderr says so; with `train.on_damage` stop
+    they raise ValueError. A run without checkpoints starts from step 0. Raises ValueError if there are checkpoints but
+    none is intact.
     """
     ranks = model.ranks
-    found = broadcast_object(_newest_intact(run) if ranks.rank == 0 else None, ranks)
-    if isinstance(found, str):
-        raise ValueError(found)
-    if found is None:
+    paths = broadcast_object(checkpoint_paths(run)[::-1], ranks)
+    if not paths:
         return RunProgress()
-    path, progress = found
     state = _state(model, optimizer)
-    dcp.load(_in_blocks(state), checkpoint_id=path, process_group=ranks.group)
-    model.table_optimizers.restore(state.get("table_optimizers", {}), progress.step - progress.skipped)
-    return progress
+    # A rank without shards of a table does not know its optimizer's state.
+    expected = {name: kind for kinds in on_all_ranks(lambda: _kinds(state), ranks) for name, kind in kinds.items()}
+    opened, problems = _open_first(paths, model.config, model.tower.schema, expected, ranks)
+    _fill(state, opened.tensors)
+    steps = opened.progress.step - opened.progress.skipped
+    model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
+    for path, problem in problems.items():
+        aside = on_first_rank(partial(_set_aside, path), ranks)
+        lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
+        _say(f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}", ranks)
+    return opened.progress
 
 
 def restore_best(run: Path, model: ParallelModel) -> int:
     """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
-    path = _choose(run, model.config.evaluate.metric, "best", model.ranks)
-    weights = {"tables": dict(model.shards()), "tower": model.tower.state_dict()}
-    dcp.load(_in_blocks(weights), checkpoint_id=path, process_group=model.ranks.group)
-    return _progress(path).step
+    state = _state(model)
+    opened = _choose(run, "best", model.config, model.tower.schema, _kinds(state), model.ranks)
+    _fill(state, opened.tensors)
+    return opened.progress.step
 
 
 def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> SavedModel:
     """The best checkpoint of a run by its validation metric (or the last one); the tables are not read yet.
 
-    With ranks, rank 0 chooses for all. Raises ValueError if `run` is not a run directory, has no checkpoint, or its
-    checkpoint is damaged.
+    With ranks, collective: each checks a part of the files. Where a damaged checkpoint is or may be a better choice, a
+    line on stderr says so; with `train.on_damage` stop it raises ValueError. Raises ValueError also if `run` is not a
+    run directory, or has no intact checkpoint.
     """
     config = read_config(run)
-    path = _choose(run, config.evaluate.metric, which, ranks)
     schema = model_schema(read_schema(run), config)
     tower = Tower(config.model, schema)
-    _load_alone(path, {"tower": tower.state_dict()})
-    progress = _progress(path)
-    return SavedModel(config, progress.step, tower, partial(_read_rows, path, schema), progress.validation)
+    weights: dict[str, ShardedTensor | Tensor] = {f"tower/{name}": of for name, of in tower.state_dict().items()}
+    tables = {f"tables/{table.name}": _kind_of(table, config) for table in schema.tables}
+    opened = _choose(run, which, config, schema, _kinds(weights) | tables, ranks)
+    _fill(weights, opened.tensors)
+    progress = opened.progress
+    return SavedModel(config, progress.step, tower, partial(_read_rows, opened.tensors, schema), progress.validation)
 
 
-def _choose(run: Path, metric: str, which: Literal["best", "last"], ranks: Ranks | None) -> Path:
-    """The requested checkpoint, checked by rank 0."""
-    path: Path | str = ""
-    if ranks is None or ranks.rank == 0:
-        try:
-            path = best_checkpoint(run, metric) if which == "best" else _last(run)
-            path = _damage(path) or path
-        except ValueError as error:
-            path = str(error)
-    path = path if ranks is None else broadcast_object(path, ranks)
-    if isinstance(path, str):
-        raise ValueError(path)
-    return path
-
-
-def _load_alone(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner | None = None) -> None:
-    """Loads into tensors of this process, whether or not there are other ranks."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
-
-
-def _read_rows(path: Path, schema: Schema, table: str, start: int, stop: int) -> Tensor:
+def _read_rows(tensors: SavedTensors, schema: Schema, table: str, start: int, stop: int) -> Tensor:
     row_RD = torch.empty(stop - start, schema.table(table).dim)
-    _load_alone(path, {"tables": {table: row_RD}}, _RowRange(start))
+    tensors.read(f"tables/{table}", (start, 0), row_RD)
     return row_RD
 
 
-class _RowRange(DefaultLoadPlanner):
-    """Loads rows from row `start` on into the given tensor, as many as it has."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__()
-        self.start = start
-
-    def create_local_plan(self) -> LoadPlan:
-        ((name, row_RD),) = self.state_dict.items()
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata[name]
-        assert isinstance(saved, TensorStorageMetadata)
-        wanted = ChunkStorageMetadata(torch.Size([self.start, 0]), row_RD.size())
-        return LoadPlan(create_read_items_for_chunk_list(name, saved, [wanted]))
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn]
-
-
-def best_checkpoint(run: Path, metric: str) -> Path:
-    """The checkpoint with the best validation metric, the earliest of equals; the last one if none was evaluated."""
-    evaluated = [path for path in _complete(run) if metric in _progress(path).validation]
-    if not evaluated:
-        return _last(run)
-    return max(evaluated, key=lambda path: (_progress(path).validation[metric], -_progress(path).step))
+def _state(model: ParallelModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, ShardedTensor | Tensor]:
+    """The content of a checkpoint by name and by reference: loading into it in place restores the model. Without an
+    optimizer, the weights alone."""
+    tower, tables = model.tower, model.shards()
+    state = {f"tables/{name}": table for name, table in tables.items()}
+    state |= {f"tower/{name}": weight for name, weight in tower.state_dict().items()}
+    if optimizer is not None:
+        of_tables = model.table_optimizers.state_dict()
+        state |= {
+            f"table_optimizers/{name}/{key}": of for name, states in of_tables.items() for key, of in states.items()
+        }
+        of_tower = {name: optimizer.state[parameter] for name, parameter in tower.named_parameters()}
+        state |= {
+            f"dense_optimizer/{name}/{key}": of for name, states in of_tower.items() for key, of in states.items()
+        }
+    return state
 
 
-def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The content of a checkpoint, by reference: loading into it in place restores the model."""
-    state: dict[str, dict[str, Any]] = {
-        "tables": dict(model.shards()),
-        "table_optimizers": dict(model.table_optimizers.state_dict()),
-        "tower": model.tower.state_dict(),
-        "dense_optimizer": {
-            name: dict(optimizer.state[parameter]) for name, parameter in model.tower.named_parameters()
-        },
+def _kinds(state: Mapping[str, ShardedTensor | Tensor]) -> dict[str, Kind]:
+    """Dtypes and whole shapes."""
+    return {
+        name: Kind(of.dtype, tuple(of.size() if isinstance(of, ShardedTensor) else of.shape))
+        for name, of in state.items()
     }
-    # Without empty mappings, which DCP would take for an entry: a rank without shards has some, and so has SGD.
-    entries = {part: {name: value for name, value in content.items() if value != {}} for part, content in state.items()}
-    return {part: content for part, content in entries.items() if content}
 
 
-def _in_blocks(state: Any) -> Any:
-    """The same state by reference, its sharded tensors cut into blocks of rows."""
-    if isinstance(state, ShardedTensor):
-        return _blocks_of(state)
-    return {name: _in_blocks(value) for name, value in state.items()} if isinstance(state, dict) else state
+def _kind_of(table: Table, config: Config) -> Kind:
+    dtype = torch.float16 if config.tables.of(table.name).precision == "fp16" else torch.float32
+    return Kind(dtype, (table.rows, table.dim))
 
 
-def _blocks_of(sharded: ShardedTensor) -> ShardedTensor:
-    row_bytes = sharded.dtype.itemsize * sharded.size()[1:].numel()
-    cut = partial(_cut, rows=max(1, BLOCK_BYTES // row_bytes))
-    blocks = [
-        Shard(shard.tensor.detach()[start : start + block.shard_sizes[0]], block)
-        for shard in sharded.local_shards()
-        for start, block in cut(shard.metadata)
-    ]
-    whole = sharded.metadata()
-    properties = TensorProperties(dtype=sharded.dtype, requires_grad=False)
-    metadata = replace(
-        whole,
-        shards_metadata=[block for shard in whole.shards_metadata for _, block in cut(shard)],
-        tensor_properties=properties,
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        blocks, metadata, process_group=sharded._process_group
-    )
+def _pieces(of: ShardedTensor | Tensor) -> list[Piece]:
+    """What this rank holds of a tensor."""
+    if not isinstance(of, ShardedTensor):
+        return [Piece((0,) * of.ndim, of.detach())]
+    held = [Piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in of.local_shards()]
+    return [piece for piece in held if piece.values.numel()]
 
 
-def _cut(shard: ShardMetadata, rows: int) -> Iterator[tuple[int, ShardMetadata]]:
-    """Blocks of a shard, and where in it they begin."""
-    (row, *offsets), (count, *sizes) = shard.shard_offsets, shard.shard_sizes
-    for start in range(0, count, rows):
-        yield start, ShardMetadata([row + start, *offsets], [min(rows, count - start), *sizes], shard.placement)
+def _fill(state: Mapping[str, ShardedTensor | Tensor], tensors: SavedTensors) -> None:
+    for name, of in state.items():
+        for piece in _pieces(of):
+            tensors.read(name, piece.place, piece.values)
 
 
-def _write_manifest(staging: Path, progress: RunProgress) -> None:
-    files = {path.name: file_digest(path) for path in sorted(staging.iterdir())}
-    content = {
-        "format_version": FORMAT_VERSION,
-        "step": progress.step,
-        "skipped": progress.skipped,
-        "seconds": progress.seconds,
-        "examples": progress.examples,
-        "validation": progress.validation,
-        "sha256": files,
+def _write(out: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress) -> None:
+    """Writes a whole checkpoint or nothing. Collective; raises OSError on every rank."""
+    ranks = model.ranks
+    # The tower is the same on all ranks.
+    state = {
+        name: _pieces(of)
+        for name, of in _state(model, optimizer).items()
+        if isinstance(of, ShardedTensor) or ranks.rank == 0
     }
-    (staging / MANIFEST).write_text(json.dumps(content | {"manifest_sha256": json_digest(content)}, indent=1))
+    file = TensorFile(state)
+    needed = sum(on_all_ranks(lambda: file.bytes, ranks))
+    staging = broadcast_object(staging_path(out), ranks)
+    own = _part(ranks.rank, ranks.world_size)
+
+    def begin() -> None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(out.parent).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        staging.mkdir()
+
+    def finish() -> None:
+        # Only a file or folder of another origin can be there: damaged checkpoints are set aside.
+        content = _described(model, progress) | {"files": digests}
+        write_hashed(staging / MANIFEST, [_manifest_text(content).encode()])
+        publish(staging, out)
+
+    try:
+        on_first_rank(begin, ranks)
+        digests = dict(on_all_ranks(lambda: (own, write_hashed(staging / own, file.parts())), ranks))
+        on_first_rank(finish, ranks)
+    except BaseException as error:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _explained(error, out, needed) from None
+        raise
+
+
+def _explained(error: OSError, out: Path, needed: int) -> OSError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(out.parent).free
+        return OSError(f"no room for {out}: it needs {needed:,} bytes, and {free:,} are free; nothing of it was kept")
+    return OSError(f"{out} could not be written ({error.strerror or error}); nothing of it was kept")
+
+
+def _part(number: int, count: int) -> str:
+    return f"part-{number:05}-of-{count:05}.safetensors"
 
 
 def _prune(run: Path, keep: int, metric: str) -> None:
-    complete = _complete(run)
-    kept = {*complete[-keep:], best_checkpoint(run, metric)}
-    for path in complete:
+    found = {path: manifest for path, (manifest, _) in _manifests(run).items() if manifest}
+    kept = {*list(found)[:keep], *_by_merit(found, metric)[:1]}
+    for path in found:
         if path not in kept:
-            shutil.rmtree(path)
-    for path in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(path)
+            # A name that does not count first: what is removed by half must not look like a damaged checkpoint.
+            hidden = path.rename(staging_path(path))
+            shutil.rmtree(hidden)
 
 
-def _complete(run: Path) -> list[Path]:
-    """Checkpoints with a readable manifest."""
-    return [path for path in checkpoint_paths(run) if _manifest(path) is not None]
+def _set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it counts no more; returns its new path."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 2
+    while aside.exists():
+        aside, number = path.with_name(f"damaged-{path.name}.{number}"), number + 1
+    return path.rename(aside)
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """checkpoint.json of a checkpoint; None if it is missing, or damaged by its own digest."""
+@dataclass(frozen=True)
+class _Manifest:
+    """The fields of checkpoint.json, besides its own digest."""
+
+    format_version: int
+    step: int
+    seconds: float
+    examples: int
+    skipped: int
+    validation: dict[str, float]
+    settings: dict[str, Any]
+    schema: dict[str, Any]
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        require(self.step >= 0, "step", self.step, "0 or more")
+        require(0 <= self.seconds < math.inf, "seconds", self.seconds, "0 or more and finite")
+        require(self.examples >= 0, "examples", self.examples, "0 or more")
+        require(0 <= self.skipped <= self.step, "skipped", self.skipped, f"from 0 to the step, {self.step}")
+        for name, value in self.validation.items():
+            require(math.isfinite(value), f"validation.{name}", value, "finite")
+        count = len(self.files)
+        names = [_part(number, count) for number in range(count)]
+        require(count > 0 and list(self.files) == names, "files", list(self.files), "all parts, in order")
+
+    @property
+    def progress(self) -> RunProgress:
+        return RunProgress(self.step, self.seconds, self.examples, self.validation, self.skipped)
+
+
+def _described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
+    """The fields of the manifest but `files`."""
+    settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
+    return {"format_version": FORMAT_VERSION} | asdict(progress) | {"settings": settings, "schema": schema}
+
+
+def _manifest_text(content: Mapping[str, Any]) -> str:
+    return json.dumps({**content, "sha256": json_digest(content)}, indent=1) + "\n"
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    """checkpoint.json of a checkpoint; ValueError if it is missing, damaged, or says what cannot be."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    tree = read_json(file)
+    content = {name: of for name, of in tree.items() if name != "sha256"} if isinstance(tree, dict) else {}
+    if isinstance(tree, dict) and type(version := content.get("format_version")) is int and version != FORMAT_VERSION:
+        raise ValueError(f"{file}: format_version is {version}, and this logitmix reads {FORMAT_VERSION}")
     try:
-        content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        digest = content.pop("manifest_sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return content if digest == json_digest(content) else None
+        # Compared as a text, because some flipped bits leave the same numbers.
+        intact = file.read_bytes() == _manifest_text(content).encode()
+    except RecursionError:
+        intact = False
+    if not intact:
+        raise ValueError(f"{file} is damaged (its sha256 is not that of its content)")
+    manifest = from_mapping(_Manifest, content, str(file))
+    if path.name != f"step-{manifest.step}":
+        raise ValueError(f"{file}: step is {manifest.step}, but the folder is {path.name}")
+    return manifest
 
 
-def _last(run: Path) -> Path:
-    complete = _complete(run)
-    if not complete:
-        raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
-    return complete[-1]
-
-
-def _newest_intact(run: Path) -> tuple[Path, RunProgress] | str | None:
-    problems = []
+def _manifests(run: Path) -> dict[Path, tuple[_Manifest | None, str]]:
+    """The run's checkpoints, newest first: each one's manifest, or what is wrong with it."""
+    found: dict[Path, tuple[_Manifest | None, str]] = {}
     for path in reversed(checkpoint_paths(run)):
-        problem = _damage(path)
-        if problem is None:
-            return path, _progress(path)
-        problems.append(problem)
-    return problems[0] if problems else None
+        try:
+            found[path] = _read_manifest(path), ""
+        except (ValueError, OSError) as error:
+            found[path] = None, str(error)
+    return found
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files; DCP itself would silently load flipped bits."""
-    manifest = _manifest(path)
-    if manifest is None:
-        return f"{path / MANIFEST} is damaged or missing; remove {path} to go on from an older checkpoint"
-    if (version := manifest["format_version"]) != FORMAT_VERSION:
-        return f"{path / MANIFEST} has format {version}, this logitmix reads {FORMAT_VERSION}; train into another --run"
-    for name, digest in manifest["sha256"].items():
-        if not (path / name).is_file() or file_digest(path / name) != digest:
-            return f"{path / name} is damaged or missing; remove {path} to go on from an older checkpoint"
-    return None
+def _by_merit(found: Mapping[Path, _Manifest], metric: str) -> list[Path]:
+    """The best by the validation metric first, the earliest of equals; then those that were not evaluated."""
+
+    def key(path: Path) -> tuple[bool, float, int]:
+        manifest = found[path]
+        value = manifest.validation.get(metric)
+        return (True, 0.0, -manifest.step) if value is None else (False, -value, manifest.step)
+
+    return sorted(found, key=key)
 
 
-def _progress(path: Path) -> RunProgress:
-    manifest = _manifest(path)
-    assert manifest is not None
-    return RunProgress(*(manifest[name] for name in ("step", "seconds", "examples", "validation", "skipped")))
+@dataclass(frozen=True)
+class _Opened:
+    """An intact checkpoint that fits the model."""
+
+    progress: RunProgress
+    tensors: SavedTensors
+
+
+def _choose(
+    run: Path,
+    which: Literal["best", "last"],
+    config: Config,
+    schema: Schema,
+    expected: Mapping[str, Kind],
+    ranks: Ranks | None,
+) -> _Opened:
+    """The requested checkpoint; if it is damaged, the next one. Its optimizers' states are not checked."""
+
+    def candidates() -> list[Path]:
+        found = _manifests(run)
+        if not found:
+            raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
+        known = {path: manifest for path, (manifest, _) in found.items() if manifest}
+        # Nobody knows how good the others were: they are tried first, so that they are named.
+        unknown = [path for path in found if path not in known]
+        return [*unknown, *_by_merit(known, config.evaluate.metric)] if which == "best" else list(found)
+
+    paths = on_first_rank(candidates, ranks) if ranks else candidates()
+    opened, problems = _open_first(paths, config, schema, expected, ranks, beside=_OPTIMIZERS)
+    for path, problem in problems.items():
+        _say(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
+    return opened
+
+
+_OPTIMIZERS = ("table_optimizers/", "dense_optimizer/")
+
+
+def _open_first(
+    paths: Sequence[Path],
+    config: Config,
+    schema: Schema,
+    expected: Mapping[str, Kind],
+    ranks: Ranks | None,
+    beside: tuple[str, ...] = (),
+) -> tuple[_Opened, dict[Path, str]]:
+    """The first of the checkpoints that is intact and fits, and what is wrong with those before it. Collective.
+    ValueError on every rank if none is, and with `train.on_damage` stop if the first is not."""
+    problems: dict[Path, str] = {}
+    for path in paths:
+        try:
+            opened, problem = _open(path, config, schema, expected, ranks, beside), ""
+        except (ValueError, OSError) as error:
+            opened, problem = None, str(error)
+        said = [problem] if ranks is None else on_all_ranks(partial(str, problem), ranks)
+        if not any(said):
+            assert opened is not None
+            return opened, problems
+        problems[path] = next(filter(None, said))
+        if config.train.on_damage == "stop":
+            raise ValueError(
+                f"{problems[path]}; remove {path} to use another checkpoint, or set train.on_damage to continue"
+            )
+    first = next(iter(problems.values()))
+    raise ValueError(
+        f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or give another --run"
+    )
+
+
+def _open(
+    path: Path,
+    config: Config,
+    schema: Schema,
+    expected: Mapping[str, Kind],
+    ranks: Ranks | None,
+    beside: tuple[str, ...],
+) -> _Opened:
+    """A checkpoint whose files are mapped. Of several ranks, each checks the digests of its share of the files.
+    ValueError if the checkpoint is damaged or does not fit."""
+    manifest = _read_manifest(path)
+    _require_same_model(path / MANIFEST, manifest, config, schema)
+    files = [path / name for name in manifest.files]
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+    for file in files[slice(*own_range(len(files), rank, world_size))]:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
+        if file_digest(file) != manifest.files[file.name]:
+            raise ValueError(f"{file} is damaged (its SHA-256 is not that in {MANIFEST})")
+    tensors = SavedTensors(files)
+    try:
+        tensors.check(expected, beside)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return _Opened(manifest.progress, tensors)
+
+
+def _require_same_model(file: Path, manifest: _Manifest, config: Config, schema: Schema) -> None:
+    now = fixed_settings(config)
+    for key in sorted(now | manifest.settings):
+        if (then := manifest.settings.get(key)) != now.get(key):
+            raise ValueError(f"{file}: settings.{key} is {then!r}, but the run's is {now.get(key)!r}")
+    if manifest.schema != schema.to_mapping():
+        raise ValueError(f"{file}: schema is not that of the run's dataset.json and model.features")
+
+
+def _say(line: str, ranks: Ranks | None) -> None:
+    if ranks is None or ranks.rank == 0:
+        print(line, file=sys.stderr)

@@ -102,7 +102,7 @@ class PrepareCommand(PrepareOptions):
 
 @dataclass(frozen=True)
 class TrainCommand(Config):
-    """Train a recipe, or resume its run from the last complete checkpoint."""
+    """Train a recipe, or resume its run from the last intact checkpoint."""
 
     run: str = ""
     """Run directory; runs/RECIPE when left empty."""

@@ -50,6 +50,7 @@ from logitmix.trainer.run import (
     evaluations_since_best,
     read_config,
     read_ranks,
+    read_results,
     read_rows,
     require_same_dataset,
     still_rising,
@@ -161,7 +162,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[s
         folder = out / name
         if (folder / "results.json").is_file():
             require_same_dataset(folder, evaluation.dataset)
-            if json.loads((folder / "results.json").read_text())["budget"] == minutes:
+            if read_results(folder)["budget"] == minutes:
                 continue
         folder.mkdir(parents=True, exist_ok=True)
         results, rank_U = _fit_and_rank(name, evaluation, minutes)
@@ -238,14 +239,14 @@ def _finish(
 
 
 def _simple_row(out: Path, name: str) -> dict[str, Any]:
-    results = json.loads((out / name / "results.json").read_text())
+    results = read_results(out / name)
     more = ("penalty", "penalties_tried", "fitted_users", "of_users")
     return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
 
 
 def _learnt_row(out: Path, name: str) -> dict[str, Any]:
     run = out / name
-    results, saved = json.loads((run / "results.json").read_text()), load_saved(run)
+    results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
     results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())

@@ -144,6 +144,10 @@ class TrainConfig:
     """Steps between two checkpoints; 0 saves one at each evaluation."""
     keep: int = 2
     """Number of newest checkpoints kept, in addition to the best."""
+    on_damage: Literal["continue", "stop"] = "continue"
+    """What to do where a checkpoint is damaged: set it aside and continue from the one before, saying so, or stop."""
+    on_save_failure: Literal["continue", "stop"] = "stop"
+    """What to do where a checkpoint cannot be written, such as on a full disk; the one before stays in any case."""
     projector: bool = False
     """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
     profile: int = 0
@@ -261,7 +265,7 @@ def load_toml(text: str, source: str) -> Config:
     """Strict: unknown keys and wrong types are errors that name `source` and the key."""
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{source}: not valid TOML: {error}") from None
     return from_mapping(Config, tree, source)
 

@@ -3,7 +3,6 @@
 The page is well-formed XML, so that a parser can find errors in it.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 from logitmix.common.files import write_whole
 from logitmix.trainer.config import BESIDE, Config, flatten
-from logitmix.trainer.run import read_config, read_rows
+from logitmix.trainer.run import read_config, read_description, read_results, read_rows
 
 COLORS = 8
 """Number of colors; further runs reuse them."""
@@ -47,15 +46,14 @@ class Run:
     def read(cls, path: Path) -> "Run":
         """Reads a run directory; ValueError if there is none."""
         config = read_config(path)
-        rows = read_rows(path) if (path / "metrics.jsonl").exists() else []
-        results = path / "results.json"
+        rows = read_rows(path)
         return cls(
             path,
             config,
-            json.loads((path / "dataset.json").read_text(encoding="utf-8")),
+            read_description(path),
             [row for row in rows if row["kind"] == "train"],
             [row for row in rows if row["kind"] == "validation"],
-            json.loads(results.read_text()) if results.exists() else {},
+            read_results(path) if (path / "results.json").exists() else {},
         )
 
     def minutes_at(self, step: int) -> float:

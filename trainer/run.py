@@ -18,6 +18,7 @@ logs/             under torchx, what each process of each job has said: JOB/atte
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,8 +30,8 @@ import numpy as np
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import write_whole
-from logitmix.common.mappings import from_mapping
+from logitmix.common.files import Fields, parse_json, read_json, require_numbers, write_whole
+from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
@@ -38,7 +39,7 @@ from logitmix.trainer.data.dataset import Dataset
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
-    "train.refit", "evaluate.baselines",
+    "train.refit", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs only if the schedule does not depend on them."""
 
@@ -83,7 +84,7 @@ def read_config(run: Path) -> Config:
     path = run / "config.toml"
     if not path.is_file():
         raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
-    return load_toml(path.read_text(encoding="utf-8"), str(path))
+    return load_toml(_read_text(path), str(path))
 
 
 def refit_path(run: Path) -> Path:
@@ -129,9 +130,25 @@ def refit_config(config: Config, epochs: float) -> Config:
 
 def read_schema(run: Path) -> Schema:
     """The schema of the dataset that the run was started with; ValueError if there is no run."""
-    noted = json.loads(noted_dataset(run))
+    noted = read_description(run)
+    if not isinstance(noted["schema"], dict):
+        raise ValueError(f"{run / 'dataset.json'}: schema is not a JSON object")
     schema = from_mapping(Schema, noted["schema"], str(run / "dataset.json"), "schema.")
     return replace(schema, users=noted["users"])
+
+
+def read_description(run: Path) -> Fields:
+    """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run, or
+    if it lacks the name or a count."""
+    file = run / "dataset.json"
+    noted = parse_json(noted_dataset(run).encode(), str(file))
+    if not isinstance(noted, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    for name in ("users", "items", "actions"):
+        value = noted.get(name)
+        require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
+    require(isinstance(noted.get("name"), str), f"{file}: name", noted.get("name"), "a text")
+    return Fields(noted, str(file))
 
 
 def require_same_dataset(run: Path, dataset: Dataset) -> None:
@@ -148,12 +165,31 @@ def noted_dataset(run: Path) -> str:
     noted = run / "dataset.json"
     if not noted.exists():
         raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
-    return noted.read_text(encoding="utf-8")
+    return _read_text(noted)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """The settings that the content of a checkpoint depends on, by name. Not how it is evaluated, nor how its tables
+    are sharded: it loads into any sharding."""
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if name not in MAY_CHANGE and not name.startswith("evaluate.") and not name.endswith(".sharding")
+    }
 
 
 def checkpoint_paths(run: Path) -> list[Path]:
     """The run's checkpoints, intact or not, in the order of their steps."""
-    return sorted((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = (run / "checkpoints").glob("step-*")
+    steps = {path: path.name.removeprefix("step-") for path in found if path.is_dir()}
+    return sorted((path for path in steps if re.fullmatch("0|[1-9][0-9]*", steps[path])), key=lambda of: int(steps[of]))
 
 
 def keep_rows(run: Path, last_step: int) -> None:
@@ -165,26 +201,33 @@ def keep_rows(run: Path, last_step: int) -> None:
 
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
-
-
-def read_rows(run: Path, kind: str = "") -> list[dict[str, Any]]:
-    """The rows of metrics in the order of writing, or those of a kind. A line that a killed job left incomplete is
-    skipped."""
-    rows = []
     path = run / "metrics.jsonl"
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith("\n") and kind in ("", row["kind"]):
-            rows.append(row)
-    return rows
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def evaluations_since_best(run: Path, metric: str) -> tuple[int, dict[str, Any]]:
+def read_rows(run: Path, kind: str = "") -> list[Fields]:
+    """The rows of metrics in the order of writing, or those of a kind. A last line that a killed job left incomplete is
+    skipped. ValueError that names the file, the line and the field if another is no row."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [row for row in rows if kind in ("", row["kind"])]
+
+
+def _row(line: bytes, where: str) -> Fields:
+    content = parse_json(line, where)
+    kind = content.pop("kind", None) if isinstance(content, dict) else ""
+    row = require_numbers(content, where)
+    require(isinstance(kind, str), f"{where}: kind", kind, "a text")
+    require(type(row["step"]) is int and row["step"] >= 0, f"{where}: step", row["step"], "0 or more")
+    return Fields({"kind": kind, **row}, where)
+
+
+def evaluations_since_best(run: Path, metric: str) -> tuple[int, Mapping[str, Any]]:
     """The number of evaluations on validation since the best one (the earliest of equals), and the best one's row; 0
     and no row if there were none."""
     rows = read_rows(run, "validation")
@@ -223,13 +266,26 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
     write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
 
 
+def read_results(run: Path) -> Fields:
+    """ValueError that names the file and the field if it is damaged."""
+    path = run / "results.json"
+    results = require_numbers(read_json(path), str(path))
+    if not results:
+        raise ValueError(f"{path} has no numbers")
+    return results
+
+
 def write_ranks(run: Path, rank_U: np.ndarray) -> None:
     write_whole(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
 
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
-    return np.array(json.loads((run / "test_ranks.json").read_text()), np.int64)
+    path = run / "test_ranks.json"
+    ranks = read_json(path)
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
+        raise ValueError(f"{path} is not a list of ranks from 1")
+    return np.array(ranks, np.int64)
 
 
 @contextmanager
@@ -246,6 +302,9 @@ def _locked(run: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another job is training {run}; wait for it, or give another --run") from None
+        # What a job that was killed had not finished would keep a full disk full.
+        for path in (run / "checkpoints").glob(".step-*.part"):
+            shutil.rmtree(path)
         try:
             yield
         except BaseException:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks
 from logitmix.modules.towers import Tower
-from logitmix.trainer.checkpoint import BLOCK_BYTES, SavedModel, load_saved
+from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import Dataset, read_description, stored_values
 from logitmix.trainer.parallelize import ParallelModel
 from logitmix.trainer.run import noted_dataset, read_schema
+from logitmix.trainer.tensor_files import BLOCK_BYTES
 
 
 def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:

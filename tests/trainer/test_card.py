@@ -90,9 +90,9 @@ def test_test_metrics_are_those_of_the_exported_step_or_none(run: Path, tmp_path
         card = (tmp_path / "served" / "README.md").read_text()
         assert cells(card)["metric"] == ["validation"]
         assert "The test metrics are those of another checkpoint" in card
-        for damaged in ("{", "{}", "[]"):
+        for damaged, said in (("{", "is damaged"), ('{"mrr": 1}', "has no field step"), ("[]", "is not a JSON object")):
             results.write_text(damaged)
-            with pytest.raises(ValueError, match=r"results\.json is damaged .* remove it to export without"):
+            with pytest.raises(ValueError, match=rf"results\.json {said}.*; remove .* to export without"):
                 export(run, tmp_path / "others")
         assert [path.name for path in tmp_path.iterdir()] == ["served"]
     finally:

@@ -223,6 +223,8 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.precision": "fp32",
         "train.device": "cuda",
         "train.schedule": "cosine",
+        "train.on_damage": "stop",
+        "train.on_save_failure": "continue",
         "evaluate.metric": "mrr",
         "evaluate.exclude_history": "no",
     }

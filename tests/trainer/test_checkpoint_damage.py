@@ -1,0 +1,718 @@
+"""What checkpoints and run directories do when their files are damaged, edited, foreign or hostile, or cannot be
+written."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_data import small_config, write_dataset
+
+from logitmix.comm.process_group import process_group
+from logitmix.common.files import file_digest
+from logitmix.modules.schema import ITEM
+from logitmix.serving.format import read
+from logitmix.trainer import checkpoint
+from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluate import evaluate_run
+from logitmix.trainer.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.report import write_report
+from logitmix.trainer.run import MAY_CHANGE, RunProgress, read_config, read_ranks, require_same_dataset, run_lock
+
+PART = "part-00000-of-00001.safetensors"
+SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
+SETTINGS |= {"evaluate.exclude_history": "no"}
+SETTINGS |= {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs with the checkpoints of the last two, or of the best and these: steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = small_config(write_dataset(folder / "data"), SETTINGS | {"train.keep": 3})
+    train(config, folder / "run")
+    assert [path.name for path in steps(folder / "run")] == ["step-12", "step-4", "step-8"]
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def steps(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir())
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-12"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
+    """Changes the manifest of a checkpoint, and makes all digests anew."""
+    content = json.loads((path / checkpoint.MANIFEST).read_text())
+    del content["sha256"]
+    if isinstance(content.get("files"), dict):
+        content["files"] = {name: file_digest(path / name) for name in content["files"]}
+    change(content)
+    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(content))
+
+
+def resume(run: Path, settings: dict[str, Any] | None = None) -> RunProgress:
+    """As train does, without the training."""
+    config = small_config(Path(read_config(run).data.path), SETTINGS | (settings or {}))
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
+        return checkpoint.restore(run, model, dense_optimizer(model.tower, config.dense))
+
+
+@contextmanager
+def told(said: str) -> Iterator[None]:
+    """A user's mistake, in one line that says this."""
+    with pytest.raises(ValueError) as caught:
+        yield
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+# Hostile files
+
+
+class _Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.canary,)
+
+
+def hostile(kind: str, canary: Path) -> bytes:
+    stream, attack = io.BytesIO(), _Runs(canary)
+    if kind == "npy":
+        np.save(stream, np.array([attack], object), allow_pickle=True)
+        return stream.getvalue()
+    if kind in ("zip", "legacy"):
+        torch.save({"weight": attack}, stream, _use_new_zipfile_serialization=kind == "zip")
+        return stream.getvalue()
+    return pickle.dumps(attack, protocol=int(kind))
+
+
+KINDS = ("0", "2", "4", "5", "zip", "legacy", "npy")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hostile_files_would_run_code(tmp_path: Path, kind: str) -> None:
+    content = hostile(kind, tmp_path / "canary")
+    if kind == "npy":
+        np.load(io.BytesIO(content), allow_pickle=True)
+    elif kind in ("zip", "legacy"):
+        torch.load(io.BytesIO(content), weights_only=False)
+    else:
+        pickle.loads(content)
+    assert (tmp_path / "canary").exists()
+
+
+PLACES = (PART, "checkpoint.json", ".metadata", "__0_0.distcp", "config.toml", "dataset.json", "metrics.jsonl")
+HOSTILE = [
+    (place, kind)
+    for place in PLACES
+    for kind in KINDS
+    if place in (PART, "checkpoint.json", ".metadata") or kind in "4"
+]
+HOSTILE += [("header", kind) for kind in KINDS] + [("results.json", "2"), ("plan.json", "2"), ("another part", "2")]
+
+
+def place_hostile(run: Path, place: str, attack: bytes) -> None:
+    for step in steps(run):
+        if place == "header":
+            # A whole safetensors file, whose own metadata and whose bytes of a tensor are the attack.
+            values = torch.tensor(list(attack), dtype=torch.uint8)
+            save_file({"tables/item@0,0": values}, step / PART, {"__reduce__": attack.decode("latin1")})
+        elif place == "another part":
+            (step / "part-00001-of-00001.safetensors").write_bytes(attack)
+        elif (run / place).exists():
+            (run / place).write_bytes(attack)
+            continue
+        else:
+            (step / place).write_bytes(attack)
+        if place == "checkpoint.json":
+            continue
+
+        def add(content: dict[str, Any], step: Path = step) -> None:
+            names = [path.name for path in step.iterdir() if path.name != checkpoint.MANIFEST]
+            content["files"] = {name: file_digest(step / name) for name in sorted(names)}
+
+        rewrite(step, add)
+
+
+@pytest.mark.parametrize(("place", "kind"), HOSTILE)
+def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: str) -> None:
+    """In a checkpoint with digests made anew, or in a run's other files; train, evaluate and export."""
+    canary, config = tmp_path / "canary", read_config(run)
+    place_hostile(run, place, hostile(kind, canary))
+    commands: list[Callable[[], object]] = [
+        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+        lambda: export(run, tmp_path / "served"),
+        lambda: train(config, run),
+    ]
+    for command in commands:
+        try:
+            command()
+        except ValueError as error:
+            assert str(run) in str(error) and "\n" not in str(error)
+        else:
+            assert place in ("metrics.jsonl", "results.json", "plan.json")
+        assert not canary.exists()
+
+
+# Edited and foreign checkpoints: the digests are right
+
+
+def set_(name: str, value: Any) -> Callable[[Path], None]:
+    """Sets a field of the manifest, or of an object in it."""
+
+    def edit(step: Path) -> None:
+        def change(content: dict[str, Any]) -> None:
+            *parents, key = name.split("/")
+            for parent in parents:
+                content = content[parent]
+            content[key] = value
+
+        rewrite(step, change)
+
+    return edit
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda step: rewrite(step, lambda content: content.pop(name))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Changes the tensors of the file."""
+
+    def edit(step: Path) -> None:
+        found = load_file(step / PART)
+        change(found)
+        save_file({name: of.contiguous() for name, of in found.items()}, step / PART)
+        rewrite(step)
+
+    return edit
+
+
+def cast(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
+    return tensors(lambda found: found.update({name: found[name].to(dtype)}))
+
+
+def shape(name: str, *index: Any) -> Callable[[Path], None]:
+    return tensors(lambda found: found.update({name: found[name][index].clone()}))
+
+
+def renamed(name: str, other: str) -> Callable[[Path], None]:
+    return tensors(lambda found: found.update({other: found.pop(name)}))
+
+
+def overlapping(found: dict[str, torch.Tensor]) -> None:
+    """As many numbers as there should be, and of the right extent."""
+    table = found.pop(TABLE)
+    found |= {TABLE: table[:20], "tables/item@10,0": table[:20].clone(), "tables/item@40,0": table[40:]}
+
+
+TABLE, WEIGHT = "tables/item@0,0", "tower/query_tower.encoder.position_LD@0,0"
+MOMENT, COUNT = "table_optimizers/item/exp_avg@0,0", "dense_optimizer/query_tower.encoder.position_LD/step@"
+FILE = "step-12/checkpoint.json"
+EDITS: list[tuple[Callable[[Path], None], str]] = [
+    (without("step"), f"{FILE}: step is missing"),
+    (without("files"), f"{FILE}: files is missing"),
+    (without("format_version"), f"{FILE}: format_version is missing"),
+    (without("settings"), f"{FILE}: settings is missing"),
+    (set_("step", -1), f"{FILE}: step is -1; it must be 0 or more"),
+    (set_("step", 10**9), f"{FILE}: step is 1000000000, but the folder is step-12"),
+    (set_("step", "12"), f"{FILE}: step is '12'; it must be of type int"),
+    (set_("step", True), f"{FILE}: step is True; it must be of type int"),
+    (set_("format_version", 2), f"{FILE}: format_version is 2, and this logitmix reads 3"),
+    (set_("format_version", "3"), f"{FILE}: format_version is '3'; it must be of type int"),
+    (set_("seconds", float("nan")), f"{FILE}: seconds is nan; it must be 0 or more and finite"),
+    (set_("examples", -5), f"{FILE}: examples is -5; it must be 0 or more"),
+    (set_("examples", None), f"{FILE}: examples is None; it must be of type int"),
+    (set_("skipped", 13), f"{FILE}: skipped is 13; it must be from 0 to the step, 12"),
+    (set_("validation", []), f"{FILE}: validation is a section, not a value"),
+    (set_("validation/hr@10", "high"), f"{FILE}: validation.hr@10 is 'high'; it must be of type float"),
+    (set_("validation/hr@10", float("inf")), f"{FILE}: validation.hr@10 is inf; it must be finite"),
+    (set_("files", {}), f"{FILE}: files is []; it must be all parts, in order"),
+    (set_("files", {"../../config.toml": "0"}), f"{FILE}: files is ['../../config.toml']; it must be all parts"),
+    (set_(f"files/{PART}", 3), f"{FILE}: files.{PART} is 3; it must be of type str"),
+    (set_("schema", {}), f"{FILE}: schema is not that of the run's dataset.json"),
+    (set_("schema/tables", [{"name": ITEM, "rows": 9}]), f"{FILE}: schema is not that of the run's dataset.json"),
+    (set_("settings/model.dim", 16), f"{FILE}: settings.model.dim is 16, but the run's is 8"),
+    (set_("settings/dense.lr", None), f"{FILE}: settings.dense.lr is None, but the run's is 0.001"),
+    (set_("settings/new", 1), f"{FILE}: settings.new is 1, but the run's is None"),
+    (set_("more", 1), f"{FILE}: unknown key more"),
+    (lambda step: (step / checkpoint.MANIFEST).write_text("[" * 100_000), f"{FILE} is damaged (nested too deep)"),
+    (lambda step: (step / checkpoint.MANIFEST).write_text("[]"), f"{FILE} is damaged"),
+    (lambda step: (step / checkpoint.MANIFEST).write_bytes(b"\xff"), f"{FILE} is damaged"),
+    (lambda step: (step / checkpoint.MANIFEST).unlink(), f"{FILE} is missing"),
+    (lambda step: shutil.copy(step.parent / "step-4" / "checkpoint.json", step), f"{FILE}: step is 4, but the folder"),
+    (tensors(lambda found: found.pop(TABLE)), "step-12: it has no tensor tables/item"),
+    (tensors(lambda found: found.pop(WEIGHT)), "step-12: it has no tensor tower/query_tower.encoder.position_LD"),
+    (tensors(lambda found: found.update({"tables/x@0": torch.ones(1)})), "it has a tensor tables/x, which the model d"),
+    (cast(TABLE, torch.float16), "its tensor tables/item is torch.float16, but the model's is torch.float32"),
+    (cast(WEIGHT, torch.float64), "its tensor tower/query_tower.encoder.position_LD is torch.float64, but"),
+    (shape(TABLE, slice(0, 9)), "its tensor tables/item is [9, 8], but the model"),
+    (shape(TABLE, slice(None), slice(0, 4)), "its tensor tables/item is [51, 4], but the model"),
+    (shape(WEIGHT, 0), "position_LD has pieces with another number of dim"),
+    (renamed(TABLE, "tables/item@1,0"), "its tensor tables/item is [52, 8], but the model"),
+    (renamed(TABLE, "tables/item@0"), "its tensor tables/item has pieces with another number of dimensions than"),
+    (renamed(TABLE, "tables/item"), f"step-12/{PART}: 'tables/item' does not name a piece of a tensor"),
+    (renamed(TABLE, "tables/item@-1,0"), f"step-12/{PART}: 'tables/item@-1,0' does not name a piece of a tensor"),
+    (tensors(overlapping), "its tensor tables/item has pieces that overlap or leave a gap"),
+]  # fmt: skip
+OF_OPTIMIZERS: list[tuple[Callable[[Path], None], str]] = [
+    (tensors(lambda found: found.pop(MOMENT)), "step-12: it has no tensor table_optimizers/item/exp_avg"),
+    (tensors(lambda found: found.pop(COUNT)), "it has no tensor dense_optimizer/query_tower"),
+    (tensors(lambda found: found.update({"table_optimizers/item/sum@0": torch.ones(51)})), "it has a tensor table_o"),
+    (cast(MOMENT, torch.float16), "its tensor table_optimizers/item/exp_avg is torch.float16, but the model's"),
+    (shape(MOMENT, slice(0, 50)), "its tensor table_optimizers/item/exp_avg is [50, 8], but the model"),
+    (tensors(lambda found: found.update({COUNT: torch.ones(2)})), "step has pieces with another number of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", range(len(EDITS)))
+def test_an_edited_checkpoint_is_told_in_one_line(run: Path, edit: int) -> None:
+    change, said = EDITS[edit]
+    change(newest(run))
+    for step in steps(run):
+        if step != newest(run):
+            shutil.rmtree(step)
+    with told(said):
+        checkpoint.load_saved(run)
+    with told(said):
+        resume(run)
+
+
+@pytest.mark.parametrize("edit", range(len(OF_OPTIMIZERS)))
+def test_an_edited_state_of_an_optimizer_is_told_in_one_line(run: Path, edit: int) -> None:
+    """To training: evaluation and export do not need it."""
+    change, said = OF_OPTIMIZERS[edit]
+    for step in steps(run):
+        change(step)
+    assert checkpoint.load_saved(run, "last").step == 12
+    with told(said):
+        resume(run)
+
+
+# Edited files of a run
+
+
+@pytest.mark.parametrize("name", ["step-63.bak", "step-", "step-x", "step-07", "step-\u0663", "step", "step--1"])
+def test_other_names_beside_the_checkpoints_are_left_alone(run: Path, name: str) -> None:
+    shutil.copytree(newest(run), run / "checkpoints" / name)
+    (run / "checkpoints" / "step-99").touch()
+    assert checkpoint.load_saved(run, "last").step == resume(run).step == 12
+    assert (run / "checkpoints" / name).exists()
+
+
+ROW = "metrics.jsonl, line 2"
+LINES = [
+    (b"[]", f"{ROW} is not a JSON object"),
+    (b"3", f"{ROW} is not a JSON object"),
+    (b"null", f"{ROW} is not a JSON object"),
+    (b"{", f"{ROW} is damaged ("),
+    (b"\xff\xfe", f"{ROW} is damaged ("),
+    (b"[" * 100_000, f"{ROW} is damaged (nested too deep)"),
+    (b"{}", f"{ROW}: kind is None; it must be a text"),
+    (b'{"kind": 3, "step": 1}', f"{ROW}: kind is 3; it must be a text"),
+    (b'{"kind": "train"}', f"{ROW} has no field step"),
+    (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be 0 or more"),
+    (b'{"kind": "train", "step": "1"}', f'{ROW}: step is "1"; it must be a number'),
+    (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be 0 or more"),
+    (b'{"kind": "train", "step": 1, "loss": "low"}', f'{ROW}: loss is "low"; it must be a number'),
+    (b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10"),
+    (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is null; it must be a number"),
+]
+
+
+@pytest.mark.parametrize("line", range(len(LINES)))
+def test_a_line_that_is_no_row_of_metrics_is_told(run: Path, tmp_path: Path, line: int) -> None:
+    content, said = LINES[line]
+    path = run / "metrics.jsonl"
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([rows[0], content + b"\n", *rows[2:]]))
+    commands: list[Callable[[], object]] = [lambda: train(replace_train(read_config(run), refit=True), run)]
+    if b"validation" not in content:
+        commands.append(lambda: write_report([run], tmp_path / "report.html"))
+    for command in commands:
+        with told(said):
+            command()
+
+
+def replace_train(config: Config, **settings: Any) -> Config:
+    return replace(config, train=replace(config.train, **settings))
+
+
+RESULTS = [
+    (b"{", "results.json is damaged"),
+    (b"\xff", "results.json is damaged"),
+    (b"[]", "results.json is not a JSON object"),
+    (b"{}", "results.json has no numbers"),
+    (b'{"mrr": 1}', "results.json has no field"),
+    (b'{"step": "x"}', 'results.json: step is "x"; it must be a number'),
+    (b'{"step": 12, "seconds": null}', "results.json: seconds is null; it must be a number"),
+    (b'{"step": 12, "peeked": {"hr@10": "x"}}', 'results.json: peeked: hr@10 is "x"; it must be a number'),
+]
+
+
+@pytest.mark.parametrize("edit", range(len(RESULTS)))
+def test_edited_results_are_told(run: Path, tmp_path: Path, edit: int) -> None:
+    content, said = RESULTS[edit]
+    (run / "results.json").write_bytes(content)
+    for command in (lambda: export(run, tmp_path / "out"), lambda: write_report([run], tmp_path / "report.html")):
+        with told(said):
+            command()
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[0]", b"[1.5]", b'["1"]', b"[true]", b"[1, [2]]", b"[99999999999999999999]"]
+)
+def test_edited_ranks_are_told(run: Path, content: bytes) -> None:
+    (run / "test_ranks.json").write_bytes(content)
+    with told("test_ranks.json is not a list of ranks from 1"):
+        read_ranks(run)
+
+
+DESCRIPTIONS = [
+    (b"{", "dataset.json is damaged"),
+    (b"\xff", "dataset.json is damaged"),
+    (b"[]", "dataset.json is not a JSON object"),
+    (b"{}", "dataset.json: users is None; it must be a count"),
+    (b'{"users": -1}', "dataset.json: users is -1; it must be a count"),
+    (b'{"users": 1, "items": 2, "actions": 3}', "dataset.json: name is None; it must be a text"),
+    (b'{"users": 1, "items": 2, "actions": 3, "name": ""}', "dataset.json has no field schema"),
+    (b'{"users": 1, "items": 2, "actions": 3, "name": "", "schema": 3}', "dataset.json: schema is not a JSON object"),
+    (b'{"users": 1, "items": 2, "actions": 3, "name": "", "schema": {}}', "dataset.json: schema.features is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", range(len(DESCRIPTIONS)))
+def test_an_edited_description_of_the_dataset_is_told(run: Path, edit: int) -> None:
+    content, said = DESCRIPTIONS[edit]
+    (run / "dataset.json").write_bytes(content)
+    with told(said):
+        checkpoint.load_saved(run)
+    config = read_config(run)
+    for command in (lambda: evaluate_run(run, "test", None, None, "cpu", 1), lambda: train(config, run)):
+        with told("dataset"):
+            command()
+
+
+CONFIGS = [
+    (b"\xff", "config.toml is damaged"),
+    (b"[", "config.toml: not valid TOML"),
+    (b"a = " + b"[" * 100_000, "config.toml: not valid TOML"),
+    (b"what = 3", "config.toml: unknown key what"),
+    (b"[model]\ndim = 'wide'", "config.toml: model.dim is 'wide'; it must be of type int"),
+    (b"[model]\ndim = -8", "config.toml: model.dim (-8) must be divisible by 4"),
+    (b"model = 3", "config.toml: model is a section, not a value"),
+]
+
+
+@pytest.mark.parametrize("edit", range(len(CONFIGS)))
+def test_an_edited_configuration_is_told(run: Path, tmp_path: Path, edit: int) -> None:
+    content, said = CONFIGS[edit]
+    config = read_config(run)
+    (run / "config.toml").write_bytes(content)
+    for command in (lambda: export(run, tmp_path / "out"), lambda: train(config, run)):
+        with told(said):
+            command()
+
+
+# Damaged checkpoints give way to others
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped bit": lambda step: flip(step / PART),
+    "a missing file": lambda step: (step / PART).unlink(),
+    "a damaged manifest": lambda step: flip(step / checkpoint.MANIFEST),
+    "no manifest": lambda step: (step / checkpoint.MANIFEST).unlink(),
+    "an edited manifest": set_("examples", -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_training_goes_on_from_the_checkpoint_before(
+    run: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    DAMAGES[damage](newest(run))
+    with pytest.raises(
+        ValueError, match=r"step-12\S* .*; remove .*step-12 to use another checkpoint, or set train.on_d"
+    ):
+        resume(run, {"train.on_damage": "stop"})
+    (run / "checkpoints" / "damaged-step-12").mkdir()
+    rewrite(run / "checkpoints" / "step-8")
+    capsys.readouterr()
+    assert resume(run).step == 8
+    (line,) = capsys.readouterr().err.splitlines()
+    file = checkpoint.MANIFEST if "manifest" in damage else PART
+    assert line.startswith(f"{newest(run) / file}") and line.endswith(
+        f": step 12 is lost (kept in {newest(run).parent}/damaged-step-12.2), and training continues from step 8"
+    )
+    names = [path.name for path in steps(run)]
+    assert names == ["damaged-step-12", "damaged-step-12.2", "step-4", "step-8"]
+    assert resume(run).step == 8
+    assert capsys.readouterr().err == ""
+
+
+def test_training_ends_as_if_nothing_had_been_damaged(run: Path, finished: Path) -> None:
+    flip(newest(run) / PART)
+    flip(run / "checkpoints" / "step-8" / PART)
+    config = read_config(run)
+    whole = train(config, finished)
+    again = train(config, run)
+    timing = ("seconds", "examples_per_second")
+    assert {name: of for name, of in again.items() if name not in timing} == {
+        name: of for name, of in whole.items() if name not in timing
+    }
+    assert load_file(newest(run) / PART).keys() == load_file(newest(finished) / PART).keys()
+    for name, values in load_file(newest(finished) / PART).items():
+        assert torch.equal(load_file(newest(run) / PART)[name], values)
+
+
+def test_where_none_is_intact_nothing_is_moved(run: Path) -> None:
+    for step in steps(run):
+        flip(step / PART)
+    before = steps(run)
+    with told(
+        f"{newest(run) / PART} is damaged (its SHA-256 is not that in checkpoint.json), and no other checkpoint in"
+    ):
+        resume(run)
+    assert steps(run) == before
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_export_and_evaluation_say_what_they_take_instead(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str, which: Any
+) -> None:
+    best = checkpoint.load_saved(run, which).step
+    assert capsys.readouterr().err == ""
+    DAMAGES[damage](run / "checkpoints" / f"step-{best}")
+    source = export(run, tmp_path / "served", which=which)["step"]
+    assert source != best
+    said = [capsys.readouterr().err]
+    if which == "best":
+        assert evaluate_run(run, "test", None, None, "cpu", 1)["step"] == source
+        said.append(capsys.readouterr().err)
+    for line in said:
+        assert line.startswith(f"{run}/checkpoints/step-{best}/") and line.count("\n") == 1
+        assert line.endswith(f": instead of step-{best}, step {source} of {run} is taken\n")
+    assert len(steps(run)) == 3
+
+
+# Checkpoints that cannot be written
+
+
+class Failure:
+    """Lets the n-th write, sync or rename fail, and all after it; counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
+        self.count = 0
+
+        def failing(name: str) -> None:
+            real = getattr(os, name)
+
+            def call(*arguments: Any) -> Any:
+                self.count += 1
+                if self.count >= number:
+                    raise OSError(code, os.strerror(code))
+                # A short write now and then, and no waiting for the disk.
+                if name == "write" and self.count % 3 == 0:
+                    return real(arguments[0], arguments[1][: len(arguments[1]) // 2 + 1])
+                return None if name == "fsync" else real(*arguments)
+
+            monkeypatch.setattr(os, name, call)
+
+        for name in ("write", "fsync", "rename"):
+            failing(name)
+
+
+@pytest.fixture
+def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimizer]]:
+    config = read_config(finished)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
+        yield model, dense_optimizer(model.tower, config.dense)
+
+
+def test_whatever_fails_the_checkpoint_before_stays(
+    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained
+    before, number, messages = steps(run), 0, set()
+    while number >= 0:
+        with monkeypatch.context() as patch:
+            number += 1
+            code = errno.EIO if number % 2 else errno.ENOSPC
+            failure = Failure(patch, number, code)
+            try:
+                checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+            except OSError as error:
+                messages.add(str(error).partition(", and ")[0])
+            else:
+                assert failure.count < number
+                number = -1
+        if number > 0:
+            # After the rename, all that can fail is to sync it: the new one is complete.
+            assert steps(run) in (before, sorted([*before, run / "checkpoints" / "step-16"]))
+            shutil.rmtree(run / "checkpoints" / "step-16", ignore_errors=True)
+            assert checkpoint.load_saved(run, "last").step == 12
+    out = run / "checkpoints" / "step-16"
+    broken, full = sorted(messages)
+    assert broken == f"{out} could not be written (Input/output error); nothing of it was kept"
+    assert full.startswith(f"no room for {out}: it needs ") and full.endswith(" bytes")
+    assert failure.count > 40 and checkpoint.load_saved(run, "last").step == 16
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(
+    run: Path,
+    trained: tuple[ParallelModel, torch.optim.Optimizer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, optimizer = trained
+    before, needed = steps(run), (newest(run) / PART).stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed - 1))
+    said = (
+        f"no room for {run}/checkpoints/step-16: it needs {needed:,} bytes, and {needed - 1:,} are free; nothing of it"
+    )
+    with pytest.raises(OSError, match=said):
+        checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+    goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
+    checkpoint.save(run, goes_on, optimizer, RunProgress(16), keep=9)
+    assert capsys.readouterr().err == f"{said} was kept; training goes on\n"
+    assert steps(run) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
+    checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+
+
+def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:
+    (run / "checkpoints" / ".step-16.0123abcd.part").mkdir()
+    (run / "checkpoints" / ".step-16.0123abcd.part" / PART).write_bytes(b"half")
+    kept = sorted(run.rglob("*"))
+    with process_group("cpu", 60) as ranks, run_lock(run, ranks):
+        assert not list((run / "checkpoints").glob(".*"))
+        assert {*kept} - {*run.rglob("*")} == {path for path in kept if ".step-16" in str(path)}
+
+
+# Every file, every kind of damage
+
+
+def damaged(content: bytes, chance: random.Random, flips: int, cuts: int) -> Iterator[bytes]:
+    for _ in range(flips):
+        at, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
+        yield content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+    for length in {0, 1, *range(0, len(content), max(1, len(content) // cuts)), len(content) - 1}:
+        yield content[:length]
+    yield bytes(len(content))
+    yield content + b"\0"
+    yield content + b"\n"
+
+
+def test_every_damage_to_a_checkpoint_is_found(run: Path) -> None:
+    config, step, chance = read_config(run), newest(run), random.Random(0)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
+        expected = checkpoint._kinds(checkpoint._state(model, dense_optimizer(model.tower, config.dense)))
+        schema = model.tower.schema
+
+    def opened() -> checkpoint._Opened:
+        return checkpoint._open(step, config, schema, expected, None, ())
+
+    opened()
+    found = 0
+    for file in sorted(step.iterdir()):
+        content = file.read_bytes()
+        for other in damaged(content, chance, 1050, 100):
+            file.write_bytes(other)
+            with pytest.raises(ValueError, match=file.name):
+                opened()
+            found += 1
+        file.write_bytes((step.parent / "step-8" / file.name).read_bytes())
+        with pytest.raises(ValueError, match=file.name):
+            opened()
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{file.name} is missing"):
+            opened()
+        file.write_bytes(content)
+    assert found > 2200
+    opened()
+
+
+def test_every_damage_to_the_settings_and_the_description_is_found(run: Path) -> None:
+    """By the command that reads them, unless the settings are those that may change, or those of the evaluation."""
+    chance, dataset = random.Random(1), load_dataset(read_config(run).data.path)
+    config, manifest = read_config(run), checkpoint._read_manifest(newest(run))
+    schema, left = dataset.schema, 0
+    for file in (run / "config.toml", run / "dataset.json"):
+        content = file.read_bytes()
+        for other in damaged(content, chance, 300, 30):
+            file.write_bytes(other)
+            try:
+                now = read_config(run)
+                checkpoint._require_same_model(newest(run) / checkpoint.MANIFEST, manifest, now, schema)
+                require_same_dataset(run, dataset)
+            except ValueError as error:
+                assert str(run) in str(error)
+            else:
+                assert file.name == "config.toml"
+                changed = {key for key, value in flatten(now).items() if flatten(config)[key] != value}
+                assert all(
+                    key in MAY_CHANGE or key.startswith("evaluate.") or key.endswith(".sharding") for key in changed
+                )
+                left += 1
+        file.write_bytes(content)
+    assert left < 150
+
+
+def same_json(one: bytes, other: bytes) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
+
+
+def test_every_damage_to_an_export_is_found(run: Path, tmp_path: Path) -> None:
+    """Space between the manifest's fields means nothing."""
+    served = tmp_path / "served"
+    export(run, served)
+    chance = random.Random(2)
+    for file in sorted(served.iterdir()):
+        content = file.read_bytes()
+        for other in damaged(content, chance, 60, 20) if file.name != "README.md" else ():
+            if not same_json(content, other):
+                file.write_bytes(other)
+                with pytest.raises(ValueError, match=file.name):
+                    read(served)
+        file.write_bytes(content)
+    read(served)
