@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,7 @@ def test_a_dataset_that_was_prepared_anew_is_refused(tmp_path: Path) -> None:
     write_dataset(data, seed=3)
     with pytest.raises(ValueError, match="is missing or has changed"):
         train(small_config(data, {"warm_start": str(first)}), tmp_path / "second")
+    # Now with the description of the first, which the files contradict.
+    shutil.copy(tmp_path / "moved" / "dataset.json", data)
+    with pytest.raises(ValueError, match=r"data: .*\.parquet is damaged"):
+        train(small_config(tmp_path / "moved", {"warm_start": str(first)}), tmp_path / "second")
