@@ -63,6 +63,12 @@ class PrepareOptions:
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
         require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
         require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
+        columns = [name for name in (self.user_column, self.item_column, self.timestamp_column) if name]
+        if len(set(columns)) < len(columns):
+            raise ValueError(
+                f"--user-column {self.user_column}, --item-column {self.item_column} and --timestamp-column "
+                f"{self.timestamp_column or repr('')} must be different columns"
+            )
         one = self.delimiter in ("", "\\t") or (self.delimiter.isascii() and len(self.delimiter) == 1)
         require(
             one and self.delimiter not in ('"', "\r", "\n"), "--delimiter", repr(self.delimiter), "one character: ;"

@@ -1,7 +1,8 @@
 """Delimited text with one action per line, as `ActionBlock`s; and small side files, row by row.
 
-Lines end in LF or CRLF; blank lines are skipped. Only one block of a file is in memory at a time. A timestamp is a
-whole number in the unit of the source (`12.0` is whole).
+Lines end in LF or CRLF and have at most LONGEST_LINE bytes; blank lines are skipped. Only one block of a file is in
+memory at a time. A timestamp is a whole number in the unit of the source (`12.0` is whole). Fields between commas have
+no quotes: ids would silently contain them.
 """
 
 import csv
@@ -19,6 +20,8 @@ from logitmix.trainer.data.rejects import Rejects
 
 BLOCK_BYTES = 4 << 20
 LONGEST_LINE = 64 << 20
+LARGEST_SIDE_FILE = 256 << 20
+"""Bytes, decompressed: its rows are Python objects. Those of MovieLens have up to 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +62,31 @@ def read_rows(
     progress: Progress,
     header: bool = False,
 ) -> Iterator[list[str]]:
-    """The rows of a small side file (titles, users), with CSV quoting if the delimiter is a comma."""
-    with file.open(progress) as stream:
-        for number, raw in enumerate(stream, start=1):
+    """The rows of a small side file (titles, users), one a line, with CSV quoting if the delimiter is a comma.
+    ValueError if the file has more than LARGEST_SIDE_FILE bytes."""
+    read = 0
+    for first, lines in line_blocks(file, progress):
+        read += lines.nbytes
+        if read > LARGEST_SIDE_FILE:
+            raise ValueError(f"{file.label}: is larger than {LARGEST_SIDE_FILE >> 20} MiB; is it the right file?")
+        for number, raw in enumerate(lines.to_pylist(), start=first):
             line = raw.rstrip(b"\r\n")
             if not line or (header and number == 1):
                 continue
             rejects.lines += 1
             try:
                 text = line.decode(encoding)
+                row = next(csv.reader([text], strict=True)) if delimiter == "," else text.split(delimiter)
             except UnicodeDecodeError as error:
                 rejects.add(file.label, number, f"not {encoding} ({error.reason})", line)
-                continue
-            row = next(csv.reader([text])) if delimiter == "," else text.split(delimiter)
-            if len(row) == fields:
-                yield row
+            except csv.Error as error:
+                carriage = "\r" in text and "new-line" in str(error)
+                rejects.add(file.label, number, f"not CSV ({'a carriage return' if carriage else error})", line)
             else:
-                rejects.add(file.label, number, f"has {len(row)} fields, not {fields}", text)
+                if len(row) == fields:
+                    yield row
+                else:
+                    rejects.add(file.label, number, f"has {len(row)} fields, not {fields}", text)
 
 
 def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, pa.BinaryArray]]:
@@ -86,19 +97,29 @@ def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, pa.B
             block = carry + block
             end = block.rfind(b"\n") + 1
             block, carry = block[:end], block[end:]
-            if len(carry) > LONGEST_LINE:
-                raise ValueError(f"{file.label}: a line is longer than {LONGEST_LINE >> 20} MiB; is this a text file?")
             if block:
-                lines = _slice_lines(block)
+                lines = _slice_lines(file.label, first, block)
                 yield first, lines
                 first += len(lines)
+            require_short(file.label, first, len(carry))
     if carry:
-        yield first, _slice_lines(carry + b"\n")
+        yield first, _slice_lines(file.label, first, carry + b"\n")
 
 
-def _slice_lines(block: bytes) -> pa.BinaryArray:
+def require_short(label: str, line: int, length: int) -> None:
+    """ValueError if a line has more bytes than are allowed."""
+    if length > LONGEST_LINE:
+        limit = f"{LONGEST_LINE >> 20} MiB" if LONGEST_LINE >= 1 << 20 else f"{LONGEST_LINE} bytes"
+        raise ValueError(f"{label}:{line}: a line of more than {limit}; is this a text file?")
+
+
+def _slice_lines(label: str, first: int, block: bytes) -> pa.BinaryArray:
     ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
     offsets = np.concatenate(([0], ends)).astype(np.int32)
+    lengths = np.diff(offsets)
+    longest = int(lengths.argmax())
+    # The line end does not count.
+    require_short(label, first + longest, int(lengths[longest]) - 1)
     return pa.Array.from_buffers(pa.binary(), len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(block)])
 
 
@@ -142,8 +163,14 @@ def _split_lines(
     widths = as_numpy(pc.list_value_length(split))
     whole = widths == layout.fields
     for row in np.flatnonzero(~whole):
-        reason = f"has {widths[row]} fields, not {layout.fields}"
-        rejects.add(label, int(numbers[row]), reason, lines[row].as_py())
+        text = lines[row].as_py()
+        inside = " (lines must end in LF or CRLF, and it has a CR inside)" if "\r" in text else ""
+        rejects.add(label, int(numbers[row]), f"has {widths[row]} fields, not {layout.fields}{inside}", text)
+    if layout.delimiter == ",":
+        quoted = whole & as_numpy(pc.match_substring(lines, '"'))
+        for row in np.flatnonzero(quoted):
+            rejects.add(label, int(numbers[row]), "has quotes; read it as a table", lines[row].as_py())
+        whole &= ~quoted
     kept = pa.array(whole)
     lines, numbers, flat = lines.filter(kept), numbers[whole], split.filter(kept).flatten()
 

@@ -130,7 +130,10 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
     for place, name in enumerate(named):
         if name in named[:place]:
             twin = columns[named.index(name)].name
-            raise ValueError(f"columns {twin!r} and {columns[place].name!r} would both be feature {name}; rename one")
+            raise ValueError(
+                f"columns {twin!r} and {columns[place].name!r} of {columns[place].owner}s would both be feature {name}"
+                "; rename one"
+            )
     return [replace(column, name=name) for column, name in zip(columns, named, strict=True)]
 
 

@@ -37,7 +37,7 @@ from logitmix.trainer.data.features import (
     make_features,
     name_features,
 )
-from logitmix.trainer.data.files import digests
+from logitmix.trainer.data.files import digests, plain
 from logitmix.trainer.data.raw import Actions, RawDataset, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
@@ -61,7 +61,8 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
     for setting in ("items", "users", "schema"):
-        if (path := getattr(options, setting)) and not Path(path).exists():
+        path = Path(getattr(options, setting))
+        if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
             raise ValueError(f"no file at {path}; --{setting} must name one")
     said = _read_schema(options.schema)
     with (
@@ -83,7 +84,7 @@ def _read_schema(path: str) -> FeaturesOptions:
     if not path:
         return FeaturesOptions()
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     return from_mapping(FeaturesOptions, tree, path)
@@ -130,10 +131,10 @@ def _write(
         "items": len(raw.actions.item_ids),
         "actions": len(raw.actions.users),
     }
-    origin = raw.source and {"name": raw.source.name, "sha256": digests(raw.source, raw.files)}
+    origin = raw.source and {"name": plain(raw.source.name), "sha256": digests(raw.source, raw.files)}
     for setting in ("items", "users", "schema"):
         if path := getattr(options, setting):
-            origin = {**(origin or {}), setting: {"name": Path(path).name, "sha256": digests(Path(path))}}
+            origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     ordered = _arrange(raw.actions, options)
     items = raw.items.of(ordered.item_ids)
     titles = _titles(items.pop(TITLE, None), raw.actions.columns.pop(TITLE, None), ordered)

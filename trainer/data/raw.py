@@ -20,6 +20,9 @@ from logitmix.trainer.data.rejects import Rejects
 _WHOLE = r"^-?[0-9]{1,18}(\.0*)?$"
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 FLOAT = pa.float32()
+LATEST = 10**18
+"""Times are below it, and above its negative: their differences fit into 64 bits."""
+TIME = "a whole number of at most 18 digits"
 
 
 @dataclass(frozen=True)
@@ -171,21 +174,21 @@ def accept(
     text: Callable[[int], str | bytes],
     rejects: Rejects,
     columns: Mapping[str, pa.Array] | None = None,
-    time: str = "a whole number",
+    time: str = TIME,
 ) -> ActionBlock:
-    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`. `time` says what a
-    time must be.
+    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`. An id has no NUL
+    byte, and `time` says what a time must be.
 
     `numbers` are the rows' places in the file `label`, and also the times if `stamps` is None.
     """
-    user_ok, item_ok = filled(users), filled(items)
+    user_ok, item_ok = (filled(ids) & without_nul(ids) for ids in (users, items))
     times, time_ok = (numbers, np.ones(len(numbers), bool)) if stamps is None else _whole_numbers(stamps)
     accepted = user_ok & item_ok & time_ok
     for row in np.flatnonzero(~accepted):
         if not user_ok[row]:
-            reason = "the user is empty"
+            reason = f"the user {wrong_with(users[row])}"
         elif not item_ok[row]:
-            reason = "the item is empty"
+            reason = f"the item {wrong_with(items[row])}"
         else:
             assert stamps is not None
             reason = f"the timestamp {str(stamps[row].as_py())[:40]!r} is not {time}"
@@ -201,19 +204,30 @@ def filled(ids: pa.StringArray) -> np.ndarray:
     return as_numpy(pc.fill_null(pc.not_equal(ids, ""), False))
 
 
+def without_nul(ids: pa.StringArray) -> np.ndarray:
+    """Which rows have no NUL byte, which ends a text for other programs."""
+    return ~as_numpy(pc.fill_null(pc.match_substring(ids, "\0"), False))
+
+
+def wrong_with(rejected: pa.StringScalar) -> str:
+    """Why an id is not one."""
+    return "has a NUL byte" if rejected.as_py() else "is empty"
+
+
 def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """int64 values, and which of them are valid."""
     kind = stamps.type
     if pa.types.is_floating(kind):
-        values = stamps.to_numpy(zero_copy_only=False)
+        values = stamps.cast(pa.float64()).to_numpy(zero_copy_only=False)
         with np.errstate(invalid="ignore"):
-            ok = (values == np.floor(values)) & (np.abs(values) < 2.0**63)
+            ok = (values == np.floor(values)) & (np.abs(values) < LATEST)
         return np.where(ok, values, 0).astype(np.int64), ok
     if pa.types.is_string(kind):
         ok = as_numpy(pc.fill_null(pc.match_substring_regex(stamps, _WHOLE), False))
         digits = pc.replace_substring_regex(stamps, r"\..*$", "")
     else:
-        ok, digits = as_numpy(stamps.is_valid()), stamps
+        values = stamps.fill_null(0).to_numpy(zero_copy_only=False)
+        ok, digits = as_numpy(stamps.is_valid()) & (values > -LATEST) & (values < LATEST), stamps
     return pc.if_else(pa.array(ok), digits, None).cast(pa.int64()).fill_null(0).to_numpy(), ok
 
 

@@ -28,6 +28,7 @@ class Rejects:
         self.lines = 0
         """Lines read so far, including malformed ones."""
         self._file: TextIO | None = None
+        self._first = ""
 
     def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
         if self._file is None:
@@ -35,8 +36,10 @@ class Rejects:
             self._file.write("file\tline\treason\ttext\n")
         self.count += 1
         self._file.write(f"{file}\t{line}\t{_escape(reason)}\t{_escape(text)}\n")
+        problem = f"{file}:{line}: {_escape(reason)}"
+        self._first = self._first or problem
         if self.count <= SHOWN:
-            self._say(f"{file}:{line}: {_escape(reason)}")
+            self._say(problem)
 
     def check_format(self, file: str) -> None:
         """Stops early if no line could be read: that is another format, not a few bad lines."""
@@ -52,7 +55,8 @@ class Rejects:
             self._say(f"… and {self.count - SHOWN:,} more malformed lines")
         if self.count and self.count / self.lines > self.max_share:
             raise TooManyRejects(
-                f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}"
+                f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}; "
+                f"the first is {self._first}"
             )
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """CSV with a header, or Parquet, in blocks of rows.
 
-CSV is defined by Python's csv module. Arrow reads most of it many times faster; blocks that it might read differently
-(quotes in the middle of a field, lone carriage returns, bytes that are not UTF-8) go to the csv module, line by line.
+CSV is defined by Python's csv module, strict about quotes and the length of fields. Arrow reads most of it many times
+faster; blocks that it might read differently (quotes in the middle of a field, lone carriage returns, bytes that are
+not UTF-8) go to the csv module, line by line.
 """
 
 import csv
@@ -17,8 +18,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
-from logitmix.trainer.data.delimited import LONGEST_LINE, is_utf8
-from logitmix.trainer.data.files import InputFile, magic
+from logitmix.trainer.data.delimited import is_utf8, require_short
+from logitmix.trainer.data.files import InputFile, is_zip, magic
 from logitmix.trainer.data.raw import is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
@@ -55,6 +56,8 @@ def read_blocks(
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
         return
+    if is_zip(file.path):
+        raise ValueError(f"{file.path}: is a zip; unpack it and give the CSV or Parquet file in it")
     with file.open(progress) as stream:
         yield from _CsvReader(stream, file.label, keys, rejects, delimiter).blocks()
 
@@ -74,14 +77,15 @@ class _CsvReader:
         self.stream, self.label, self.rejects = stream, label, rejects
         self.carry = b""
         """Bytes already read that belong to the next block."""
+        self.line = 1
+        """Number of the next line."""
         block = self.next()
         self.delimiter = delimiter or _sniff(block, label, keys)
         lines = _Lines(block)
-        _, _, self.header = next(_rows(lines, self.delimiter), (1, 1, []))
+        self.header = _header(lines, self.delimiter)
         self.key_places = [self.header.index(name) for name in keys(label, self.header)]
         _refuse_twins(label, self.header)
-        self.line = 1 + lines.taken
-        """Number of the next line."""
+        self.line += lines.taken
         self.carry = lines.rest() + self.carry
 
     def blocks(self) -> Iterator[TableBlock]:
@@ -107,8 +111,7 @@ class _CsvReader:
             if end:
                 self.carry = more[end:]
                 break
-            if len(block) > LONGEST_LINE:
-                raise ValueError(f"{self.label}: a line is longer than {LONGEST_LINE >> 20} MiB; is this a text file?")
+            require_short(self.label, self.line + block.count(b"\n"), len(block))
         return block
 
     def _parse(self, lines: "_WellFormed") -> TableBlock | None:
@@ -122,7 +125,7 @@ class _CsvReader:
         places = np.array([row.number - 1 for row in malformed], np.int64)
         for row, place in zip(malformed, places, strict=True):
             fields = next(csv.reader(io.StringIO(row.text, newline=""), delimiter=self.delimiter))
-            self._reject(int(numbers[place]), 1 + row.text.count("\n"), fields)
+            self._reject(_Row(int(numbers[place]), 1 + row.text.count("\n"), fields))
         return self._table(
             np.delete(numbers, places),
             columns,
@@ -134,26 +137,25 @@ class _CsvReader:
         rows: list[list[str]] = []
         numbers: list[int] = []
         lines = _Lines(block, self.next)
-        for number, count, row in _rows(lines, self.delimiter):
+        for row in _rows(lines, self.delimiter, self.line):
             self.rejects.lines += 1
-            number += self.line - 1
-            if len(row) != len(self.header):
-                self._reject(number, count, row)
-            elif all(is_encodable(row[at]) for at in self.key_places):
-                rows.append(row)
-                numbers.append(number)
+            if len(row.fields) != len(self.header):
+                self._reject(row)
+            elif all(is_encodable(row.fields[at]) for at in self.key_places):
+                rows.append(row.fields)
+                numbers.append(row.number)
             else:
-                self.rejects.add(self.label, number, "not UTF-8", self.delimiter.join(row))
+                self.rejects.add(self.label, row.number, "not UTF-8", self.delimiter.join(row.fields))
         self.line += lines.taken
         columns = [_texts([row[place] for row in rows]) for place in range(len(self.header))]
         return self._table(np.array(numbers, np.int64), columns, lambda row: self.delimiter.join(rows[row]))
 
-    def _reject(self, number: int, lines: int, row: list[str]) -> None:
+    def _reject(self, row: "_Row") -> None:
         # A stray quote swallows all lines up to the next quote; they all count as malformed.
-        self.rejects.lines += lines - 1
-        self.rejects.count += lines - 1
-        reason = f"has {len(row)} fields, not {len(self.header)}"
-        self.rejects.add(self.label, number, reason, self.delimiter.join(row))
+        self.rejects.lines += row.lines - 1
+        self.rejects.count += row.lines - 1
+        reason = f"not CSV ({row.error})" if row.error else f"has {len(row.fields)} fields, not {len(self.header)}"
+        self.rejects.add(self.label, row.number, reason, self.delimiter.join(row.fields))
 
     def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
         others = {
@@ -196,23 +198,41 @@ def _lines(block: bytes) -> list[str]:
     return list(io.StringIO(block.decode("utf-8", "surrogateescape"), newline=""))
 
 
-def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
-    """First line, number of lines and fields of each row that is not blank; no fields if it is not CSV."""
-    reader = csv.reader(lines, delimiter=delimiter)
+@dataclass(frozen=True)
+class _Row:
+    """A row of CSV that is not blank."""
+
+    number: int
+    """Of its first line."""
+    lines: int
+    fields: list[str]
+    error: str = ""
+    """Why it is not CSV; then it has no fields."""
+
+
+def _rows(lines: _Lines, delimiter: str, first: int = 1) -> Iterator[_Row]:
+    """The rows of lines of which the next has the number `first`."""
+    reader, first = csv.reader(lines, delimiter=delimiter, strict=True), first - lines.taken
     while lines.left:
         before = lines.taken
         try:
-            row = next(reader)
-        except csv.Error:
-            yield before + 1, lines.taken - before, []
+            fields = next(reader)
+        except csv.Error as error:
+            yield _Row(first + before, lines.taken - before, [], str(error))
             continue
-        if row:
-            yield before + 1, lines.taken - before, row
+        if fields:
+            yield _Row(first + before, lines.taken - before, fields)
+
+
+def _header(lines: _Lines, delimiter: str) -> list[str]:
+    """The first row that is not blank; empty if there is none."""
+    row = next(_rows(lines, delimiter), None)
+    return row.fields if row else []
 
 
 def _sniff(block: bytes, label: str, keys: Keys) -> str:
     def fitness(delimiter: str) -> tuple[bool, int]:
-        _, _, header = next(_rows(_Lines(block), delimiter), (1, 1, []))
+        header = _header(_Lines(block), delimiter)
         try:
             keys(label, header)
         except ValueError:
@@ -297,26 +317,51 @@ def _texts(values: list[str]) -> pa.StringArray:
 def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[TableBlock]:
     try:
         with pq.ParquetFile(file.path) as table:
-            key_names = keys(file.label, table.schema_arrow.names)
+            names = table.schema_arrow.names
+            key_names = keys(file.label, names)
+            _refuse_twins(file.label, names)
             task = progress.add_task(file.label, total=table.metadata.num_rows)
             first = 1
             for batch in table.iter_batches(batch_size=BLOCK_ROWS):
                 rejects.lines += batch.num_rows
-                yield _parquet_block(batch, first, key_names)
+                yield _parquet_block(file.label, batch, first, key_names, rejects)
                 first += batch.num_rows
                 progress.update(task, completed=first - 1)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file.path}: not readable Parquet ({str(error).splitlines()[0]})") from None
 
 
-def _parquet_block(batch: pa.RecordBatch, first: int, key_names: list[str]) -> TableBlock:
-    keys = [batch.column(name) for name in key_names]
+def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects) -> TableBlock:
+    """The rows whose keys are UTF-8, which no reader of Parquet checks; other text that is not UTF-8 is missing."""
+    columns, whole = {}, np.ones(batch.num_rows, bool)
+    for name in batch.schema.names:
+        columns[name], valid = _as_utf8(label, name, batch.column(name))
+        whole &= valid | (name not in key_names)
+    numbers = np.arange(first, first + batch.num_rows)
+    for row in np.flatnonzero(~whole):
+        rejects.add(label, int(numbers[row]), "not UTF-8", ",".join(str(columns[name][row]) for name in key_names))
+    if not whole.all():
+        columns = {name: column.filter(pa.array(whole)) for name, column in columns.items()}
+    keys = [columns[name] for name in key_names]
     return TableBlock(
-        np.arange(first, first + batch.num_rows),
+        numbers[whole],
         keys,
-        {name: batch.column(name) for name in batch.schema.names if name not in key_names and _is_named(name)},
+        {name: column for name, column in columns.items() if name not in key_names and _is_named(name)},
         lambda row: ",".join(str(key[row]) for key in keys),
     )
+
+
+def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """The column with null where its text is not UTF-8, and where it is. ValueError for such text within lists."""
+    try:
+        column.validate(full=True)
+        return column, np.ones(len(column), bool)
+    except pa.ArrowInvalid as error:
+        plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        if not (pa.types.is_string(plain.type) or pa.types.is_large_string(plain.type)):
+            raise ValueError(f"{label}: column {name} is damaged ({str(error).splitlines()[0]})") from None
+    valid = np.array([text is None or is_utf8(text) for text in plain.cast(pa.large_binary()).to_pylist()])
+    return pc.if_else(pa.array(valid), plain, None), valid
 
 
 def _is_named(column: str) -> bool:

@@ -284,7 +284,7 @@ def test_names_of_several_owners_and_of_the_dataset_are_told_apart() -> None:
         "event_item",
         "item_raw_id",
     ]
-    with pytest.raises(ValueError, match="columns 'a b' and 'a-b' would both be feature a_b; rename one"):
+    with pytest.raises(ValueError, match="columns 'a b' and 'a-b' of items would both be feature a_b; rename one"):
         named(("a b", "item"), ("a-b", "item"))
 
 

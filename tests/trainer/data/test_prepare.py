@@ -340,7 +340,10 @@ def test_too_many_malformed_lines_stop_the_job(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         prepare(PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out")), QUIET)
     kept = tmp_path / "out.rejects.tsv"
-    assert str(caught.value) == (f"2 of 100 lines are malformed, above --max-rejects 0.01; they are listed in {kept}")
+    assert str(caught.value) == (
+        "2 of 100 lines are malformed, above --max-rejects 0.01; the first is in.txt:99: has 4 fields, not 2; "
+        f"they are listed in {kept}"
+    )
     assert kept.read_text().splitlines()[1] == "in.txt\t99\thas 4 fields, not 2\tb\\tad y z"
     assert entries(tmp_path) == {"in.txt", "out.rejects.tsv"}
 
@@ -461,6 +464,11 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
         ({"name": "demo", "seed": -1}, "--seed is -1; it must be from 0"),
         ({"name": "table", "user_column": ""}, "--user-column is ''; it must be a column name"),
         ({"name": "table", "item_column": ""}, "--item-column is ''; it must be a column name"),
+        (
+            {"name": "table", "user_column": "item"},
+            "--user-column item, --item-column item and --timestamp-column timestamp must be different columns",
+        ),
+        ({"name": "table", "timestamp_column": "user"}, "--user-column user, .* must be different columns"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -484,7 +492,9 @@ def test_demo(tmp_path: Path) -> None:
     assert len(set(titles)) == first["items"] and titles[0].startswith("topic ")
 
 
-ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6) | st.integers(0, 30).map(str)
+ids = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=6) | st.integers(
+    0, 30
+).map(str)
 triples = st.tuples(ids, ids, st.integers(-5, 5) | st.integers(-(10**18) + 1, 10**18 - 1))
 
 

@@ -47,7 +47,9 @@ def rows_of(content: bytes, delimiter: str = "") -> tuple[list[str], list[Row], 
 def expected(content: bytes, delimiter: str) -> tuple[list[Row], list[list[str]], int, int]:
     """By the csv module over the whole text, as the specification has it."""
     lines = csv.reader(
-        io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="surrogateescape", newline=""), delimiter=delimiter
+        io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", errors="surrogateescape", newline=""),
+        delimiter=delimiter,
+        strict=True,
     )
     header: list[str] | None = None
     read: list[Row] = []
@@ -61,12 +63,11 @@ def expected(content: bytes, delimiter: str) -> tuple[list[Row], list[list[str]]
                 row = next(lines)
             except StopIteration:
                 break
-            except csv.Error:
-                row = []
-                swallowed = True
+            except csv.Error as error:
+                row, problem = [], f"not CSV ({error})"
             else:
-                swallowed = False
-            if not row and not swallowed:
+                problem = ""
+            if not row and not problem:
                 continue
             if header is None:
                 header = row
@@ -75,7 +76,7 @@ def expected(content: bytes, delimiter: str) -> tuple[list[Row], list[list[str]]
             if len(row) != len(header):
                 rejects.lines += count
                 rejects.count += count - 1
-                reason = f"has {len(row)} fields, not {len(header)}"
+                reason = problem or f"has {len(row)} fields, not {len(header)}"
                 rejects.add("in.txt", before + 1, reason, delimiter.join(row))
                 continue
             rejects.lines += 1
@@ -175,5 +176,5 @@ def test_columns_of_one_name_are_refused(tmp_path: Path, rejects: Rejects) -> No
 
 def test_utf_16_is_named(tmp_path: Path, rejects: Rejects) -> None:
     file: InputFile = file_of(tmp_path, "user,b\n1,2\n".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"in\.txt: is UTF-16 text; save it as UTF-8$"):
+    with pytest.raises(ValueError, match=r"in\.txt: is UTF-16 text; convert it to UTF-8: iconv -f UTF-16 -t UTF-8$"):
         list(read_blocks(file, keys, rejects, PROGRESS))

@@ -8,6 +8,7 @@ asin, unixReviewTime and overall, the rating. The 2018 ratings put the item firs
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def _records(
                 rejects.add(file.label, number, "JSON nested too deeply", line)
             except _Unfit as error:
                 rejects.add(file.label, number, str(error), line)
-            except (ValueError, SyntaxError, MemoryError):
+            except (ValueError, SyntaxError, TypeError, MemoryError):
                 rejects.add(file.label, number, "not JSON in UTF-8", line)
         yield records
 
@@ -136,11 +137,18 @@ def _number(value: object) -> float | None:
     """A number, or a price such as $1,299.99."""
     if isinstance(value, str) and _PRICE.fullmatch(value):
         return float(value.lstrip("$").replace(",", ""))
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _json_or_literal(line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError:
-        return ast.literal_eval(line)
+        with warnings.catch_warnings():
+            # Literals of 2014 have escapes that Python no longer likes.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return ast.literal_eval(line)

@@ -17,7 +17,7 @@ from logitmix.modules.schema import Kind
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.delimited import Layout, read_delimited, read_rows
 from logitmix.trainer.data.download import Download, find_source
-from logitmix.trainer.data.files import InputFile, find_files, magic
+from logitmix.trainer.data.files import InputFile, find_files, is_zip
 from logitmix.trainer.data.raw import RawDataset, SideTable, gather
 from logitmix.trainer.data.rejects import Rejects
 
@@ -119,7 +119,7 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 
 def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:
     """By name: the ratings, and the side files that are there."""
-    if source.is_file() and magic(source)[:2] != b"PK":
+    if source.is_file() and not is_zip(source):
         return {release.ratings: InputFile(source)}
     found = find_files(source, (release.ratings, *(side.name for side in (release.items, release.users) if side)))
     if release.ratings not in found:

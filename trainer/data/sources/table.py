@@ -17,12 +17,23 @@ from rich.progress import Progress
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.raw import ActionBlock, ColumnBuilder, RawDataset, SideTable, accept, filled, gather
+from logitmix.trainer.data.raw import (
+    TIME,
+    ActionBlock,
+    ColumnBuilder,
+    RawDataset,
+    SideTable,
+    accept,
+    filled,
+    gather,
+    without_nul,
+    wrong_with,
+)
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.tabular import as_ids, read_blocks
 from logitmix.trainer.data.times import is_time, seconds_of_texts, seconds_of_times
 
-TIME = "a whole number or an ISO 8601 time"
+TIMES = f"{TIME} or an ISO 8601 time"
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ def read_actions(
                 for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
             )
             stamps = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else None
-            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIME)
+            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES)
             if stamps is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
@@ -96,9 +107,10 @@ def read_side(
     for file in _parts(Path(path), flag):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter):
             found = as_ids(file.label, id_column, rows.keys[0])
-            there = filled(found)
+            there = filled(found) & without_nul(found)
             for row in np.flatnonzero(~there):
-                rejects.add(file.label, int(rows.numbers[row]), "the id is empty", rows.text(int(row)))
+                reason = f"the id {wrong_with(found[row])}"
+                rejects.add(file.label, int(rows.numbers[row]), reason, rows.text(int(row)))
             mask = pa.array(there)
             ids.append(found.filter(mask))
             columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
@@ -111,7 +123,7 @@ def _parts(source: Path, flag: str) -> list[InputFile]:
     names = sorted(
         path for path in source.iterdir() if path.name.removesuffix(".gz").endswith((".parquet", ".csv", ".tsv"))
     )
-    parts = [InputFile(path) for path in names if not path.name.startswith((".", "_"))]
+    parts = [InputFile(path) for path in names if path.is_file() and not path.name.startswith((".", "_"))]
     if not parts:
         raise ValueError(f"{source}: no .parquet, .csv, .tsv or .gz of them in this folder; give a table with {flag}")
     return parts
