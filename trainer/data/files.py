@@ -6,11 +6,11 @@ advances a bar in a rich `Progress`.
 """
 
 import codecs
+import errno
 import gzip
 import io
 import lzma
 import stat
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,11 @@ from rich.progress import Progress
 from logitmix.common.files import file_digest
 
 _DAMAGE = (
-    zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError,
-    struct.error,
+    zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError
 )  # fmt: skip
 """Errors of gzip and zipfile for a truncated, corrupt or encrypted archive."""
+_DAMAGED_DIRECTORY = (*_DAMAGE, UnicodeDecodeError)
+"""Those of zipfile for a directory of members that makes no sense."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
@@ -55,19 +56,15 @@ class InputFile:
             task = progress.add_task(self.label, total=self.path.stat().st_size)
             # The bar counts compressed bytes: only their number is known beforehand.
             counted = progress.wrap_file(raw, task_id=task)
-            try:
-                plain: BinaryIO = counted
+            plain: BinaryIO = counted
+            with _intact(self.path, _DAMAGED_DIRECTORY):
                 if self.member:
                     archive = stack.enter_context(zipfile.ZipFile(counted))
                     plain = cast(BinaryIO, stack.enter_context(archive.open(self.member)))
                 elif magic(self.path).startswith(b"\x1f\x8b"):
                     plain = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=counted)))
+            with _intact(self.path, _DAMAGE):
                 yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
-            except (*_DAMAGE, OSError) as error:
-                # bzip2's has no class of its own; those of the system have a number.
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
-                raise ValueError(f"{self.path}: truncated or damaged ({error}); fetch it again") from None
             progress.update(task, completed=self.path.stat().st_size)
 
     def _without_mark(self, stream: io.BufferedReader) -> BinaryIO:
@@ -80,6 +77,20 @@ class InputFile:
         if start.startswith(codecs.BOM_UTF8):
             stream.read(len(codecs.BOM_UTF8))
         return stream
+
+
+@contextmanager
+def _intact(path: Path, damage: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turns the errors of a damaged archive into ValueError."""
+    try:
+        yield
+    except damage as error:
+        raise ValueError(f"{path}: truncated or damaged ({error}); fetch it again") from None
+    except OSError as error:
+        # bzip2's errors have no number, and a place outside the file, where a zip may send a reader, is invalid.
+        if error.errno not in (None, errno.EINVAL):
+            raise
+        raise ValueError(f"{path}: truncated or damaged ({error}); fetch it again") from None
 
 
 def _foreign_encoding(start: bytes) -> str:
@@ -114,13 +125,10 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
         places = [*sorted(source.glob("*")), *sorted(source.glob("*/*"))]
         candidates = [InputFile(path) for path in places if path.is_file()]
     else:
-        try:
-            with zipfile.ZipFile(source) as archive:
-                members = [member for member in archive.infolist() if not member.is_dir()]
-                candidates = [InputFile(source, member.filename) for member in members]
-                strange = {member.filename for member in members if _is_strange(member)}
-        except _DAMAGE as error:
-            raise ValueError(f"{source}: truncated or damaged zip ({error}); fetch it again") from None
+        with _intact(source, _DAMAGED_DIRECTORY), zipfile.ZipFile(source) as archive:
+            members = [member for member in archive.infolist() if not member.filename.endswith("/")]
+        candidates = [InputFile(source, member.filename) for member in members]
+        strange = {member.filename for member in members if _is_strange(member)}
     found: dict[str, InputFile] = {}
     for file in candidates:
         if file.label in names:

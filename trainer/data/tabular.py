@@ -327,7 +327,7 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
                 yield _parquet_block(file.label, batch, first, key_names, rejects)
                 first += batch.num_rows
                 progress.update(task, completed=first - 1)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file.path}: not readable Parquet ({str(error).splitlines()[0]})") from None
 
 

@@ -1,6 +1,9 @@
 import gzip
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from logitmix.trainer.data import delimited
-from logitmix.trainer.data.delimited import Layout, read_delimited, read_rows
+from logitmix.trainer.data.delimited import Layout, line_blocks, read_delimited, read_rows
 from logitmix.trainer.data.files import InputFile, find_files
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.sources import amazon
@@ -111,6 +114,26 @@ def test_side_files_are_read_in_their_encoding(tmp_path: Path, rejects: Rejects)
         "has 2 fields, not 3",
         "not utf-8 (invalid continuation byte)",
     ]
+
+
+def test_a_line_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "LONGEST_LINE", 100)
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 16)
+
+    class Endless(InputFile):
+        reads = 0
+
+        @contextmanager
+        def open(self, progress: Progress) -> Iterator[BinaryIO]:
+            yield cast(BinaryIO, self)
+
+        def read(self, size: int) -> bytes:
+            type(self).reads += 1
+            assert self.reads < 9
+            return b"x" * size
+
+    with pytest.raises(ValueError, match=r"^in\.txt:1: a line of more than 100 bytes; is this a text file\?"):
+        list(line_blocks(Endless(Path("in.txt")), PROGRESS))
 
 
 def test_truncated_archives_are_one_line(tmp_path: Path, rejects: Rejects) -> None:

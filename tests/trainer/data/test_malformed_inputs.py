@@ -137,6 +137,8 @@ def whole_files() -> Iterator[Case]:
         yield case("gzip with a wrong sum", gzip.compress(good, mtime=0)[:-8] + bytes(8), "truncated or damaged")
         yield case("gzip with more after it", gzip.compress(good, mtime=0) + b"rubbish", "truncated or damaged")
         yield case("one long line", b"x" * (LONGEST_LINE + 1), rf"{of.file}:1: a line of more than")
+        if kind != "table":
+            yield case("a long line", of.text(b"x" * (LONGEST_LINE + 1)), rf"{of.file}:{of.at}: a line of more than")
         yield case("CR alone", of.text(end=b"\r"), "" if kind == "table" else "malformed|starts with")
         yield case("NUL bytes", bytes(5_000), "malformed|no column|starts with|no actions")
         yield case("random bytes", bytes(range(1, 256)) * 9, "malformed|no column|starts with|no actions")
@@ -245,12 +247,12 @@ def archives() -> Iterator[Case]:
     for name, method in (("stored", 0), ("deflate", 8), ("bzip2", 12), ("lzma", 14)):
         yield case(name, archive({"x/ratings.dat": good}, method))
         content = bytearray(archive({"x/ratings.dat": random}, method))
-        yield case(f"{name}, truncated", bytes(content[: len(content) // 2]), "truncated or damaged zip")
+        yield case(f"{name}, truncated", bytes(content[: len(content) // 2]), "truncated or damaged")
         content[2_000] ^= 1
         yield case(f"{name}, with a flipped bit", bytes(content), "truncated or damaged")
-    yield case("without its last bytes", archive({"ratings.dat": good})[:-9], "truncated or damaged zip")
-    yield case("signature alone", b"PK\3\4", "truncated or damaged zip")
-    yield case("empty", archive({"x": b""})[-22:-14] + bytes(14), "truncated or damaged zip|no ratings.dat in it")
+    yield case("without its last bytes", archive({"ratings.dat": good})[:-9], "truncated or damaged")
+    yield case("signature alone", b"PK\3\4", "truncated or damaged")
+    yield case("empty", archive({"x": b""})[-22:-14] + bytes(14), "truncated or damaged|no ratings.dat in it")
     yield case("with a password", archive({"ratings.dat": good}, flags=1), "truncated or damaged .*encrypted")
     yield case("of an unknown method", archive({"ratings.dat": good}, method=99), "truncated or damaged")
     yield case("leads out", archive({"../../ratings.dat": good}), r"member ../../ratings.dat is a link or leads out of")
@@ -279,6 +281,12 @@ def archives() -> Iterator[Case]:
     yield case("bomb of blank lines", archive({"ratings.dat": b"\n" * (1 << 22) + good}))
     side = archive({"ratings.dat": good, "movies.dat": b"1::x::y\n" * (1 << 18)})
     yield case("bomb beside the ratings", side, r"movies\.dat: is larger than")
+    unnamed = archive({"ratings.dat": good})
+    yield case("name that is of no encoding", unnamed.replace(b"ratings.dat", b"ratings.d\xfft"), "there is no ratings")
+    said_to_be = archive({"ratings.dat": good}, flags=0x800).replace(b"ratings.dat", b"ratings.d\xfft")
+    yield case("name that is said to be UTF-8", said_to_be, "truncated or damaged")
+    yield case("member without a name", archive({"": b"1", "ratings.dat": good}))
+    yield case("directory before the start", unnamed[:-6] + b"\xff" + unnamed[-5:], "truncated or damaged")
     lying = bytearray(archive({"ratings.dat": good * 9}))
     place = lying.index(b"PK\1\2") + 24
     lying[place : place + 4] = struct.pack("<I", 20)
@@ -507,6 +515,7 @@ def parquet_tables() -> Iterator[Case]:
     yield case("signatures alone", b"PAR1PAR1", said="not readable Parquet")
     yield case("footer of zeros", whole[:-40] + bytes(36) + b"PAR1", said="not readable Parquet")
     yield case("footer of 4 GB", whole[:-8] + b"\xff\xff\xff\xff" + b"PAR1", said="not readable Parquet")
+    yield case("name that is not UTF-8", of().replace(b"item", b"it\xffm"), said="not readable Parquet")
     yield case("encrypted", whole[:-4] + b"PARE", said="not readable Parquet")
     sink = io.BytesIO()
     pq.write_table(pa.table([[1], [2], [3], [4]], ["user", "item", "timestamp", "item"]), sink)
@@ -547,6 +556,7 @@ def parquet_tables() -> Iterator[Case]:
         ("infinite", bad(1.0, float("-inf"), 3.0)),
         ("huge", bad(1.0, 1e300, 3.0)),
         ("fractions", bad(1.0, 1.5, 3.0)),
+        ("whole floats", bad(1.0, 1e18, 3.0)),
         ("missing", bad(1, None, 3)),
         ("unsigned", bad(1, 2**64 - 1, 3, kind=pa.uint64())),
         ("large", bad(1, 10**18, 3)),
