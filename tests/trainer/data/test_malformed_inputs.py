@@ -230,7 +230,8 @@ def archive(
     whole = bytearray(sink.getvalue())
     for signature, at in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
         place = whole.index(signature) + at
-        whole[place] |= flags
+        whole[place] |= flags & 0xFF
+        whole[place + 1] |= flags >> 8
         if method is not None:
             whole[place + 2] = method
     return bytes(whole)
