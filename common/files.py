@@ -141,6 +141,17 @@ def publish(staging: Path, out: Path) -> None:
     sync(out.parent)
 
 
+def recover(folder: Path) -> None:
+    """Removes what killed processes had not published in a folder; what they were about to replace gets its name
+    back."""
+    for old in folder.glob(".*.old"):
+        out = folder / old.name[1:].rsplit(".", 2)[0]
+        if not out.exists():
+            old.rename(out)
+    for path in (*folder.glob(".*.part"), *folder.glob(".*.old")):
+        shutil.rmtree(path)
+
+
 def sync(path: Path) -> None:
     """Waits until a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -72,8 +72,9 @@ class SavedModel:
         return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks)
 
 
-def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> None:
-    """Saves a new checkpoint, then removes all but the best and the `keep` newest. Collective.
+def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> bool:
+    """Saves a new checkpoint, then removes all but the best and the `keep` newest; returns whether that was possible.
+    Collective.
 
     If it cannot be written, nothing of it stays, and every rank raises OSError; with `train.on_save_failure` continue,
     rank 0 says so instead.
@@ -86,6 +87,8 @@ def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, prog
         if config.train.on_save_failure == "stop":
             raise
         _say(f"{error}; training goes on", ranks)
+        return False
+    return True
 
 
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
@@ -212,7 +215,7 @@ def _write(out: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, pr
         staging.mkdir()
 
     def finish() -> None:
-        # Only a file or folder of another origin can be there: damaged checkpoints are set aside.
+        # The same step can be there, saved before it was evaluated.
         content = _described(model, progress) | {"files": digests}
         write_hashed(staging / MANIFEST, [_manifest_text(content).encode()])
         publish(staging, out)

@@ -157,9 +157,10 @@ def _steps(
                         finished = finished or _out_of_patience(run, model, telemetry)
                     stopped = stopping.agreed()
                 if saving or done.validation or stopped:
-                    checkpoint.save(run, model, optimizer, done, config.train.keep)
+                    saved = checkpoint.save(run, model, optimizer, done, config.train.keep)
             if stopped:
-                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which is saved in {run}")
+                said = "is saved" if saved else "could not be saved"
+                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {run}")
         if telemetry.main and (line := still_rising(run, config.evaluate.metric)):
             telemetry.say(line)
     return done

@@ -16,6 +16,7 @@ from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import RunProgress
+from logitmix.trainer.tensor_files import SavedTensors
 
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
@@ -29,6 +30,7 @@ MIXED = ADAM | {
     "tables.zip.pooled": True,
     "tables.tags.pooled": True,
 }
+COLUMNS = {"tables.sharding": "column_wise", "tables.zip.sharding": "row_wise", "tables.brand.sharding": "table_wise"}
 TABLES = (Table("brand", 9), Table("zip", 20), Table("flag", 2), Table("tags", 12))
 SCHEMA = Schema(
     (Feature(ITEM, "item", "id", ITEM), *(Feature(table.name, "user", "id", table.name) for table in TABLES)),
@@ -78,11 +80,47 @@ def resume(run: Path, config: Config) -> dict[str, Tensor]:
         return snapshot(model, optimizer)
 
 
+def whole(run: Path) -> dict[str, Tensor]:
+    """All tensors of a run's checkpoint."""
+    (path,) = (run / "checkpoints").iterdir()
+    tensors, found = SavedTensors(path.glob("*.safetensors")), {}
+    for name, pieces in tensors.pieces.items():
+        ends = [[a + n for a, n in zip(piece.place, piece.values.shape, strict=True)] for piece in pieces]
+        found[name] = torch.full([max(of) for of in zip(*ends, strict=True)], torch.nan)
+        tensors.read(name, [0] * found[name].ndim, found[name])
+    return found
+
+
+Jobs = list[tuple[Path | None, Config, Path]]
+
+
+def save_all(jobs: Jobs) -> None:
+    """Saves as it was loaded what another run has saved, or what three steps give."""
+    for source, config, out in jobs:
+        with process_group("cpu", 60) as ranks:
+            model = parallelize(SCHEMA, config, ranks)
+            optimizer = dense_optimizer(model.tower, config.dense)
+            if source:
+                assert checkpoint.restore(source, model, optimizer).step == 3
+            else:
+                for seed in range(3):
+                    step(model, optimizer, seed)
+            checkpoint.save(out, model, optimizer, RunProgress(3), keep=2)
+
+
+def assert_same_content(run: Path, other: Path) -> None:
+    first, second = whole(run), whole(other)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert torch.equal(values, second[name]), name
+
+
 def save_and_resume(
-    jobs: list[tuple[Path, Config]], others: list[tuple[Path, Config]]
+    jobs: list[tuple[Path, Config]], others: list[tuple[Path, Config]], again: Jobs
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
     for run, config in jobs:
         train_and_save(run, config, 3)
+    save_all(again)
     return [resume(run, config) for run, config in jobs + others], fail_on_the_second_rank(*jobs[0])
 
 
@@ -137,7 +175,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
     expected = {name: train_and_save(alone[name], config, 3) for name, config in configs.items()}
     jobs = [(paired[name], configs[name]) for name in configs]
     others = [(alone[name], configs[name]) for name in configs]
-    first, second = two_ranks.run(save_and_resume, jobs, others)
+    again: Jobs = [(alone[name], config, tmp_path / f"again-{name}") for name, config in configs.items()]
+    columns = small_config(data, MIXED | COLUMNS)
+    again += [
+        (alone["mixed"], columns, tmp_path / "columns"),
+        (tmp_path / "columns", configs["mixed"], tmp_path / "rows"),
+    ]
+    first, second = two_ranks.run(save_and_resume, jobs, others, again)
+    for source, _, out in again:
+        assert source and len(whole(out)) > 40
+        assert_same_content(source, out)
     for resumed, _ in (first, second):
         for name, actual in zip([*configs, *configs], resumed, strict=True):
             assert_equal(actual, expected[name])
@@ -150,6 +197,31 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
     for name, config in configs.items():
         assert_equal(resume(alone[name], config), expected[name])
         assert_equal(resume(paired[name], config), expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_any_ranks_load_what_any_ranks_saved(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """One to four ranks, each sharding: the weights and the optimizers' states of all tables, bit for bit."""
+    shardings = ["row_wise", "table_wise"] + (["column_wise"] if optimizer == "adam" else [])
+    settings = ADAM | {"model.features": ["all"], "tables.optimizer": optimizer, "tables.tags.pooled": True}
+    # As many columns as every rank can have some of.
+    settings |= {"model.dim": 16, "tables.flag.dim": 32}
+    configs = {sharding: small_config(data, settings | {"tables.sharding": sharding}) for sharding in shardings}
+    sources: list[Path] = []
+    for count in range(1, 5):
+        runs = {sharding: tmp_path / f"{count}-{sharding}" for sharding in shardings}
+        two_ranks.run(save_all, [(None, configs[of], run) for of, run in runs.items()], world_size=count)
+        sources += runs.values()
+    for count in range(1, 5):
+        jobs: Jobs = [
+            (source, configs[of], tmp_path / f"{source.name} on {count}-{of}") for source in sources for of in shardings
+        ]
+        two_ranks.run(save_all, jobs, world_size=count)
+        for source, _, out in jobs:
+            assert source
+            assert_same_content(source, out)
 
 
 @pytest.fixture

@@ -534,7 +534,7 @@ def test_export_and_evaluation_say_what_they_take_instead(
 
 
 class Failure:
-    """Lets the n-th write, sync or rename fail, and all after it; counts them."""
+    """Lets the n-th write, sync or rename fail, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
         self.count = 0
@@ -544,7 +544,7 @@ class Failure:
 
             def call(*arguments: Any) -> Any:
                 self.count += 1
-                if self.count >= number:
+                if self.count == number:
                     raise OSError(code, os.strerror(code))
                 # A short write now and then, and no waiting for the disk.
                 if name == "write" and self.count % 3 == 0:
@@ -565,33 +565,33 @@ def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimiz
         yield model, dense_optimizer(model.tower, config.dense)
 
 
+@pytest.mark.parametrize("step", [12, 16])
 def test_whatever_fails_the_checkpoint_before_stays(
-    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
+    """Also where it is saved again, as a step is that was saved before it was evaluated."""
     model, optimizer = trained
     before, number, messages = steps(run), 0, set()
-    while number >= 0:
+    out = run / "checkpoints" / f"step-{step}"
+    while True:
+        number += 1
         with monkeypatch.context() as patch:
-            number += 1
-            code = errno.EIO if number % 2 else errno.ENOSPC
-            failure = Failure(patch, number, code)
+            failure = Failure(patch, number, errno.EIO if number % 2 else errno.ENOSPC)
             try:
-                checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+                checkpoint.save(run, model, optimizer, RunProgress(step, number), keep=9)
+                assert failure.count < number
+                break
             except OSError as error:
                 messages.add(str(error).partition(", and ")[0])
-            else:
-                assert failure.count < number
-                number = -1
-        if number > 0:
-            # After the rename, all that can fail is to sync it: the new one is complete.
-            assert steps(run) in (before, sorted([*before, run / "checkpoints" / "step-16"]))
-            shutil.rmtree(run / "checkpoints" / "step-16", ignore_errors=True)
-            assert checkpoint.load_saved(run, "last").step == 12
-    out = run / "checkpoints" / "step-16"
+        # After the rename, all that can fail is to sync it: the new one is complete.
+        assert steps(run) in (before, sorted({*before, out}))
+        assert checkpoint.load_saved(run, "last").step == (step if out in steps(run) else 12)
+        if out not in before:
+            shutil.rmtree(out, ignore_errors=True)
     broken, full = sorted(messages)
     assert broken == f"{out} could not be written (Input/output error); nothing of it was kept"
     assert full.startswith(f"no room for {out}: it needs ") and full.endswith(" bytes")
-    assert failure.count > 40 and checkpoint.load_saved(run, "last").step == 16
+    assert failure.count > 40 and checkpoint.load_saved(run, "last").step == step
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(
@@ -617,12 +617,18 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
 
 
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:
-    (run / "checkpoints" / ".step-16.0123abcd.part").mkdir()
-    (run / "checkpoints" / ".step-16.0123abcd.part" / PART).write_bytes(b"half")
-    kept = sorted(run.rglob("*"))
+    folder = run / "checkpoints"
+    for name in (".step-16.0123abcd.part", ".step-8.0123abcd.old"):
+        shutil.copytree(newest(run), folder / name)
+    # Killed between the two renames of a step that is saved again.
+    newest(run).rename(folder / ".step-12.0123abcd.old")
+    before = {path: path.stat().st_mtime_ns for path in run.iterdir() if path.name != ".lock"}
     with process_group("cpu", 60) as ranks, run_lock(run, ranks):
-        assert not list((run / "checkpoints").glob(".*"))
-        assert {*kept} - {*run.rglob("*")} == {path for path in kept if ".step-16" in str(path)}
+        assert [path.name for path in steps(run)] == ["step-12", "step-4", "step-8"]
+        assert {path: path.stat().st_mtime_ns for path in before if path != folder} == {
+            path: time for path, time in before.items() if path != folder
+        }
+    assert checkpoint.load_saved(run, "last").step == 12
 
 
 # Every file, every kind of damage
