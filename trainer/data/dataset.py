@@ -3,8 +3,8 @@
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
         item_indices   list<int64>   the user's items, oldest first
-        timestamps     list<int64>   of the same length, never decreasing: numbers in the unit of the source; for dates
-                                     and times, whole seconds since 1970, UTC
+        timestamps     list<int64>   of the same length, never decreasing: numbers in the unit of the source, between
+                                     -2^62 and 2^62; for dates and times, whole seconds since 1970, UTC
         raw_user_id    string        optional: the id in the source
         FEATURE        …             of owner user: its value; of owner event: a list with a value for each action
     items.parquet         one row an item that occurs in a sequence
@@ -65,7 +65,7 @@ refused. So whatever changes a file of `prepare` later, by one bit or as a whole
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +84,8 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
 FORMAT_VERSION = 2
+LATEST = 2**62
+"""Times are below it, and above its negative: their differences fit into 64 bits."""
 COMMON_REPEATS = 0.1
 """From this share of repeated validation targets on, evaluation does not leave the history out of its ranking unless
 told to."""
@@ -148,13 +150,15 @@ class Dataset:
             _require_order(table["item_index"].combine_chunks(), 0, self.num_items)
             if table["raw_id"].null_count:
                 raise ValueError("empty values in column raw_id")
-            return table["raw_id"]
+            return _utf8(table["raw_id"])
 
     def title_column(self) -> pa.ChunkedArray | None:
         """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""
         file = self.path / "items.parquet"
         with _reading(self.path, file.name):
-            return pq.read_table(file, columns=["title"])["title"] if "title" in pq.read_schema(file).names else None
+            if "title" not in pq.read_schema(file).names:
+                return None
+            return _utf8(pq.read_table(file, columns=["title"])["title"])
 
     @cached_property
     def recency(self) -> Column:
@@ -189,7 +193,7 @@ class Dataset:
             return pc.if_else(pc.equal(values, ""), None, values)
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
-            return pq.read_table(file, columns=["value"])["value"]
+            return _utf8(pq.read_table(file, columns=["value"])["value"])
 
 
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
@@ -205,7 +209,7 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
     file, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
     with _reading(path, file):
         for batch in _batches(path / file, [column], VALUES_AT_ONCE):
-            yield batch.column(column).fill_null("").cast(pa.large_string())
+            yield _utf8(batch.column(column)).fill_null("").cast(pa.large_string())
     if table == ITEM:
         yield pa.array([""], pa.large_string())
 
@@ -215,7 +219,7 @@ def _raw_user_ids(path: Path) -> Iterator[pa.Array]:
         with _reading(path, part.name):
             column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
             for batch in _batches(part, [column], VALUES_AT_ONCE):
-                yield batch.column(column).cast(pa.large_string()).fill_null("")
+                yield _utf8(batch.column(column)).cast(pa.large_string()).fill_null("")
 
 
 def is_dataset(path: Path) -> bool:
@@ -228,8 +232,8 @@ def load_dataset(path: str | Path) -> Dataset:
 
     ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
     dataset.json, if it has another format version, or if it is not as the module's docstring says: missing columns,
-    users out of order, indices out of range, lists that are not parallel. A dataset.json without digests is accepted;
-    then a damage that leaves the format intact is not noticed.
+    users out of order, indices out of range, lists that are not parallel; also if it does not fit into memory. A
+    dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
     """
     path = Path(path)
     description = read_description(path)
@@ -237,10 +241,10 @@ def load_dataset(path: str | Path) -> Dataset:
     with _reading(path, "dataset.json"):
         schema = _schema(description, num_items)
         repeated = _shares(description.get("repeated_targets"))
+        sequences = _SequenceReader(schema, num_users, num_items, actions)
     for table in schema.tables:
         if table.name != ITEM:
             _check_vocabulary(path, table.name, table.rows)
-    sequences = _SequenceReader(schema, num_users, num_items, actions)
     for part in sorted((path / "sequences").glob("*.parquet")):
         with _reading(path, part.name):
             for batch in _batches(part, (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)):
@@ -286,12 +290,15 @@ class _SequenceReader:
             raise ValueError(
                 f"there are more users or actions than dataset.json says ({self.num_users}, {self.actions})"
             )
-        self.items_flat[self.action : self.action + len(items)] = _indices("item_indices", items, self.num_items)
-        self.times.append(_parallel("timestamps", batch.column("timestamps"), lengths))
+        of_row = _places("user_index", self.user)
+        of_action = _in_lists(lengths, of_row)
+        indices = _within("item_indices", items, 0, self.num_items, of_action)
+        self.items_flat[self.action : self.action + len(items)] = indices
+        self.times.append(_parallel("timestamps", batch.column("timestamps"), lengths), of_action)
         for name, reader in self.users.items():
-            reader.append(batch.column(name))
+            reader.append(batch.column(name), of_row)
         for name, reader in self.events.items():
-            reader.append(_parallel(name, batch.column(name), lengths))
+            reader.append(_parallel(name, batch.column(name), lengths), of_action)
         self.offsets[self.user + 1 : self.user + batch.num_rows + 1] = self.action + np.cumsum(lengths)
         self.user, self.action = self.user + batch.num_rows, self.action + len(items)
 
@@ -302,8 +309,8 @@ class _Times:
     def __init__(self, rows: int) -> None:
         self.values, self.filled = np.empty(rows, np.int32), 0
 
-    def append(self, array: pa.Array) -> None:
-        values = _integers("timestamps", array)
+    def append(self, array: pa.Array, place: "Place") -> None:
+        values = _within("timestamps", array, 1 - LATEST, LATEST, place)
         if self.values.dtype == np.int32 and len(values) and not _fits(values, np.iinfo(np.int32)):
             self.values = self.values.astype(np.int64)
         self.values[self.filled : self.filled + len(values)] = values
@@ -330,14 +337,15 @@ class _ColumnReader:
         else:
             self.values = np.empty(rows if feature.kind == "number" else (rows, feature.width), np.float32)
 
-    def append(self, array: pa.Array) -> None:
+    def append(self, array: pa.Array, place: "Place") -> None:
         name, start, stop = self.feature.name, self.filled, self.filled + len(array)
         if self.feature.kind == "ids":
             lengths, rows = _list(name, array)
-            self.parts.append(_indices(name, rows, self.table_rows).astype(index_type(self.table_rows)))
+            indices = _within(name, rows, 0, self.table_rows, _in_lists(lengths, place))
+            self.parts.append(indices.astype(index_type(self.table_rows)))
             self.values[start + 1 : stop + 1] = self.values[start] + np.cumsum(lengths)
         elif self.feature.kind == "id":
-            self.values[start:stop] = _indices(name, array, self.table_rows)
+            self.values[start:stop] = _within(name, array, 0, self.table_rows, place)
         elif self.feature.kind == "number":
             self.values[start:stop] = _numbers(name, array)
         else:
@@ -388,11 +396,33 @@ def _integers(name: str, array: pa.Array) -> np.ndarray:
     return array.to_numpy()
 
 
-def _indices(name: str, array: pa.Array, rows: int) -> np.ndarray:
+Place = Callable[[int], str]
+"""Where a value of an array is, in words."""
+
+
+def _places(index: str, first: int) -> Place:
+    """Those of rows, of which the first has this index."""
+    return lambda row: f"{index} {first + row}"
+
+
+def _in_lists(lengths: np.ndarray, place: Place) -> Place:
+    """Those of the elements of lists with these lengths."""
+    return lambda element: place(int(np.searchsorted(np.cumsum(lengths), element, "right")))
+
+
+def _within(name: str, array: pa.Array, low: int, high: int, place: Place) -> np.ndarray:
+    """Integers from `low` up to below `high`; ValueError with the place of the first other one."""
     values = _integers(name, array)
-    if len(values) and not 0 <= values.min() <= values.max() < rows:
-        raise ValueError(f"column {name} has indices {values.min()} to {values.max()}, of {rows}")
+    if len(values) and not low <= values.min() <= values.max() < high:
+        wrong = int(np.argmax((values < low) | (values >= high)))
+        raise ValueError(f"column {name} has {values[wrong]} at {place(wrong)}; it must be from {low} to {high - 1}")
     return values
+
+
+def _utf8(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """ArrowInvalid, with the row, if they are not UTF-8, which no reader of Parquet checks."""
+    texts.validate(full=True)
+    return texts
 
 
 def _numbers(name: str, array: pa.Array) -> np.ndarray:
@@ -411,9 +441,11 @@ def _require_order(indices: pa.Array, start: int, stop: int) -> None:
 
 
 def _require_columns(present: Sequence[str], wanted: Sequence[str]) -> None:
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        raise ValueError(f"no column {missing[0]}; there are: {', '.join(present)}")
+    for name in wanted:
+        if name not in present:
+            raise ValueError(f"no column {name}; there are: {', '.join(present)}")
+        if present.count(name) > 1:
+            raise ValueError(f"there are two columns named {name}")
 
 
 def _batches(file: Path, columns: Sequence[str], rows: int = 2**16) -> Iterator[pa.RecordBatch]:
@@ -425,7 +457,8 @@ def _batches(file: Path, columns: Sequence[str], rows: int = 2**16) -> Iterator[
 def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]:
     """The features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
     file = path / "items.parquet"
-    readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item") if f.name != ITEM}
+    with _reading(path, "dataset.json"):
+        readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item") if f.name != ITEM}
     with _reading(path, file.name):
         with pq.ParquetFile(file) as table:
             _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *readers))
@@ -434,9 +467,9 @@ def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]
         row = 0
         for batch in _batches(file, ("item_index", *readers)) if readers else ():
             _require_order(batch.column("item_index"), row, row + batch.num_rows)
-            row += batch.num_rows
             for name, reader in readers.items():
-                reader.append(batch.column(name))
+                reader.append(batch.column(name), _places("item_index", row))
+            row += batch.num_rows
     return {name: reader.column() for name, reader in readers.items()}
 
 
@@ -465,7 +498,7 @@ def read_description(path: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         _broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT_VERSION}")
     for key, kind in (("name", str), ("users", int), ("items", int), ("actions", int)):
-        if type(description.get(key)) is not kind or (kind is int and description[key] < 0):
+        if type(description.get(key)) is not kind or (kind is int and not 0 <= description[key] < 2**48):
             _broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
     return description
 
@@ -518,7 +551,7 @@ def _reading(path: Path, file: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         _broken(path, f"{file} cannot be read ({_first_line(error)})")
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         _broken(path, f"{file}: {error}")
 
 

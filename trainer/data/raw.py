@@ -14,15 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.modules.schema import Kind
+from logitmix.trainer.data.dataset import LATEST
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
 
-_WHOLE = r"^-?[0-9]{1,18}(\.0*)?$"
+_WHOLE = r"^-?[0-9]{1,19}(\.0*)?$"
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 FLOAT = pa.float32()
-LATEST = 10**18
-"""Times are below it, and above its negative: their differences fit into 64 bits."""
-TIME = "a whole number of at most 18 digits"
+TIME = "a whole number between -2^62 and 2^62"
 
 
 @dataclass(frozen=True)
@@ -217,18 +216,22 @@ def wrong_with(rejected: pa.StringScalar) -> str:
 def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """int64 values, and which of them are valid."""
     kind = stamps.type
+    if pa.types.is_string(kind):
+        ok = as_numpy(pc.fill_null(pc.match_substring_regex(stamps, _WHOLE), False))
+        whole = pc.if_else(pa.array(ok), pc.replace_substring_regex(stamps, r"\..*$", ""), "0")
+        # Of up to 19 digits, which only fit without the sign.
+        sizes = pc.utf8_ltrim(whole, characters="-").cast(pa.uint64()).to_numpy()
+        ok &= sizes < LATEST
+        sizes = np.where(ok, sizes, 0).astype(np.int64)
+        return np.where(as_numpy(pc.starts_with(whole, "-")), -sizes, sizes), ok
     if pa.types.is_floating(kind):
         values = stamps.cast(pa.float64()).to_numpy(zero_copy_only=False)
         with np.errstate(invalid="ignore"):
             ok = (values == np.floor(values)) & (np.abs(values) < LATEST)
-        return np.where(ok, values, 0).astype(np.int64), ok
-    if pa.types.is_string(kind):
-        ok = as_numpy(pc.fill_null(pc.match_substring_regex(stamps, _WHOLE), False))
-        digits = pc.replace_substring_regex(stamps, r"\..*$", "")
     else:
         values = stamps.fill_null(0).to_numpy(zero_copy_only=False)
-        ok, digits = as_numpy(stamps.is_valid()) & (values > -LATEST) & (values < LATEST), stamps
-    return pc.if_else(pa.array(ok), digits, None).cast(pa.int64()).fill_null(0).to_numpy(), ok
+        ok = as_numpy(stamps.is_valid()) & (values > -LATEST) & (values < LATEST)
+    return np.where(ok, values, 0).astype(np.int64), ok
 
 
 def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:

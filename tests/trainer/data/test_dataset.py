@@ -12,7 +12,7 @@ import pytest
 import small_data
 
 from logitmix.modules.schema import Schema, Table
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 
@@ -88,11 +88,11 @@ LISTS = [[0, 1, 2], [2], [1, 1]]
         ({"user_index": [0, 2, 1], "item_indices": LISTS, "timestamps": LISTS}, "its rows are not 0 to 2 in order"),
         (
             {"user_index": [0, 1, 2], "item_indices": [[0, 1, 3], [2], [1, 1]], "timestamps": LISTS},
-            "column item_indices has indices 0 to 3, of 3",
+            "column item_indices has 3 at user_index 0; it must be from 0 to 2",
         ),
         (
-            {"user_index": [0, 1, 2], "item_indices": [[0, -1, 1], [2], [1, 1]], "timestamps": LISTS},
-            "item_indices has indices -1 to 2, of 3",
+            {"user_index": [0, 1, 2], "item_indices": [[0, 1, 1], [2], [1, -1]], "timestamps": LISTS},
+            "column item_indices has -1 at user_index 2; it must be from 0 to 2",
         ),
         ({"user_index": [0, 1, 2], "item_indices": LISTS}, "no column timestamps; there are: user_index, item_indices"),
         (
@@ -122,6 +122,102 @@ def test_wrong_sequences_are_named(made: Path, columns: dict[str, object], messa
     replace_sequences(made, columns)
     with pytest.raises(ValueError, match=f"^{made}: .*{message}.*; make it again with: logitmix prepare NAME"):
         load_dataset(made)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 2**31, 2**32 + 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
+@pytest.mark.parametrize("user", [0, 2, 3])
+def test_indices_out_of_range_are_named_with_their_place(tmp_path: Path, wrong: int, user: int) -> None:
+    """Also those that would be in range after 32 or 64 bits."""
+    lists = [[0, 1, 2], [], [2], [1, 1]]
+    path = small_data.forget_digests(write(tmp_path / "made", lists, ["a", "b", "c"], users_per_file=2))
+    items = [list(of) for of in lists]
+    items[user][-1] = wrong
+    kind = pa.list_(pa.uint64() if wrong >= 2**63 else pa.int64())
+    for part, users in enumerate(([0, 1], [2, 3])):
+        of = {"user_index": users, "item_indices": pa.array([items[user] for user in users], kind)}
+        replace_sequences(path, of | {"timestamps": [lists[user] for user in users]}, f"part-{part:05d}.parquet")
+    place = (
+        rf"part-0000{user // 2}\.parquet: column item_indices has {wrong} at user_index {user}; it must be from 0 to 2"
+    )
+    with pytest.raises(ValueError, match=f"^{path}: {place}; make it again"):
+        load_dataset(path)
+
+
+@pytest.mark.parametrize("wrong", [2**62, -(2**62), 2**63])
+def test_times_out_of_range_are_named(made: Path, wrong: int) -> None:
+    kind = pa.list_(pa.uint64() if wrong > 0 else pa.int64())
+    times = pa.array([[0, 1, 2], [2], [1, wrong]], kind)
+    replace_sequences(made, {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": times})
+    with pytest.raises(ValueError, match=f"column timestamps has {wrong} at user_index 2; it must be from -"):
+        load_dataset(made)
+
+
+@pytest.mark.parametrize("name", ["user_index", "item_indices", "timestamps"])
+def test_columns_of_one_name_are_refused(made: Path, name: str) -> None:
+    columns = {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": LISTS}
+    twice = pa.table([pa.array(of) for of in (*columns.values(), columns[name])], [*columns, name])
+    pq.write_table(twice, made / "sequences" / "part-00000.parquet")
+    with pytest.raises(ValueError, match=rf"part-00000\.parquet: there are two columns named {name}; make it again"):
+        load_dataset(made)
+
+
+@pytest.mark.parametrize(("entry", "count"), [("users", 2**47), ("actions", 2**47), ("users", 2**70)])
+def test_counts_that_cannot_be_are_one_line(made: Path, entry: str, count: int) -> None:
+    edit_description(made, **{entry: count})
+    with pytest.raises(ValueError, match=rf"^{made}: dataset\.json: Unable to allocate|has no {entry} that is a count"):
+        load_dataset(made)
+
+
+@pytest.mark.parametrize("owner", ["item", "user", "event"])
+def test_widths_that_cannot_be_are_one_line(featured: Path, owner: str) -> None:
+    def widen(schema: dict[str, Any]) -> None:
+        for feature in schema["features"]:
+            if (feature["owner"], feature["kind"]) == (owner, "vector"):
+                feature["width"] = 2**45
+
+    edit_schema(featured, widen)
+    with pytest.raises(ValueError, match=rf"^{featured}: dataset\.json: Unable to allocate"):
+        load_dataset(featured)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("action", 3), ("query", 11)])
+def test_features_of_actions_out_of_range_are_named_with_their_place(featured: Path, name: str, rows: int) -> None:
+    path = featured / "sequences" / "part-00000.parquet"
+    table = pq.read_table(path)
+    values = table[name][5].as_py()
+    values[-1] = rows if name == "action" else [0, rows]
+    pq.write_table(cell(table, name, 5, values), path)
+    with pytest.raises(
+        ValueError, match=rf"{path.name}: column {name} has {rows} at user_index 5; it must be from 0 to"
+    ):
+        load_dataset(featured)
+
+
+def test_texts_that_are_not_utf_8_are_found_when_they_are_read(featured: Path) -> None:
+    """By their rows."""
+
+    def damage(file: Path, column: str) -> None:
+        table = pq.read_table(file)
+        texts = [text.encode() if text else b"" for text in table[column].to_pylist()]
+        texts[3] = b"\xff"
+        at = table.schema.get_field_index(column)
+        pq.write_table(table.set_column(at, column, pa.array(texts).view(pa.string())), file)
+
+    items, brands = featured / "items.parquet", featured / "vocabularies" / "brand.parquet"
+    pq.write_table(pq.read_table(items).append_column("title", pa.array(["x"] * small_data.ITEMS)), items)
+    loaded = load_dataset(featured)
+    for file, column, read in (
+        (items, "title", loaded.title_column),
+        (items, "raw_id", loaded.raw_ids),
+        (items, "raw_id", lambda: list(stored_values(featured, loaded.schema, "item"))),
+        (brands, "value", lambda: loaded.vocabulary("brand")),
+        (brands, "value", lambda: list(stored_values(featured, loaded.schema, "brand"))),
+    ):
+        before = file.read_bytes()
+        damage(file, column)
+        with pytest.raises(ValueError, match=rf"{file.name} cannot be read \(.*[Ii]nvalid UTF8 .* 3\)"):
+            read()
+        file.write_bytes(before)
 
 
 def test_users_are_contiguous_over_files(made: Path) -> None:
@@ -261,10 +357,10 @@ def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
 @pytest.mark.parametrize(
     ("file", "name", "value", "message"),
     [
-        ("items", "brand", 7, "column brand has indices 0 to 7, of 7"),
-        ("items", "brand", -1, "column brand has indices -1 to 6, of 7"),
+        ("items", "brand", 7, "column brand has 7 at item_index 2; it must be from 0 to 6"),
+        ("items", "brand", -1, "column brand has -1 at item_index 2; it must be from 0 to 6"),
         ("items", "brand", None, "empty values in column brand"),
-        ("items", "tags", [3, 11], "column tags has indices 0 to 11, of 11"),
+        ("items", "tags", [3, 11], "column tags has 11 at item_index 2; it must be from 0 to 10"),
         ("items", "tags", None, "empty values in column tags"),
         ("items", "tags", [3, None], "empty values in column tags"),
         ("items", "price", None, "empty or infinite values in column price"),
@@ -272,7 +368,7 @@ def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
         ("items", "image", None, "empty values in column image"),
         ("items", "image", [1.0, None, 0.0], "empty or infinite values in column image"),
         ("items", "item_index", 7, "its rows are not 0 to 49 in order"),
-        ("sequences", "country", 4, "column country has indices 0 to 4, of 4"),
+        ("sequences", "country", 4, "column country has 4 at user_index 2; it must be from 0 to 3"),
         ("sequences", "action", [1], "column action has lists that are not as long as item_indices"),
         ("sequences", "rating", [1.0], "column rating has lists that are not as long as item_indices"),
         ("sequences", "query", [[1]], "column query has lists that are not as long as item_indices"),

@@ -378,10 +378,10 @@ def test_what_is_no_dataset_is_never_replaced(kind: str, table: Path, tmp_path: 
     else:
         run("table", table, tmp_path / "real" if kind == "link" else out)
         (out.symlink_to(tmp_path / "real") if kind == "link" else (out / "mine.txt").write_text("mine"))
-    before = entries(tmp_path), out.stat()
+    before = entries(tmp_path), out.stat().st_ino
     with pytest.raises(ValueError, match="choose another --out"):
         run("table", table, out, overwrite=True)
-    assert (entries(tmp_path), out.stat()) == before
+    assert (entries(tmp_path), out.stat().st_ino) == before
 
 
 def test_an_empty_folder_is_filled(table: Path, tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ def test_demo(tmp_path: Path) -> None:
 ids = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=6) | st.integers(
     0, 30
 ).map(str)
-triples = st.tuples(ids, ids, st.integers(-5, 5) | st.integers(-(10**18) + 1, 10**18 - 1))
+triples = st.tuples(ids, ids, st.integers(-5, 5) | st.integers(1 - 2**62, 2**62 - 1))
 
 
 @settings(max_examples=100, deadline=None)

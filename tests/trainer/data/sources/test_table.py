@@ -32,7 +32,7 @@ def test_csv_tables(tmp_path: Path, rejects: Rejects) -> None:
     ]
     assert sorted((int(number), reason) for _, number, reason, _ in listed(rejects)) == [
         (6, "has 2 fields, not 4"),
-        (7, "the timestamp 'seven' is not a whole number of at most 18 digits or an ISO 8601 time"),
+        (7, "the timestamp 'seven' is not a whole number between -2^62 and 2^62 or an ISO 8601 time"),
         (8, "the user is empty"),
         (9, "not UTF-8"),
     ]
