@@ -321,11 +321,14 @@ def test_an_edited_state_of_an_optimizer_is_told_in_one_line(run: Path, edit: in
 
 
 @pytest.mark.parametrize("name", ["step-63.bak", "step-", "step-x", "step-07", "step-\u0663", "step", "step--1"])
-def test_other_names_beside_the_checkpoints_are_left_alone(run: Path, name: str) -> None:
+def test_other_names_beside_the_checkpoints_are_left_alone(
+    run: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     shutil.copytree(newest(run), run / "checkpoints" / name)
     (run / "checkpoints" / "step-99").touch()
     assert checkpoint.load_saved(run, "last").step == resume(run).step == 12
-    assert (run / "checkpoints" / name).exists()
+    assert (run / "checkpoints" / name).exists() and (run / "checkpoints" / "step-99").is_file()
+    assert capsys.readouterr().err == ""
 
 
 ROW = "metrics.jsonl, line 2"
