@@ -18,6 +18,7 @@ after the other, and so gets half of what the link gives both at once; the excha
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -155,6 +156,7 @@ def _wire() -> Iterator[Wire]:
     names = [f"logitmix-{os.getpid()}-{rank}" for rank in range(RANKS)]
     with ExitStack() as stack:
         try:
+            _remove_left_behind()
             for name in names:
                 # First, so that a kill in between leaves nothing either.
                 stack.callback(_remove, name)
@@ -190,6 +192,18 @@ def _wire() -> Iterator[Wire]:
 
 def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _remove_left_behind() -> None:
+    """The namespaces of runs that were killed, with their ranks."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    for name, owner in re.findall(r"^(logitmix-(\d+)-\d+)", listed, re.MULTILINE):
+        if not Path("/proc", owner).exists():
+            inside = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout
+            for process in map(int, inside.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            _remove(name)
 
 
 def _remove(namespace: str) -> None:
