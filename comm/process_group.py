@@ -37,6 +37,10 @@ class Ranks:
     group: dist.ProcessGroup
 
 
+RENDEZVOUS = timedelta(seconds=60)
+"""For ranks that were started together and load at different speeds, at least."""
+
+
 class LostRank(RuntimeError):
     """Another rank is gone, or does not answer. The process should end without destructors, which may wait for it."""
 
@@ -45,8 +49,9 @@ class LostRank(RuntimeError):
 def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) -> Iterator[Ranks]:
     """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
 
-    `timeout_seconds` bounds the rendezvous and every collective. After an error the group is aborted rather than
-    drained, so that this rank does not wait for one that is gone; the others notice when this process exits.
+    `timeout_seconds` bounds every collective, and the rendezvous unless RENDEZVOUS is longer. After an error the group
+    is aborted rather than drained, so that this rank does not wait for one that is gone; the others notice when this
+    process exits.
 
     Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, LostRank
     when another rank is gone.
@@ -57,7 +62,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _end_groups_before_the_interpreter()
-    store, heartbeat = _store(place, timeout)
+    store, heartbeat = _store(place, max(timeout, RENDEZVOUS))
     heartbeat.start()
     try:
         with _loopback_only(place.launched):
@@ -170,15 +175,19 @@ def _store(place: _Place, timeout: timedelta) -> tuple[dist.Store, Heartbeat]:
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = place.rank == 0 and not agent_hosts
     listener = _loopback_listener(place) if is_master else None
-    store = dist.TCPStore(
-        place.address,
-        place.port,
-        place.world_size,
-        is_master=is_master,
-        timeout=timeout,
-        multi_tenant=not agent_hosts,
-        master_listen_fd=listener,
-    )
+    try:
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=is_master,
+            timeout=timeout,
+            multi_tenant=not agent_hosts,
+            master_listen_fd=listener,
+        )
+    except dist.DistError as error:
+        at = f"{place.address}:{place.port}"
+        raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {_first_line(error)}") from None
     # torchrun keeps one store over its restarts, which still holds the addresses of dead processes. On several hosts
     # its restart count may differ among them (pytorch #135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -201,6 +210,10 @@ def _loopback_listener(place: _Place) -> int | None:
             return None  # several groups of one process share a store
         listener.listen()
         return listener.detach()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _GROUPS = itertools.count()

@@ -17,6 +17,15 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(stream, algorithm).hexdigest()
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError within names this path if it names none: what a full disk raises does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), error.filename or str(path)) from None
+
+
 def json_digest(content: Mapping[str, Any]) -> str:
     """SHA-256 of a mapping as compact JSON in ASCII with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """What torch and torchrec say to their own developers, kept from those who run logitmix."""
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "torch.onnx", "fbgemm_gp
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings within, and of these libraries' logs only errors."""
+    """No warnings within, and of these libraries' logs only errors. OSErrors in threads are not shown: TensorBoard
+    raises that of its thread again in the next call."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -18,8 +20,15 @@ def quietly() -> Iterator[None]:
             warnings.simplefilter("ignore", category)
         for logger in loggers:
             logger.setLevel(logging.ERROR)
+        hook, threading.excepthook = threading.excepthook, _not_of_files
         try:
             yield
         finally:
+            threading.excepthook = hook
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def _not_of_files(arguments: threading.ExceptHookArgs) -> None:
+    if not isinstance(arguments.exc_value, OSError):
+        threading.__excepthook__(arguments)

@@ -30,7 +30,7 @@ import numpy as np
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import Fields, parse_json, read_json, recover, require_numbers, write_whole
+from logitmix.common.files import Fields, naming, parse_json, read_json, recover, require_numbers, write_whole
 from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
@@ -202,11 +202,8 @@ def keep_rows(run: Path, last_step: int) -> None:
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
     path = run / "metrics.jsonl"
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with naming(path), path.open("a") as file:
+        file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
 
 
 def read_rows(run: Path, kind: str = "") -> list[Fields]:

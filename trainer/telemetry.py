@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from torch import Tensor
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
+from logitmix.common.files import naming
 from logitmix.trainer.board import Board
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
@@ -76,7 +77,8 @@ class Telemetry:
         if self.main:
             if self.trace:
                 self.trace.stop()
-            self.board.close()
+            with suppress(OSError) if error else naming(self.run / "tensorboard"):
+                self.board.close()
             if self.console.is_terminal:
                 self.bar.stop()
             elif kind is None:
@@ -166,7 +168,8 @@ class Telemetry:
 
     def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
         append_row(self.run, kind, step, row)
-        self.board.add_row(kind, step, row)
+        with naming(self.run / "tensorboard"):
+            self.board.add_row(kind, step, row)
 
 
 class Spikes:

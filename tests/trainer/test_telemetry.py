@@ -19,7 +19,8 @@ from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
 from logitmix.trainer.plan import TablePlan
-from logitmix.trainer.run import RunProgress, read_rows
+from logitmix.trainer.quiet import quietly
+from logitmix.trainer.run import RunProgress, append_row, read_rows
 from logitmix.trainer.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, start_block
 
 PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
@@ -194,3 +195,29 @@ def test_the_first_losses_are_no_spikes() -> None:
     spikes = Spikes()
     assert not any(spikes.note(loss) for loss in [1.0] * (LEAST_LOSSES - 1) + [9.0])
     assert spikes.note(9.0)
+
+
+def test_a_full_disk_is_named_by_the_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes in a thread of its own, whose errors come with the next row."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with quietly(), Telemetry(tmp_path, some_model(), RunProgress(), 4) as telemetry:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(telemetry.board.writer._get_file_writer().event_writer._async_writer._writer), "write", full
+            )
+            with pytest.raises(OSError, match="No space left on device") as error:
+                for step in range(20):
+                    telemetry._write("train", step, {"loss": 1.0})
+                    time.sleep(0.05)
+        assert error.value.filename == str(tmp_path / "tensorboard")
+        telemetry.board.writer._get_file_writer().event_writer._async_writer._worker.exception = None
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(IsADirectoryError) as of_rows:
+        (tmp_path / "no" / "metrics.jsonl").mkdir(parents=True)
+        append_row(tmp_path / "no", "train", 1, {})
+    assert of_rows.value.filename == str(tmp_path / "no/metrics.jsonl")
