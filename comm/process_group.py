@@ -37,7 +37,7 @@ class Ranks:
     group: dist.ProcessGroup
 
 
-RENDEZVOUS = timedelta(seconds=60)
+RENDEZVOUS = timedelta(seconds=30)
 """For ranks that were started together and load at different speeds, at least."""
 
 

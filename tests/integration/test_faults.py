@@ -94,7 +94,7 @@ def disturb(run: Path, chance: random.Random, until: float, met: Counter[str]) -
             if job.poll() is None and len(children(job.pid)) == 2:
                 fault(job, run, chance)
                 met[fault.__name__] += 1
-        out, said = job.communicate(timeout=120)
+        out, said = job.communicate(timeout=240)
         assert not living(run)
         if job.returncode == 0:
             return
