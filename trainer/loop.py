@@ -129,7 +129,8 @@ def _steps(
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
     ):
         finished = pipeline.step >= last or _out_of_time(pipeline)
-        if done.step and (finished or done.step % evaluate_every == 0) and evaluation and not done.validation:
+        due = done.step > 0 and (finished or done.step % evaluate_every == 0)
+        if due and evaluation and config.data.validation and not done.validation:
             # A signal ended the job before this step was evaluated.
             done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
             checkpoint.save(run, model, optimizer, done, config.train.keep)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from jobs import metrics
 from small_data import small_config, write_dataset
 
-from logitmix.trainer import cli, loop, stopping
+from logitmix.trainer import checkpoint, cli, loop, stopping
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.evaluate import Evaluation
@@ -113,6 +114,20 @@ def test_the_command_says_how_to_go_on(
         f"logitmix: stopped by SIGTERM after step 7, which is saved in here; go on with: logitmix train '{recipe}' "
         "--run here"
     )
+
+
+def test_a_run_without_validation_goes_on_without_a_second_checkpoint(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, data=replace(config.data, validation=False))
+    save, saved = checkpoint.save, []
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: [saved.append(arguments[3].step), save(*arguments)][1])
+    with monkeypatch.context() as patch:
+        send_at_step(patch, 4, signal.SIGTERM)
+        with pytest.raises(Stopped):
+            train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
+    assert saved == sorted(set(saved)) and 4 in saved
 
 
 RANK = """
