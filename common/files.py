@@ -1,12 +1,14 @@
 """Digests, and files and directories that are written whole or not at all."""
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -115,15 +117,49 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
     """Yields an empty hidden directory beside `out` to be filled. At the end it replaces `out` and its content; on an
-    error it is removed, and `out` is unchanged."""
+    error it is removed, and `out` is unchanged. If the process is killed it stays, until `clean_up` removes it."""
     staging = staging_path(out)
+    with ExitStack() as held:
+        try:
+            staging.mkdir(parents=True)
+            held.enter_context(_lock(staging))
+            yield staging
+            publish(staging, out)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+def clean_up(out: Path) -> None:
+    """Removes what processes that were killed in `whole_directory` left beside `out`; if one was about to replace
+    `out`, that gets its name back. What a living process writes stays."""
+    ours = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(part|old)")
+    # Those that were to be replaced come last, because their processes may still be at work.
+    found = [path for path in out.parent.glob(".*") if ours.fullmatch(path.name)]
+    for path in sorted(found, key=lambda path: path.suffix == ".old"):
+        if path.suffix == ".part":
+            with suppress(FileNotFoundError), _lock(path) as alone:
+                if alone:
+                    shutil.rmtree(path, ignore_errors=True)
+        elif out.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        elif not path.with_suffix(".part").exists():
+            path.rename(out)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Holds a directory for this process; False if another one does, or if the file system has no locks."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        publish(staging, out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except OSError:
+            alone = False
+        yield alone
+    finally:
+        os.close(descriptor)
 
 
 def staging_path(out: Path) -> Path:

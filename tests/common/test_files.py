@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from logitmix.common import files
-from logitmix.common.files import file_digest, json_digest, whole_directory, write_whole
+from logitmix.common.files import clean_up, file_digest, json_digest, whole_directory, write_whole
 
 
 def entries(folder: Path) -> set[str]:
@@ -79,3 +79,55 @@ def test_what_fails_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyte
         else:
             patch.setattr(Path, "rename", refuse)
     assert entries(tmp_path) == {"out", "out/before"}
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with whole_directory(out) as living:
+        (living / "file").touch()
+        others = [
+            tmp_path / name for name in (".out.part", ".out.0123.old", ".other.01234567.part", ".xout.01234567.old")
+        ]
+        for path in (*others, tmp_path / ".out.01234567.part", tmp_path / ".out.89abcdef.part"):
+            path.mkdir()
+            (path / "file").touch()
+        (tmp_path / ".out.00000000.part").touch()
+        before = entries(tmp_path)
+        clean_up(out)
+        gone = {f".out.{name}.part{file}" for name in ("01234567", "89abcdef") for file in ("", "/file")}
+        assert entries(tmp_path) == before - gone
+    assert entries(out) == {"file"}
+
+
+@pytest.mark.parametrize("staging", [True, False])
+def test_what_a_killed_process_was_about_to_replace_gets_its_name_back(tmp_path: Path, staging: bool) -> None:
+    out, old, part = (tmp_path / name for name in ("out", ".out.01234567.old", ".out.01234567.part"))
+    old.mkdir()
+    (old / "old").touch()
+    if staging:
+        part.mkdir()
+    clean_up(out)
+    assert entries(tmp_path) == {"out", "out/old"}
+    out.rename(old)
+    out.mkdir()
+    clean_up(out)
+    assert entries(tmp_path) == {"out"}
+
+
+def test_what_a_living_process_replaces_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its two renames."""
+    out, rename = tmp_path / "out", Path.rename
+    with whole_directory(out) as staging:
+        (staging / "old").touch()
+
+    def look(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            before = entries(tmp_path)
+            clean_up(out)
+            assert entries(tmp_path) == before and not out.exists()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", look)
+    with whole_directory(out) as staging:
+        (staging / "new").touch()
+    assert entries(tmp_path) == {"out", "out/new"}

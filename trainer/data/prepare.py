@@ -7,6 +7,7 @@ action and 15 for each further column of the actions, plus every distinct raw id
 the file; there is no Python object per action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
+The same source and options give the same bytes.
 """
 
 import tomllib
@@ -23,7 +24,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from logitmix.common.files import whole_directory
+from logitmix.common.files import clean_up, whole_directory
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
@@ -53,10 +54,12 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
 
     Progress and malformed lines go to `console` (standard error).
     Raises ValueError with one line for anything wrong with the options or the source. Then nothing is left behind,
-    except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job.
+    except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job. If the process is killed, `out`
+    is as it was or complete, and the next job removes what is left beside it.
     """
     console = console or Console(stderr=True)
     out = options.directory
+    clean_up(out)
     _check_out(out, options.overwrite)
     if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
