@@ -108,7 +108,7 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
         staging.replace(path)
     except BaseException as error:
         staging.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.errno and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync(path.parent)
