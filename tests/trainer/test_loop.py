@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import evaluate_run
 from logitmix.trainer.loop import train
+from logitmix.trainer.processes import Stopped
 from logitmix.trainer.run import append_row, checkpoint_paths, evaluations_since_best, read_rows
+from logitmix.trainer.stopping import Stopping
 
 
 def attempt(config: Config, run: Path) -> str:
@@ -42,6 +45,18 @@ def test_ranks_stop_together_with_ids_in_flight(tmp_path: Path) -> None:
     assert int(first["short"]) > 0
     # The metric stays as it is, so the best checkpoint is the first; two more evaluations end the run.
     assert first["still"] == "4" and evaluated(tmp_path / "still") == [4, 8, 12]
+
+
+def test_a_signal_does_not_claim_a_step_that_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.on_save_failure": "continue"})
+    monkeypatch.setattr(Stopping, "agreed", lambda self: True)
+    monkeypatch.setattr(Stopping, "why", "SIGTERM")
+    for free, said in ((0, "after step 1, which could not be saved in"), (10**9, "after step 1, which is saved in")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(free, 0, free))
+        with pytest.raises(Stopped, match=said):
+            train(config, tmp_path / "run")
 
 
 STILL = {"dense.lr": 1e-20, "tables.lr": 1e-20, "train.precision": "fp32"}
