@@ -131,7 +131,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 
 def clean_up(out: Path) -> None:
-    """Removes what processes that were killed in `whole_directory` left beside `out`; if one was about to replace
+    """Removes what processes that were killed before `publish` left beside `out`; if one was about to replace
     `out`, that gets its name back. What a living process writes stays."""
     ours = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(part|old)")
     # Those that were to be replaced come last, because their processes may still be at work.
@@ -184,17 +184,6 @@ def publish(staging: Path, out: Path) -> None:
     else:
         staging.rename(out)
     sync(out.parent)
-
-
-def recover(folder: Path) -> None:
-    """Removes what killed processes had not published in a folder; what they were about to replace gets its name
-    back."""
-    for old in folder.glob(".*.old"):
-        out = folder / old.name[1:].rsplit(".", 2)[0]
-        if not out.exists():
-            old.rename(out)
-    for path in (*folder.glob(".*.part"), *folder.glob(".*.old")):
-        shutil.rmtree(path)
 
 
 def sync(path: Path) -> None:

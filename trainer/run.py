@@ -30,7 +30,7 @@ import numpy as np
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import Fields, naming, parse_json, read_json, recover, require_numbers, write_whole
+from logitmix.common.files import Fields, clean_up, naming, parse_json, read_json, require_numbers, write_whole
 from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
@@ -300,7 +300,8 @@ def _locked(run: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"another job is training {run}; wait for it, or give another --run") from None
         # What a job that was killed had not finished would keep a full disk full.
-        recover(run / "checkpoints")
+        for name in {path.name[1:].rsplit(".", 2)[0] for path in (run / "checkpoints").glob(".step-*")}:
+            clean_up(run / "checkpoints" / name)
         try:
             yield
         except BaseException:
