@@ -83,8 +83,9 @@ class _CsvReader:
         self.delimiter = delimiter or _sniff(block, label, keys)
         lines = _Lines(block)
         self.header = _header(lines, self.delimiter)
-        self.key_places = [self.header.index(name) for name in keys(label, self.header)]
-        _refuse_twins(label, self.header)
+        key_names = keys(label, self.header)
+        _refuse_twins(label, self.header, key_names)
+        self.key_places = [self.header.index(name) for name in key_names]
         self.line += lines.taken
         self.carry = lines.rest() + self.carry
 
@@ -242,9 +243,9 @@ def _sniff(block: bytes, label: str, keys: Keys) -> str:
     return max(DELIMITERS, key=fitness)
 
 
-def _refuse_twins(label: str, header: list[str]) -> None:
+def _refuse_twins(label: str, header: list[str], key_names: list[str]) -> None:
     for place, name in enumerate(header):
-        if _is_named(name) and name in header[:place]:
+        if (name in key_names or _is_named(name)) and name in header[:place]:
             raise ValueError(f"{label}: has two columns named {name!r}; rename one")
 
 
@@ -319,7 +320,7 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
         with pq.ParquetFile(file.path) as table:
             names = table.schema_arrow.names
             key_names = keys(file.label, names)
-            _refuse_twins(file.label, names)
+            _refuse_twins(file.label, names, key_names)
             task = progress.add_task(file.label, total=table.metadata.num_rows)
             first = 1
             for batch in table.iter_batches(batch_size=BLOCK_ROWS):
@@ -334,9 +335,10 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
 def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects) -> TableBlock:
     """The rows whose keys are UTF-8, which no reader of Parquet checks; other text that is not UTF-8 is missing."""
     columns, whole = {}, np.ones(batch.num_rows, bool)
-    for name in batch.schema.names:
-        columns[name], valid = _as_utf8(label, name, batch.column(name))
-        whole &= valid | (name not in key_names)
+    for place, name in enumerate(batch.schema.names):
+        if name in key_names or _is_named(name):
+            columns[name], valid = _as_utf8(label, name, batch.column(place))
+            whole &= valid | (name not in key_names)
     numbers = np.arange(first, first + batch.num_rows)
     for row in np.flatnonzero(~whole):
         rejects.add(label, int(numbers[row]), "not UTF-8", ",".join(str(columns[name][row]) for name in key_names))
@@ -346,7 +348,7 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
     return TableBlock(
         numbers[whole],
         keys,
-        {name: column for name, column in columns.items() if name not in key_names and _is_named(name)},
+        {name: column for name, column in columns.items() if name not in key_names},
         lambda row: ",".join(str(key[row]) for key in keys),
     )
 

@@ -449,6 +449,7 @@ def tables() -> Iterator[Case]:
     yield case("too many fields", head + b"9,7,5,x,y\n" + rows, (2, "has 5 fields, not 4"))
     yield case("two columns of one name", b"user,item,timestamp,item\n" + rows, said="two columns named 'item'")
     yield case("no user column", b"who,item,timestamp,note\n" + rows, said="no column 'user'; there are: who, item")
+    yield case("two blank user columns", b"user,item,timestamp, , \n" + rows, said="two columns", user_column=" ")
     yield case("no header", rows, said="no column 'user'; there are: 1, 4, 1, a")
     yield case("NUL in a name", b"user\0,item,timestamp,note\n" + rows, said="no column 'user'")
     yield case("long header", b"x" * 140_000 + b"\n" + rows, said="no column 'user'")
@@ -498,9 +499,11 @@ def tables() -> Iterator[Case]:
 
 
 def parquet_tables() -> Iterator[Case]:
-    def case(label: str, content: bytes, *problems: tuple[int, str], said: str = "", actions: int = 3) -> Case:
+    def case(
+        label: str, content: bytes, *problems: tuple[int, str], said: str = "", actions: int = 3, **options: Any
+    ) -> Case:
         rejects = tuple(("in.parquet", line, reason) for line, reason in problems)
-        return Case(f"parquet: {label}", "table", {"in.parquet": content}, said, rejects, actions)
+        return Case(f"parquet: {label}", "table", {"in.parquet": content}, said, rejects, actions, options=options)
 
     good: dict[str, Any] = {"user": ["1", "2", "3"], "item": [4, 5, 6], "timestamp": [1, 2, 3]}
 
@@ -526,6 +529,10 @@ def parquet_tables() -> Iterator[Case]:
     sink = io.BytesIO()
     pq.write_table(pa.table([[1], [2], [3], [4], [5]], ["user", "item", "timestamp", "x", "x"]), sink)
     yield case("two features of one name", sink.getvalue(), said="two columns named 'x'; rename one")
+    sink = io.BytesIO()
+    pq.write_table(pa.table([[1], [2], [3], [4], [5]], ["user", "item", "timestamp", "__i", "__i"]), sink)
+    yield case("two unnamed columns", sink.getvalue(), actions=1)
+    yield case("two unnamed columns of users", sink.getvalue(), said="two columns named '__i'", user_column="__i")
     yield case("no rows", parquet(**{name: pa.array([], pa.int64()) for name in good}), said="holds no actions")
     yield case("no columns", parquet(), said="no column 'user'")
     yield case("no item column", parquet(user=[1], timestamp=[1]), said="no column 'item'; there are: user, timestamp")

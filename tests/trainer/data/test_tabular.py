@@ -169,7 +169,7 @@ def test_the_delimiter_is_told_from_the_header(delimiter: str, mark: bytes, tmp_
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path, rejects: Rejects) -> None:
-    file = file_of(tmp_path, b",user,b,,b\n1,2,3,4,5\n")
+    file = file_of(tmp_path, b"user,,b,,b\n1,2,3,4,5\n")
     with pytest.raises(ValueError, match=r"^in\.txt: has two columns named 'b'; rename one$"):
         list(read_blocks(file, keys, rejects, PROGRESS))
 
