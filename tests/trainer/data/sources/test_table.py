@@ -83,6 +83,13 @@ def test_parquet_tables(
         assert all(name == "in.parquet" and number in "123" for name, number, _, _ in listed(rejects))
 
 
+def test_row_numbers_of_pandas_are_no_columns(tmp_path: Path, rejects: Rejects) -> None:
+    columns = {"user": [1, 1], "item": [5, 6], "timestamp": [1, 2], "__index_level_0__": [0, 0], "shop": [7, 7]}
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    (block,) = read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS)
+    assert set(block.columns) == {"shop"}
+
+
 def test_parquet_rows_keep_their_numbers_over_batches(tmp_path: Path, rejects: Rejects) -> None:
     users = pa.array(["a"] * tabular.BLOCK_ROWS + ["", "b"])
     numbers = range(len(users))
