@@ -43,7 +43,7 @@ def test_settings_go_on_top_by_their_names() -> None:
     [
         ({"train.epoch": 3}, "did you mean epochs?"),
         ({"train.epochs.more": 3}, "train.epochs.more is 3; it must be the name of a setting"),
-        ({"train.epochs": 0}, "train.epochs is 0; it must be at least 1"),
+        ({"train.epochs": 0}, "train.epochs is 0; it must be from 1 to"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, int], said: str) -> None:
