@@ -53,18 +53,20 @@ SPARSE = {"mol": SPARSE_MOL, "mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (12
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset of the paper: the recipe of its runs, the metric that chooses, and appendix A's sizes of methods."""
+    """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder, where it has its own), the
+    metric that chooses, and appendix A's sizes of methods."""
 
     recipe: str
     metric: str
     sizes: Mapping[str, Any]
     settings: Settings
+    hstu: str = ""
 
 
 BOOKS = {"model.encoder.blocks": 4, "model.encoder.heads": 4}
 ML_20M = {"model.dim": 256, "model.encoder.blocks": 4, "model.encoder.heads": 8}
 DATASETS = {
-    "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}),
+    "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}, hstu="ml-1m-hstu"),
     "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {"train.patience": 4}),
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
     "beauty": Data("amazon-dot", "hr@200", SPARSE, {}),
@@ -260,6 +262,11 @@ class Cell:
         return f"{self.dataset}-{self.method.replace(' ', '-')}-{self.seed}"
 
     @property
+    def recipe(self) -> str:
+        data = DATASETS[self.dataset]
+        return data.hstu if data.hstu and self.method.startswith("hstu+") else data.recipe
+
+    @property
     def start(self) -> "Cell | None":
         """The cell whose run gives the first weights: for MoL, that of the dot product with the same encoder. It learns
         slowly from random ones."""
@@ -297,11 +304,10 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
     if cell.start:
         result(cell.start, options)
     run, settings = Path(options.out) / cell.name, cell.settings(options)
-    recipe = DATASETS[cell.dataset].recipe
     words = [word for name, value in settings.items() for word in _words(name, value)]
-    Console(stderr=True).print(f"{cell.name}: {recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
-    logitmix("train", recipe, *words, "--run", str(run))
-    return collected(run, recipe)
+    Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
+    logitmix("train", cell.recipe, *words, "--run", str(run))
+    return collected(run, cell.recipe)
 
 
 def collected(run: Path, recipe: str) -> dict[str, Any]:

@@ -31,13 +31,18 @@ class Heartbeat:
         """`store`: a connection of its own, for the process group waits in the one that it has."""
         self.store, self.rank, self.world_size = store, rank, world_size
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self.store:
-            threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
+        """Ends the thread, which could abort the process if it came back from the store while Python shuts down."""
         self._ended.set()
+        if self._thread:
+            self._thread.join(ANSWERS)
 
     def who_is_missing(self) -> str:
         """The ranks that give no sign of life, for a sentence; "" if all do, or nobody can tell. Takes LISTENS and

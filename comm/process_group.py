@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -65,7 +65,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     store, heartbeat = _store(place, max(timeout, RENDEZVOUS))
     heartbeat.start()
     try:
-        with _loopback_only(place.launched):
+        with _loopback_only() if place.one_host else nullcontext():
             dist.init_process_group(
                 "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
                 store=store,
@@ -126,6 +126,8 @@ class _Place:
     address: str = ""
     port: int = 0
     launched: bool = False
+    one_host: bool = True
+    """Whether all ranks are on this host, as far as the launcher says."""
 
 
 def _place_from(environment: Mapping[str, str]) -> _Place:
@@ -144,7 +146,8 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
         raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to WORLD_SIZE - 1")
     if not 0 < port < 2**16:
         raise ValueError(f"MASTER_PORT is {port}; it must be a port from 1 to 65535")
-    return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launched=True)
+    one_host = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launched=True, one_host=one_host)
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
@@ -221,10 +224,10 @@ _GROUPS = itertools.count()
 
 
 @contextmanager
-def _loopback_only(launched: bool) -> Iterator[None]:
+def _loopback_only() -> Iterator[None]:
     """gloo listens even for a single process: keep that off the network."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if launched or loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
+    if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = loopback

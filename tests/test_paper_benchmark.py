@@ -24,7 +24,7 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
     assert len(cells) > 50
     for cell in cells:
         data = paper.DATASETS[cell.dataset]
-        config = with_settings(load_recipe(data.recipe), cell.settings(paper.Options()))
+        config = with_settings(load_recipe(cell.recipe), cell.settings(paper.Options()))
         name = cell.method.rpartition("+")[2].partition(" ")[0].partition("-")[0]
         assert config.model.similarity.kind == {"bce": "dot"}.get(name, name)
         assert (config.model.loss.kind == "bce") == (name == "bce")

@@ -120,9 +120,6 @@ def _ranks(
     """The processes; none of them runs any more on exit."""
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in [name for _, name in socket.if_nameindex()]:
-        # Only a port that other hosts cannot reach.
-        common |= {"GLOO_SOCKET_IFNAME": "lo"}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
@@ -158,12 +155,17 @@ def _passing_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]
         for process in ranks:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
         yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those of SIGNALS that this process was not started to ignore, as nohup does with SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _end_with_parent() -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "torch.onnx", "fbgemm_gpu", "root")
+LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "torch.onnx", "torch.__trace", "fbgemm_gpu", "root")
 
 
 @contextmanager

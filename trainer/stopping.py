@@ -15,7 +15,7 @@ from types import TracebackType
 
 from logitmix.comm.collectives import largest
 from logitmix.comm.process_group import Ranks
-from logitmix.trainer.processes import SIGNALS, Stopped, launched
+from logitmix.trainer.processes import SIGNALS, Stopped, heeded_signals, launched
 
 SAME = 1.0
 """Seconds in which a second signal counts as the first: a launcher passes on what the terminal has sent to all."""
@@ -41,7 +41,7 @@ class Stopping:
         if self.handles:
             self.read_end, self.write_end = os.pipe()
             os.set_blocking(self.write_end, False)
-            self.handlers = {number: signal.signal(number, _note) for number in SIGNALS}
+            self.handlers = {number: signal.signal(number, _note) for number in heeded_signals()}
             self.wakeup = signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
             self.thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self.thread.start()

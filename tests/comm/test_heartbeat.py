@@ -70,6 +70,13 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
     hangs.set()
 
 
+def test_no_thread_is_left_behind(beats: list[Heartbeat]) -> None:
+    for each in beats:
+        each.start()
+        each.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
 def test_one_rank_needs_no_heartbeat() -> None:
     alone = Heartbeat(None, 0, 1)
     alone.start()

@@ -14,6 +14,7 @@ import two_ranks
 
 from logitmix.comm.collectives import agreed, barrier
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, process_group
+from logitmix.trainer.processes import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TIMEOUT_SECONDS = 60
@@ -78,6 +79,28 @@ def listening() -> set[str]:
     }
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def listening_as_a_rank(port: int, agent_hosts: bool) -> tuple[str, set[str]]:
+    """gloo's interface and the addresses of this rank, where the launcher says that all are on one host."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    if not agent_hosts:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    with process_group("cpu", TIMEOUT_SECONDS) as ranks:
+        barrier(ranks)
+        return os.environ["GLOO_SOCKET_IFNAME"], listening()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("agent_hosts", [True, False], ids=["torchrun", "processes"])
+def test_ranks_of_one_host_listen_on_the_loopback_only(agent_hosts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    interfaces, of_ranks = zip(*two_ranks.run(listening_as_a_rank, free_port(), agent_hosts), strict=True)
+    # A host whose name is that of the loopback, as in many containers, would listen there by itself.
+    assert interfaces == ("lo", "lo")
+    assert len(of_ranks[0]) == (1 if agent_hosts else 2) and len(of_ranks[1]) == 1
+    for address in set.union(*of_ranks):
+        assert address.startswith(("0100007F", "0" * 24 + "01000000"))
 
 
 def test_an_error_leaves_no_group_behind() -> None:

@@ -167,6 +167,16 @@ def test_a_second_signal_ends_a_step_that_takes_too_long() -> None:
     assert "a second signal stops at once" in said and "rank 0 was stopped at once" in said
 
 
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As under nohup, where the terminal's end is not that of the job."""
+    process = start("waiting", "nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10)[0] == "SIGTERM\n"
+
+
 def test_patience_with_a_step_has_an_end() -> None:
     process = start("blocked")
     process.send_signal(signal.SIGINT)

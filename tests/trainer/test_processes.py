@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,32 +135,72 @@ def test_logs_stay_where_there_is_a_run_and_those_of_other_jobs_always(
     assert os.listdir(logs) == ["other"]
 
 
-TOLD = "signal.signal(15, lambda *_: sys.exit(75)); signal.signal(2, lambda *_: sys.exit(75)); time.sleep(60)"
+ENDS = "signal.signal({0}, lambda *_: sys.exit(75)); "
+DEAF = "signal.signal({0}, signal.SIG_IGN); "
+READY = "open(os.path.join({1!r}, str(rank)), 'w').close(); time.sleep(60)"
 
 
-@pytest.mark.usefixtures("ranks")
+def send_to_this_process(number: int, times: int, ranks: int, folder: Path) -> threading.Thread:
+    """So often, once all ranks are ready."""
+
+    def send() -> None:
+        until = time.monotonic() + 60
+        while len(os.listdir(folder)) < ranks and time.monotonic() < until:
+            time.sleep(0.05)
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ranks inherit what the process that started the tests ignores, as in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ranks", "interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("does", "status"), [(TOLD, 75), ("time.sleep(60)", 0)])
+@pytest.mark.parametrize(("does", "status"), [(ENDS, 75), ("", 0)])
 def test_signals_are_passed_on_to_the_ranks(
-    number: signal.Signals, does: str, status: int, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, does: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each rank gets one, and ends as it will; without a word of the launcher."""
-    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), number))
-    timer.start()
-    assert processes.run_ranks([does], 2) == (status or 128 + number)
+    (ready := tmp_path / "ready").mkdir()
+    before, sender = signal.getsignal(number), send_to_this_process(number, 1, 2, ready)
+    found = processes.run_ranks([(does + READY).format(int(number), str(ready))], 2)
+    sender.join()
+    assert found == (status or 128 + number)
     assert "was ended by" not in capfd.readouterr().err
-    assert signal.getsignal(number) not in (signal.SIG_IGN, None)
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_second_signal_ends_the_ranks_at_once() -> None:
-    deaf = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    for seconds in (1.5, 2.0):
-        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    since = time.monotonic()
+def test_an_ignored_signal_is_not_passed_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        (ready := tmp_path / "ready").mkdir()
+        sender = send_to_this_process(signal.SIGHUP, 1, 2, ready)
+        does = "signal.signal(1, lambda *_: sys.exit(75)); " + READY.replace("60", "2")
+        assert processes.run_ranks([does.format(1, str(ready))], 2) == 0
+        sender.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    (ready := tmp_path / "ready").mkdir()
+    sender, since = send_to_this_process(signal.SIGTERM, 2, 2, ready), time.monotonic()
     with pytest.raises(SystemExit) as stop:
-        processes.run_ranks([deaf], 2)
-    assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 10
+        processes.run_ranks([(DEAF + READY).format(15, str(ready))], 2)
+    sender.join()
+    assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 30
 
 
 @pytest.mark.usefixtures("ranks")
