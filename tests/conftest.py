@@ -1,7 +1,16 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_are_heeded() -> None:
+    """What the tests start ignores what they ignore: SIGINT in the background of a shell, SIGHUP under nohup."""
+    for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, action)
 
 
 @pytest.fixture(scope="session")

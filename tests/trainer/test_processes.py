@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -156,15 +155,7 @@ def send_to_this_process(number: int, times: int, ranks: int, folder: Path) -> t
     return thread
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ranks inherit what the process that started the tests ignores, as in the background of a shell."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ranks", "interruptible")
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("does", "status"), [(ENDS, 75), ("", 0)])
 def test_signals_are_passed_on_to_the_ranks(
