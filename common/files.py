@@ -25,7 +25,11 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), error.filename or str(path)) from None
+        if error.filename is not None:
+            raise
+        if error.errno is None:
+            raise OSError(f"{path}: {error}") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
@@ -102,14 +106,13 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
         raise ValueError(f"{path} is not a file; write to another")
     staging = path.with_name(f".{path.name}.part")
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            yield file
-        sync(staging)
-        staging.replace(path)
-    except BaseException as error:
+        with naming(path):
+            with staging.open("w", encoding="utf-8") as file:
+                yield file
+            sync(staging)
+            staging.replace(path)
+    except BaseException:
         staging.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync(path.parent)
 

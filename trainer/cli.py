@@ -40,6 +40,7 @@ from logitmix.trainer.processes import (
     STOPPED,
     USER_ERROR,
     Stopped,
+    cores,
     ended_by_a_mistake,
     launched,
     note_mistake,
@@ -562,7 +563,7 @@ def _start_ranks(command: str, words: list[str], count: int) -> None:
 
 def _threads_of_each(count: int) -> int:
     """Of processes that divide the cores of this host."""
-    return max(1, len(os.sched_getaffinity(0)) // count)
+    return max(1, cores() // count)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
-import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.precision import choose_precision
-from logitmix.trainer.processes import Stopped
+from logitmix.trainer.processes import Stopped, cores
 from logitmix.trainer.run import (
     RunProgress,
     epochs_of_refit,
@@ -64,8 +63,8 @@ def train(config: Config, run: Path) -> dict[str, float]:
 
 def _require_threads(threads: int) -> None:
     """Far more threads than cores would wait for each other all the time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    require(threads <= THREADS_A_CORE * cores, "train.threads", threads, f"at most {THREADS_A_CORE * cores} here")
+    most = THREADS_A_CORE * cores()
+    require(threads <= most, "train.threads", threads, f"at most {most} here")
 
 
 def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:

@@ -42,6 +42,11 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def cores() -> int:
+    """Those of this host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def note_mistake(message: str) -> bool:
     """Notes a user's mistake under torchrun, whose other ranks on this host, and restarts, find it too. Whether it was
     noted before."""
