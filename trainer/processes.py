@@ -23,6 +23,8 @@ SAVING = 40.0
 """The same once a signal has told them to, and they save what they have done."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
+LAST = 5.0
+"""Seconds after which a rank that is stopped is continued, once others have ended: none of them notices it any more."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 MISTAKE = "mistake"
@@ -182,7 +184,7 @@ def _end_with_parent() -> None:
 
 def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits until a rank has failed or all have ended."""
-    alone = 0.0
+    alone = waited = 0.0
     while True:
         statuses = [process.poll() for process in ranks]
         failed = [rank for rank, status in enumerate(statuses) if status]
@@ -193,6 +195,10 @@ def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         if None not in statuses and not failed:
             return None
         alone += 0.05 if failed else 0.0
+        waited += 0.05 if 0 in statuses else 0.0
+        if waited > LAST:
+            for process in ranks:
+                process.send_signal(signal.SIGCONT)
         time.sleep(0.05)
 
 
