@@ -77,7 +77,7 @@ def main(options: Options) -> None:
 def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each command and phase."""
     data, run = folder / "data", folder / "run"
-    _write_data(options, data)
+    write_data(data, options.items, options.users, options.feature_rows)
     settings = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *settings, "--model.features", "all"]
     train += ["--train.epochs"]
@@ -99,16 +99,17 @@ def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
             yield {"command": name, "phase": phase, "peaks": [of["peak"] for of in of_ranks], "s": seconds}
 
 
-def _write_data(options: Options, out: Path) -> None:
+def write_data(out: Path, items: int, users: int, feature_rows: int = 0) -> None:
+    """A dataset of short random histories; with rows of a feature, the items have one."""
     random = np.random.default_rng(0)
-    offsets = np.concatenate([[0], np.cumsum(random.integers(5, 20, options.users))])
-    items = random.integers(0, options.items, offsets[-1])
-    contents = DatasetContents(offsets, items, np.arange(offsets[-1]), _names(options.items))
-    if options.feature_rows:
-        ids, brand = Schema.of_ids(options.items), Feature("brand", "item", "id", "brand")
-        schema = Schema((*ids.features, brand), (*ids.tables, FeatureTable("brand", options.feature_rows)))
-        columns = {"brand": Column(random.integers(0, options.feature_rows, options.items))}
-        values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), _names(options.feature_rows)[1:]])}
+    offsets = np.concatenate([[0], np.cumsum(random.integers(5, 20, users))])
+    actions = random.integers(0, items, offsets[-1])
+    contents = DatasetContents(offsets, actions, np.arange(offsets[-1]), _names(items))
+    if feature_rows:
+        ids, brand = Schema.of_ids(items), Feature("brand", "item", "id", "brand")
+        schema = Schema((*ids.features, brand), (*ids.tables, FeatureTable("brand", feature_rows)))
+        columns = {"brand": Column(random.integers(0, feature_rows, items))}
+        values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), _names(feature_rows)[1:]])}
         contents = replace(contents, schema=schema, columns=columns, vocabularies=values)
     write_dataset(out, contents, "made")
 
@@ -187,7 +188,7 @@ def run_rank(folder: Path, words: list[str]) -> None:
     watch.wrap(loop, "load_dataset", "load the dataset")
     watch.wrap(loop, "parallelize", "initialize")
     watch.wrap(checkpoint, "restore", "restore")
-    watch.wrap(checkpoint, "save", "checkpoint")
+    watch.wrap(checkpoint.Saver, "save", "checkpoint")
     watch.wrap(checkpoint, "restore_best", "load the best")
     watch.wrap(evaluate.Evaluation, "__call__", "evaluate")
     cli.main(words)

@@ -20,17 +20,22 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
-from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
+from logitmix.comm.collectives import broadcast_object, largest, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, json_digest, publish, read_json, staging_path, write_hashed
 from logitmix.common.mappings import from_mapping, require
@@ -72,23 +77,162 @@ class SavedModel:
         return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks)
 
 
-def save(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress, keep: int) -> bool:
-    """Saves a new checkpoint, then removes all but the best and the `keep` newest; returns whether that was possible.
-    Collective.
+class Saver:
+    """Saves the checkpoints of a run: while training waits, or with `train.save_in_background` while it goes on. Then
+    each rank holds a second copy of what it writes until it has written it.
 
-    If it cannot be written, nothing of it stays, and every rank raises OSError; with `train.on_save_failure` continue,
-    rank 0 says so instead.
+    Use as a context manager: of a checkpoint that was not committed before the end of the block, nothing stays.
     """
-    ranks, config = model.ranks, model.config
-    try:
-        _write(run / "checkpoints" / f"step-{progress.step}", model, optimizer, progress)
-        on_first_rank(lambda: _prune(run, keep, config.evaluate.metric), ranks)
-    except OSError as error:
-        if config.train.on_save_failure == "stop":
+
+    def __init__(self, run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, keep: int = 0) -> None:
+        """`keep` newest checkpoints stay, beside the best; left out, `train.keep`."""
+        self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
+        self.keep = keep or model.config.train.keep
+        self._pending: _Pending | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, progress: RunProgress, wait: bool = True) -> bool:
+        """Saves a new checkpoint, then removes all but the best and the newest; returns whether that was possible so
+        far. Unless it is to wait, and with `train.save_in_background`, only a copy is made, `poll` commits it, and the
+        next `save` waits for that. Collective.
+
+        If the checkpoint cannot be written, nothing of it stays, and every rank raises OSError; with
+        `train.on_save_failure` continue, rank 0 says so instead.
+        """
+        self._finish()
+        in_background = self.model.config.train.save_in_background and not wait
+        return self._tried(lambda: self._begin(progress, in_background)) and (in_background or self._finish())
+
+    def poll(self) -> None:
+        """Commits what was saved in the background, once all ranks have written it; to be called in each step.
+        Collective; raises as `save` does, in the step after the failure."""
+        if self._pending is None:
+            return
+        state = largest(self._pending.state, self.ranks)
+        if state == FAILED:
+            self._pending.abandoned.set()
+        if state != WRITING:
+            self._finish()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pending:
+            self._pending.abandoned.set()
+        self._thread.shutdown()
+        if self._pending:
+            self._remove(self._pending)
+
+    def _begin(self, progress: RunProgress, in_background: bool) -> None:
+        """Makes a hidden directory for the checkpoint, and in the background begins to write. Collective."""
+        out, ranks = self.run / "checkpoints" / f"step-{progress.step}", self.ranks
+        # The tower is the same on all ranks.
+        state = {
+            name: _pieces(of)
+            for name, of in _state(self.model, self.optimizer).items()
+            if isinstance(of, ShardedTensor) or ranks.rank == 0
+        }
+        if in_background:
+            state = {name: [piece.copied() for piece in of] for name, of in state.items()}
+        file = TensorFile(state)
+        staging, needed = broadcast_object(staging_path(out), ranks), sum(on_all_ranks(lambda: file.bytes, ranks))
+        pending = _Pending(out, staging, needed, _part(ranks.rank, ranks.world_size), _described(self.model, progress))
+
+        def make() -> None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(out.parent).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            staging.mkdir()
+
+        with self._removing(pending):
+            on_first_rank(make, ranks)
+        self._pending = pending
+        if in_background:
+            pending.written = self._thread.submit(pending.write, file)
+        else:
+            pending.file = file
+
+    def _finish(self) -> bool:
+        """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
+        pending, self._pending = self._pending, None
+        return pending is None or self._tried(lambda: self._commit(pending))
+
+    def _commit(self, pending: "_Pending") -> None:
+        def publish_it() -> None:
+            # The same step can be there, saved before it was evaluated.
+            text = _manifest_text({**pending.content, "files": digests})
+            write_hashed(pending.staging / MANIFEST, [text.encode()])
+            publish(pending.staging, pending.out)
+            _prune(self.run, self.keep, self.model.config.evaluate.metric)
+
+        with self._removing(pending):
+            digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
+            on_first_rank(publish_it, self.ranks)
+
+    @contextmanager
+    def _removing(self, pending: "_Pending") -> Iterator[None]:
+        """On an error nothing of the checkpoint stays, and an OSError says what could not be done."""
+        try:
+            yield
+        except BaseException as error:
+            self._remove(pending)
+            if isinstance(error, OSError):
+                raise _explained(error, pending.out, pending.needed) from None
             raise
-        _say(f"{error}; training goes on", ranks)
-        return False
-    return True
+
+    def _remove(self, pending: "_Pending") -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(pending.staging, ignore_errors=True)
+
+    def _tried(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except OSError as error:
+            if self.model.config.train.on_save_failure == "stop":
+                raise
+            _say(f"{error}; training goes on", self.ranks)
+            return False
+        return True
+
+
+WRITTEN, WRITING, FAILED = range(3)
+"""States of what is written in the background: the ranks' largest is that of all."""
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is not committed yet: what this rank writes of it, at once or in a thread."""
+
+    out: Path
+    staging: Path
+    needed: int
+    part: str
+    content: Mapping[str, Any]
+    file: TensorFile | None = None
+    written: Future[str] | None = None
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def state(self) -> int:
+        assert self.written is not None
+        if not self.written.done():
+            return WRITING
+        return FAILED if self.written.exception() else WRITTEN
+
+    def digest(self) -> str:
+        """The SHA-256 of this rank's part, once it is on disk."""
+        if self.written:
+            return self.written.result()
+        assert self.file is not None
+        return self.write(self.file)
+
+    def write(self, file: TensorFile) -> str:
+        """Writes this rank's part, unless it is abandoned: then the rank that is the cause has an error to raise."""
+        parts = takewhile(lambda part: not self.abandoned.is_set(), file.parts())
+        return write_hashed(self.staging / self.part, parts)
 
 
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
@@ -192,44 +336,6 @@ def _fill(state: Mapping[str, ShardedTensor | Tensor], tensors: SavedTensors) ->
     for name, of in state.items():
         for piece in _pieces(of):
             tensors.read(name, piece.place, piece.values)
-
-
-def _write(out: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, progress: RunProgress) -> None:
-    """Writes a whole checkpoint or nothing. Collective; raises OSError on every rank."""
-    ranks = model.ranks
-    # The tower is the same on all ranks.
-    state = {
-        name: _pieces(of)
-        for name, of in _state(model, optimizer).items()
-        if isinstance(of, ShardedTensor) or ranks.rank == 0
-    }
-    file = TensorFile(state)
-    needed = sum(on_all_ranks(lambda: file.bytes, ranks))
-    staging = broadcast_object(staging_path(out), ranks)
-    own = _part(ranks.rank, ranks.world_size)
-
-    def begin() -> None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(out.parent).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        staging.mkdir()
-
-    def finish() -> None:
-        # The same step can be there, saved before it was evaluated.
-        content = _described(model, progress) | {"files": digests}
-        write_hashed(staging / MANIFEST, [_manifest_text(content).encode()])
-        publish(staging, out)
-
-    try:
-        on_first_rank(begin, ranks)
-        digests = dict(on_all_ranks(lambda: (own, write_hashed(staging / own, file.parts())), ranks))
-        on_first_rank(finish, ranks)
-    except BaseException as error:
-        if ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _explained(error, out, needed) from None
-        raise
 
 
 def _explained(error: OSError, out: Path, needed: int) -> OSError:

@@ -144,6 +144,9 @@ class TrainConfig:
     """Steps between two checkpoints; 0 saves one at each evaluation."""
     keep: int = 2
     """Number of newest checkpoints kept, in addition to the best."""
+    save_in_background: bool = False
+    """Write checkpoints while training goes on; each rank then holds a second copy of its part of the tables and
+    optimizers' states until it is written."""
     on_damage: Literal["continue", "stop"] = "continue"
     """What to do where a checkpoint is damaged: set it aside and continue from the one before, saying so, or stop."""
     on_save_failure: Literal["continue", "stop"] = "stop"

@@ -126,13 +126,14 @@ def _steps(
     with (
         Telemetry(run, model, done, last) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
+        checkpoint.Saver(run, model, optimizer) as saver,
     ):
         finished = pipeline.step >= last or _out_of_time(pipeline)
         due = done.step > 0 and (finished or done.step % evaluate_every == 0)
         if due and evaluation and config.data.validation and not done.validation:
             # A signal ended the job before this step was evaluated.
             done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
-            checkpoint.save(run, model, optimizer, done, config.train.keep)
+            saver.save(done)
         finished = finished or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()
@@ -141,6 +142,7 @@ def _steps(
             pipeline.check_gradients()
             if pipeline.skipping:
                 telemetry.log_skipped(pipeline, batches.users_of(pipeline.step - 1))
+            saver.poll()
             stopped = stopping.agreed()
             finished = pipeline.step == last or _out_of_time(pipeline)
             pipeline.apply_gradients(prefetch=not (finished or stopped))
@@ -157,7 +159,7 @@ def _steps(
                         finished = finished or _out_of_patience(run, model, telemetry)
                     stopped = stopping.agreed()
                 if saving or done.validation or stopped:
-                    saved = checkpoint.save(run, model, optimizer, done, config.train.keep)
+                    saved = saver.save(done, wait=finished or stopped)
             if stopped:
                 said = "is saved" if saved else "could not be saved"
                 raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {run}")

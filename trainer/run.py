@@ -39,7 +39,7 @@ from logitmix.trainer.data.dataset import Dataset
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
-    "train.refit", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
+    "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs only if the schedule does not depend on them."""
 

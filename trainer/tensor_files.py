@@ -32,6 +32,10 @@ class Piece(NamedTuple):
     place: tuple[int, ...]
     values: Tensor
 
+    def copied(self) -> "Piece":
+        """The same values in memory of their own, on the CPU."""
+        return Piece(self.place, self.values.to("cpu", copy=True))
+
 
 class Kind(NamedTuple):
     """Dtype and shape of a whole tensor."""

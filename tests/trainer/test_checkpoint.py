@@ -1,6 +1,11 @@
+import concurrent.futures
 import errno
 import json
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +14,15 @@ import two_ranks
 from small_data import ITEMS, gather_table, move_tables, small_config, write_dataset
 from torch import Tensor
 
+from logitmix.comm.collectives import barrier
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer import checkpoint
+from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
-from logitmix.trainer.run import RunProgress
+from logitmix.trainer.run import RunProgress, checkpoint_paths
 from logitmix.trainer.tensor_files import SavedTensors
 
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
@@ -64,7 +71,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
-        checkpoint.save(run, model, optimizer, RunProgress(steps, 1.5, 100, {"hr@10": 0.1}), keep=2)
+        Saver(run, model, optimizer, keep=2).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
         for seed in range(steps, steps + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -105,7 +112,7 @@ def save_all(jobs: Jobs) -> None:
             else:
                 for seed in range(3):
                     step(model, optimizer, seed)
-            checkpoint.save(out, model, optimizer, RunProgress(3), keep=2)
+            Saver(out, model, optimizer, keep=2).save(RunProgress(3))
 
 
 def assert_same_content(run: Path, other: Path) -> None:
@@ -125,26 +132,49 @@ def save_and_resume(
 
 
 def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
-    """What a rank says where the second one has a full disk, and then a broken one."""
-    said, write = [], os.write
+    """What a rank says where the second one has a full disk, and then a broken one; and where that one breaks in the
+    background, while this one cannot write for a long time."""
+    said = []
     with process_group("cpu", 60) as ranks:
         model = parallelize(SCHEMA, config, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for code in (errno.ENOSPC, errno.EIO):
+            with broken_writes(ranks.rank == 1, code), pytest.raises(OSError) as caught:
+                Saver(run, model, optimizer, keep=9).save(RunProgress(16))
+            said.append(str(caught.value))
+        background = replace(model, config=replace(config, train=replace(config.train, save_in_background=True)))
+        with Saver(run, background, optimizer, keep=9) as saver, pytest.raises(OSError) as caught:
 
-            def broken(descriptor: int, content: memoryview, code: int = code) -> int:
+            def abandoned() -> None:
+                assert saver._pending and saver._pending.abandoned.wait(60)
+
+            with broken_writes(ranks.rank == 1, errno.EIO, abandoned):
+                saver.save(RunProgress(20), wait=False)
+                assert saver._pending and saver._pending.written
                 if ranks.rank == 1:
-                    raise OSError(code, os.strerror(code))
-                return write(descriptor, content)
-
-            os.write = broken
-            try:
-                checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
-            except OSError as error:
-                said.append(str(error))
-            finally:
-                os.write = write
+                    concurrent.futures.wait([saver._pending.written])
+                barrier(ranks)
+                saver.poll()
+        said.append(str(caught.value))
     return said
+
+
+@contextmanager
+def broken_writes(fails: bool, code: int, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Writes fail on one rank; on the others they wait."""
+    write = os.write
+
+    def broken(descriptor: int, content: memoryview) -> int:
+        if fails:
+            raise OSError(code, os.strerror(code))
+        wait()
+        return write(descriptor, content)
+
+    os.write = broken  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.write = write
 
 
 def new_run(folder: Path, name: str, config: Config) -> Path:
@@ -189,10 +219,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
         for name, actual in zip([*configs, *configs], resumed, strict=True):
             assert_equal(actual, expected[name])
     # A save that fails on one rank fails on all, and nothing of it stays.
-    (full, broken), of_second = first[1], second[1]
+    (full, broken, later), of_second = first[1], second[1]
     out = paired["adam"] / "checkpoints" / "step-16"
     assert full.startswith(f"no room for {out}: it needs ") and of_second[0].startswith(full.partition(" and ")[0])
     assert broken == of_second[1] == f"{out} could not be written (Input/output error); nothing of it was kept"
+    # In the background too, in the next step, though the other rank had not written its part.
+    assert later == of_second[2] == broken.replace("step-16", "step-20")
     assert [path.name for path in out.parent.iterdir()] == ["step-3"]
     for name, config in configs.items():
         assert_equal(resume(alone[name], config), expected[name])
@@ -224,6 +256,39 @@ def test_any_ranks_load_what_any_ranks_saved(tmp_path: Path, data: Path, optimiz
             assert_same_content(source, out)
 
 
+def test_what_is_written_in_the_background_is_the_step_that_was_saved(tmp_path: Path, data: Path) -> None:
+    config = small_config(data, ADAM | {"train.save_in_background": True})
+    run, may_write = new_run(tmp_path, "run", config), threading.Event()
+    with process_group("cpu", 60) as ranks, broken_writes(False, 0, lambda: require(may_write.wait(60))):
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        with Saver(run, model, optimizer) as saver:
+            step(model, optimizer, 0)
+            saver.save(RunProgress(1), wait=False)
+            saved = snapshot(model, optimizer)
+            step(model, optimizer, 1)
+            saver.poll()
+            assert checkpoint_paths(run) == []
+            may_write.set()
+            while saver._pending:
+                saver.poll()
+            assert [path.name for path in checkpoint_paths(run)] == ["step-1"]
+        saved_model = checkpoint.load_saved(run)
+        assert_equal(saved_model.tower.state_dict(), {name: saved[name] for name in saved_model.tower.state_dict()})
+        assert torch.equal(saved_model.read_rows(ITEM, 0, ITEMS), saved[f"table {ITEM}"])
+        # What is not committed when the block ends, by an error perhaps, is removed.
+        may_write.clear()
+        with pytest.raises(KeyError), Saver(run, model, optimizer) as saver:
+            saver.save(RunProgress(2), wait=False)
+            may_write.set()
+            raise KeyError
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
+
+
+def require(condition: bool) -> None:
+    assert condition
+
+
 @pytest.fixture
 def run(tmp_path: Path, data: Path) -> Path:
     config = small_config(data, ADAM)
@@ -252,7 +317,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
-            checkpoint.save(run, model, optimizer, RunProgress(number, 0.0, 0, metrics), keep=2)
+            Saver(run, model, optimizer, keep=2).save(RunProgress(number, 0.0, 0, metrics))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
     assert checkpoint.load_saved(run).step == 2
     assert checkpoint.load_saved(run, "last").step == 6

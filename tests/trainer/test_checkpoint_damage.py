@@ -25,6 +25,7 @@ from logitmix.common.files import file_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
 from logitmix.trainer import checkpoint
+from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import evaluate_run
@@ -568,12 +569,17 @@ def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimiz
         yield model, dense_optimizer(model.tower, config.dense)
 
 
-@pytest.mark.parametrize("step", [12, 16])
+@pytest.mark.parametrize(("step", "in_background"), [(12, False), (16, False), (16, True)])
 def test_whatever_fails_the_checkpoint_before_stays(
-    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch, step: int
+    run: Path,
+    trained: tuple[ParallelModel, torch.optim.Optimizer],
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    in_background: bool,
 ) -> None:
     """Also where it is saved again, as a step is that was saved before it was evaluated."""
     model, optimizer = trained
+    model = replace(model, config=replace_train(model.config, save_in_background=in_background))
     before, number, messages = steps(run), 0, set()
     out = run / "checkpoints" / f"step-{step}"
     while True:
@@ -581,7 +587,10 @@ def test_whatever_fails_the_checkpoint_before_stays(
         with monkeypatch.context() as patch:
             failure = Failure(patch, number, errno.EIO if number % 2 else errno.ENOSPC)
             try:
-                checkpoint.save(run, model, optimizer, RunProgress(step, number), keep=9)
+                with Saver(run, model, optimizer, keep=9) as saver:
+                    saver.save(RunProgress(step, number), wait=False)
+                    while saver._pending:
+                        saver.poll()
                 assert failure.count < number
                 break
             except OSError as error:
@@ -597,6 +606,18 @@ def test_whatever_fails_the_checkpoint_before_stays(
     assert failure.count > 40 and checkpoint.load_saved(run, "last").step == step
 
 
+def test_training_is_the_same_with_saves_in_the_background(finished: Path, tmp_path: Path) -> None:
+    config = replace_train(read_config(finished), save_in_background=True, checkpoint_every=2)
+    train(config, tmp_path / "run")
+    for step in ("step-4", "step-12"):
+        ours, expected = (
+            json.loads((of / "checkpoints" / step / checkpoint.MANIFEST).read_text())["files"]
+            for of in (tmp_path / "run", finished)
+        )
+        assert ours == expected
+    assert [path.name for path in steps(tmp_path / "run")] == ["step-10", "step-12", "step-4", "step-8"]
+
+
 def test_a_full_disk_is_noticed_before_anything_is_written(
     run: Path,
     trained: tuple[ParallelModel, torch.optim.Optimizer],
@@ -610,13 +631,13 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
         f"no room for {run}/checkpoints/step-16: it needs {needed:,} bytes, and {needed - 1:,} are free; nothing of it"
     )
     with pytest.raises(OSError, match=said):
-        checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+        Saver(run, model, optimizer, keep=9).save(RunProgress(16))
     goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
-    checkpoint.save(run, goes_on, optimizer, RunProgress(16), keep=9)
+    Saver(run, goes_on, optimizer, keep=9).save(RunProgress(16))
     assert capsys.readouterr().err == f"{said} was kept; training goes on\n"
     assert steps(run) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
-    checkpoint.save(run, model, optimizer, RunProgress(16), keep=9)
+    Saver(run, model, optimizer, keep=9).save(RunProgress(16))
 
 
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:

@@ -21,6 +21,7 @@ from logitmix.serving.model import item_types
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
+from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import ranking_users
@@ -85,7 +86,7 @@ def run(tmp_path: Path) -> Path:
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)
             progress = RunProgress(step=step, validation={config.evaluate.metric: hit_rate})
-            checkpoint.save(run, model, optimizer, progress, keep=2)
+            Saver(run, model, optimizer, keep=2).save(progress)
     return run
 
 
