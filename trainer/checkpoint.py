@@ -43,7 +43,7 @@ from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import ParallelModel, model_schema
-from logitmix.trainer.run import RunProgress, checkpoint_paths, fixed_settings, read_config, read_schema
+from logitmix.trainer.run import RunProgress, checkpoint_paths, fixed_settings, note_rows, read_config, read_schema
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.tensor_files import Kind, Piece, SavedTensors, TensorFile
 
@@ -167,6 +167,7 @@ class Saver:
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             publish(pending.staging, pending.out)
             _prune(self.run, self.keep, self.model.config.evaluate.metric)
+            note_rows(self.run)
 
         with self._removing(pending):
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))

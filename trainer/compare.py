@@ -54,6 +54,7 @@ from logitmix.trainer.run import (
     read_rows,
     require_same_dataset,
     still_rising,
+    write_noted,
     write_ranks,
     write_results,
 )
@@ -166,7 +167,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[s
                 continue
         folder.mkdir(parents=True, exist_ok=True)
         results, rank_U = _fit_and_rank(name, evaluation, minutes)
-        write_whole(folder / "dataset.json", evaluation.dataset.description())
+        write_noted(folder / "dataset.json", evaluation.dataset.description())
         write_ranks(folder, rank_U)
         write_results(folder, results | {"budget": minutes})
         _say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")

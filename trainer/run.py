@@ -7,6 +7,8 @@ metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked
                   of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
 profile/          with train.profile, a Chrome trace of some steps
+digests.json      bytes and SHA-256 of config.toml, dataset.json, results.json and test_ranks.json as they were written,
+                  and of metrics.jsonl as it was at the last checkpoint: rows may follow
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
 test_ranks.json   rank of each user's target in that test
@@ -16,6 +18,7 @@ logs/             under torchx, what each process of each job has said: JOB/atte
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -30,12 +33,22 @@ import numpy as np
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import Fields, clean_up, naming, parse_json, read_json, require_numbers, write_whole
+from logitmix.common.files import (
+    Fields,
+    clean_up,
+    json_digest,
+    naming,
+    parse_json,
+    read_json,
+    require_numbers,
+    write_whole,
+)
 from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
 
+DIGESTS = "digests.json"
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
@@ -73,8 +86,8 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
         if checkpoint_paths(run):
             _require_same_settings(run, config)
             require_same_dataset(run, dataset)
-        write_whole(run / "dataset.json", dataset.description())
-        write_whole(run / "config.toml", dump_toml(config))
+        write_noted(run / "dataset.json", dataset.description())
+        write_noted(run / "config.toml", dump_toml(config))
 
     on_first_rank(start, ranks)
 
@@ -168,9 +181,61 @@ def noted_dataset(run: Path) -> str:
     return _read_text(noted)
 
 
+def write_noted(path: Path, text: str) -> None:
+    """Writes a file of a run whole, and its digest. If the job is killed in between, the file has none."""
+    _note(path, None)
+    write_whole(path, text)
+    _note(path, text.encode())
+
+
+def note_rows(run: Path) -> None:
+    """Notes the digest of the rows of metrics so far."""
+    path = run / "metrics.jsonl"
+    if path.exists():
+        _note(path, path.read_bytes())
+
+
+def _note(path: Path, content: bytes | None) -> None:
+    """Notes the digest of a file, or that it has none."""
+    file = path.parent / DIGESTS
+    found = _digests(path.parent)
+    before = found.pop(path.name, None)
+    if content is not None:
+        found[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    if found.get(path.name) != before:
+        write_whole(file, json.dumps({"files": found, "sha256": json_digest(found)}, indent=1) + "\n")
+
+
+def _digests(run: Path) -> dict[str, Any]:
+    file = run / DIGESTS
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or content.get("sha256") != json_digest(files):
+        raise ValueError(f"{file} is damaged (its sha256 is not that of its content); {_UNCHECKED.format(file)}")
+    return files
+
+
+_UNCHECKED = "restore it, or remove {} to go on without checking the run's files"
+
+
+def _read_noted(path: Path) -> bytes:
+    """The content of a file of a run; ValueError if it is not what was written, except what was appended to rows."""
+    noted = _digests(path.parent).get(path.name)
+    content = path.read_bytes() if noted is None or path.exists() else b""
+    if noted is None:
+        return content
+    whole = content[: noted["bytes"]] if path.suffix == ".jsonl" else content
+    if hashlib.sha256(whole).hexdigest() != noted["sha256"]:
+        problem = f"is damaged (its SHA-256 is not that in {DIGESTS})" if path.exists() else "is missing"
+        raise ValueError(f"{path} {problem}; {_UNCHECKED.format(path.parent / DIGESTS)}")
+    return content
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return _read_noted(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is damaged ({error})") from None
 
@@ -197,7 +262,7 @@ def keep_rows(run: Path, last_step: int) -> None:
     path = run / "metrics.jsonl"
     if path.exists():
         kept = [row for row in read_rows(run) if row["step"] <= last_step]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_noted(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -210,7 +275,7 @@ def read_rows(run: Path, kind: str = "") -> list[Fields]:
     """The rows of metrics in the order of writing, or those of a kind. A last line that a killed job left incomplete is
     skipped. ValueError that names the file, the line and the field if another is no row."""
     path = run / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = _read_noted(path).split(b"\n")[:-1] if path.exists() or path.name in _digests(run) else []
     rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     return [row for row in rows if kind in ("", row["kind"])]
 
@@ -260,26 +325,27 @@ def write_plan(run: Path, plan: Mapping[str, Any]) -> None:
 
 
 def write_results(run: Path, results: Mapping[str, Any]) -> None:
-    write_whole(run / "results.json", json.dumps(results, indent=1) + "\n")
+    note_rows(run)
+    write_noted(run / "results.json", json.dumps(results, indent=1) + "\n")
 
 
 def read_results(run: Path) -> Fields:
     """ValueError that names the file and the field if it is damaged."""
     path = run / "results.json"
-    results = require_numbers(read_json(path), str(path))
+    results = require_numbers(parse_json(_read_noted(path), str(path)), str(path))
     if not results:
         raise ValueError(f"{path} has no numbers")
     return results
 
 
 def write_ranks(run: Path, rank_U: np.ndarray) -> None:
-    write_whole(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
+    write_noted(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
 
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
     path = run / "test_ranks.json"
-    ranks = read_json(path)
+    ranks = parse_json(_read_noted(path), str(path))
     if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
         raise ValueError(f"{path} is not a list of ranks from 1")
     return np.array(ranks, np.int64)

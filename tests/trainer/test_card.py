@@ -82,9 +82,10 @@ def test_its_example_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_test_metrics_are_those_of_the_exported_step_or_none(run: Path, tmp_path: Path) -> None:
-    results = run / "results.json"
+    results, digests = run / "results.json", run / "digests.json"
     text = results.read_text()
     try:
+        digests = digests.rename(tmp_path / "digests.json")
         results.write_text(json.dumps(json.loads(text) | {"step": 1}))
         export(run, tmp_path / "served")
         card = (tmp_path / "served" / "README.md").read_text()
@@ -94,9 +95,10 @@ def test_test_metrics_are_those_of_the_exported_step_or_none(run: Path, tmp_path
             results.write_text(damaged)
             with pytest.raises(ValueError, match=rf"results\.json {said}.*; remove .* to export without"):
                 export(run, tmp_path / "others")
-        assert [path.name for path in tmp_path.iterdir()] == ["served"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "served"]
     finally:
         results.write_text(text)
+        digests.rename(run / "digests.json")
 
 
 def test_it_counts_the_items_that_are_added(run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from logitmix.common.files import file_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
 from logitmix.trainer import checkpoint
+from logitmix.trainer import run as run_module
 from logitmix.trainer.checkpoint import Saver
-from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluate import evaluate_run
 from logitmix.trainer.export import export
@@ -34,7 +35,7 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.report import write_report
-from logitmix.trainer.run import MAY_CHANGE, RunProgress, read_config, read_ranks, require_same_dataset, run_lock
+from logitmix.trainer.run import RunProgress, read_config, read_ranks, read_results, read_rows, read_schema, run_lock
 
 PART = "part-00000-of-00001.safetensors"
 SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
@@ -355,6 +356,7 @@ LINES = [
 @pytest.mark.parametrize("line", range(len(LINES)))
 def test_a_line_that_is_no_row_of_metrics_is_told(run: Path, tmp_path: Path, line: int) -> None:
     content, said = LINES[line]
+    (run / "digests.json").unlink()
     path = run / "metrics.jsonl"
     rows = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([rows[0], content + b"\n", *rows[2:]]))
@@ -385,6 +387,7 @@ RESULTS = [
 @pytest.mark.parametrize("edit", range(len(RESULTS)))
 def test_edited_results_are_told(run: Path, tmp_path: Path, edit: int) -> None:
     content, said = RESULTS[edit]
+    (run / "digests.json").unlink()
     (run / "results.json").write_bytes(content)
     for command in (lambda: export(run, tmp_path / "out"), lambda: write_report([run], tmp_path / "report.html")):
         with told(said):
@@ -395,6 +398,7 @@ def test_edited_results_are_told(run: Path, tmp_path: Path, edit: int) -> None:
     "content", [b"{}", b"[0]", b"[1.5]", b'["1"]', b"[true]", b"[1, [2]]", b"[99999999999999999999]"]
 )
 def test_edited_ranks_are_told(run: Path, content: bytes) -> None:
+    (run / "digests.json").unlink()
     (run / "test_ranks.json").write_bytes(content)
     with told("test_ranks.json is not a list of ranks from 1"):
         read_ranks(run)
@@ -416,6 +420,7 @@ DESCRIPTIONS = [
 @pytest.mark.parametrize("edit", range(len(DESCRIPTIONS)))
 def test_an_edited_description_of_the_dataset_is_told(run: Path, edit: int) -> None:
     content, said = DESCRIPTIONS[edit]
+    (run / "digests.json").unlink()
     (run / "dataset.json").write_bytes(content)
     with told(said):
         checkpoint.load_saved(run)
@@ -439,6 +444,7 @@ CONFIGS = [
 @pytest.mark.parametrize("edit", range(len(CONFIGS)))
 def test_an_edited_configuration_is_told(run: Path, tmp_path: Path, edit: int) -> None:
     content, said = CONFIGS[edit]
+    (run / "digests.json").unlink()
     config = read_config(run)
     (run / "config.toml").write_bytes(content)
     for command in (lambda: export(run, tmp_path / "out"), lambda: train(config, run)):
@@ -699,30 +705,72 @@ def test_every_damage_to_a_checkpoint_is_found(run: Path) -> None:
     opened()
 
 
-def test_every_damage_to_the_settings_and_the_description_is_found(run: Path) -> None:
-    """By the command that reads them, unless the settings are those that may change, or those of the evaluation."""
-    chance, dataset = random.Random(1), load_dataset(read_config(run).data.path)
-    config, manifest = read_config(run), checkpoint._read_manifest(newest(run))
-    schema, left = dataset.schema, 0
-    for file in (run / "config.toml", run / "dataset.json"):
-        content = file.read_bytes()
-        for other in damaged(content, chance, 300, 30):
-            file.write_bytes(other)
-            try:
-                now = read_config(run)
-                checkpoint._require_same_model(newest(run) / checkpoint.MANIFEST, manifest, now, schema)
-                require_same_dataset(run, dataset)
-            except ValueError as error:
-                assert str(run) in str(error)
-            else:
-                assert file.name == "config.toml"
-                changed = {key for key, value in flatten(now).items() if flatten(config)[key] != value}
-                assert all(
-                    key in MAY_CHANGE or key.startswith("evaluate.") or key.endswith(".sharding") for key in changed
-                )
-                left += 1
-        file.write_bytes(content)
-    assert left < 150
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.toml": read_config,
+    "dataset.json": read_schema,
+    "metrics.jsonl": read_rows,
+    "results.json": read_results,
+    "test_ranks.json": read_ranks,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_damage_to_a_file_of_a_run_is_found(run: Path, name: str) -> None:
+    chance, file, reader = random.Random(1), run / name, READERS[name]
+    content = file.read_bytes()
+    for other in damaged(content, chance, 400, 30):
+        if name == "metrics.jsonl" and other.startswith(content):
+            continue  # rows may follow
+        file.write_bytes(other)
+        with pytest.raises(ValueError, match=rf"{file} is damaged .*; restore it, or remove .*/digests\.json"):
+            reader(run)
+    file.unlink()
+    with pytest.raises((ValueError, FileNotFoundError)) as missing:
+        reader(run)
+    assert name in str(missing.value)
+    file.write_bytes(content)
+    reader(run)
+
+
+def test_every_damage_to_the_digests_of_a_run_is_found(run: Path) -> None:
+    file, left = run / "digests.json", 0
+    content = file.read_bytes()
+    for other in damaged(content, random.Random(1), 400, 30):
+        file.write_bytes(other)
+        if same_json(content, other):
+            left += 1
+            continue
+        with pytest.raises(ValueError, match=f"{file} is damaged"):
+            read_config(run)
+    assert left < 20
+    # Without it, files are read as they are.
+    file.unlink()
+    (run / "config.toml").write_text((run / "config.toml").read_text() + "\n")
+    assert read_config(run).train.epochs == 3
+
+
+def test_a_run_that_was_killed_while_it_notes_a_digest_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each write of a start: whatever stays is taken for whole."""
+    config, wrote = read_config(run), run_module.write_whole
+    for last in range(1, 20):
+        left = last
+
+        def killed(path: Path, text: str) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            wrote(path, text)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(run_module, "write_whole", killed)
+            for interval in (2, 3):
+                changed = replace_train(config, log_every=interval)
+                run_module.write_noted(run / "config.toml", dump_toml(changed))
+                run_module.keep_rows(run, 12 - interval)
+        assert read_config(run).train.log_every in (2, 3, config.train.log_every)
+        assert read_rows(run)
+    assert left > 0  # the last time, nothing killed it
 
 
 def same_json(one: bytes, other: bytes) -> bool:
