@@ -120,8 +120,14 @@ def test_a_run_without_validation_goes_on_without_a_second_checkpoint(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(config, data=replace(config.data, validation=False))
-    save, saved = checkpoint.save, []
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments: [saved.append(arguments[3].step), save(*arguments)][1])
+    saved: list[int] = []
+
+    class Noting(checkpoint.Saver):
+        def save(self, progress: RunProgress, wait: bool = True) -> bool:
+            saved.append(progress.step)
+            return super().save(progress, wait)
+
+    monkeypatch.setattr(checkpoint, "Saver", Noting)
     with monkeypatch.context() as patch:
         send_at_step(patch, 4, signal.SIGTERM)
         with pytest.raises(Stopped):
