@@ -21,7 +21,7 @@ from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.processes import STOPPED, Stopped
-from logitmix.trainer.run import checkpoint_paths, read_rows
+from logitmix.trainer.run import RunProgress, checkpoint_paths, read_rows
 
 SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
 
