@@ -133,9 +133,11 @@ def epochs_of_refit(run: Path) -> float:
 
 
 def refit_config(config: Config, epochs: float) -> Config:
-    """The settings of the refit of a run with these settings: the best checkpoint was that after these epochs."""
+    """The settings of the refit of a run with these settings: the best checkpoint was that after these epochs. It
+    starts from the refit of the run that the run started from, if that has one. ValueError if that is not finished."""
     return replace(
         config,
+        warm_start=str(final_run(Path(config.warm_start))) if config.warm_start else "",
         data=replace(config.data, validation=False),
         train=replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs),
     )

@@ -74,6 +74,16 @@ def test_export_and_the_test_take_the_refit_and_validation_the_run(tmp_path: Pat
         evaluate_run(run / "refit", "validation", None, None, "cpu", 1)
 
 
+def test_a_refit_starts_from_the_refit_that_its_run_did_not_start_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, start, run = write_dataset(tmp_path / "data"), tmp_path / "start", tmp_path / "run"
+    train(small_config(data, FP32 | {"train.refit": True}), start)
+    train(small_config(data, FP32 | {"train.refit": True, "warm_start": str(start)}), run)
+    warm = [line.split()[3] for line in capsys.readouterr().err.splitlines() if line.startswith("warm start from")]
+    assert warm == [f"{start},", f"{start / 'refit'},"]
+
+
 def test_a_refit_that_is_not_finished_is_not_used_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
