@@ -37,6 +37,16 @@ def json_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def with_digest(content: Mapping[str, Any], field: str = "sha256") -> dict[str, Any]:
+    """The mapping with its own digest in a field."""
+    return {**content, field: json_digest(content)}
+
+
+def fits_digest(content: Mapping[str, Any], field: str = "sha256") -> bool:
+    """Whether a mapping is as `with_digest` made it."""
+    return bool(content == with_digest({name: of for name, of in content.items() if name != field}, field))
+
+
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file of these parts and syncs it to disk; returns the SHA-256 of what was to be written."""
     digest = hashlib.sha256()

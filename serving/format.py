@@ -68,7 +68,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.common.files import file_digest, json_digest, sync
+from logitmix.common.files import file_digest, fits_digest, sync, with_digest
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
@@ -236,7 +236,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
-    manifest |= {"sha256": _manifest_digest(manifest)}
+    manifest = with_digest(manifest)
     # ASCII with escapes preserves every text, even unpaired surrogates.
     text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
     (staging / MANIFEST).write_text(text, encoding="ascii")
@@ -344,7 +344,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.get("format_version") != FORMAT_VERSION:
         _broken(file, f"it has format version {manifest.get('format_version')}, this logitmix reads {FORMAT_VERSION}")
     _check_keys(file, manifest, _FIELDS, "")
-    if manifest["sha256"] != _manifest_digest(manifest):
+    if not fits_digest(manifest):
         _broken(file, "it is damaged (its sha256 differs)")
     return manifest
 
@@ -600,10 +600,6 @@ def _read_json(file: Path) -> Any:
         _broken(file, "it is damaged (nested too deep)")
     except ValueError as error:
         _broken(file, f"it is damaged ({error})")
-
-
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    return json_digest({name: value for name, value in manifest.items() if name != "sha256"})
 
 
 def _broken(file: Path, problem: str) -> NoReturn:

@@ -37,7 +37,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from logitmix.comm.collectives import broadcast_object, largest, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import file_digest, json_digest, publish, read_json, staging_path, write_hashed
+from logitmix.common.files import file_digest, publish, read_json, staging_path, with_digest, write_hashed
 from logitmix.common.mappings import from_mapping, require
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
@@ -405,7 +405,7 @@ def _described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
-    return json.dumps({**content, "sha256": json_digest(content)}, indent=1) + "\n"
+    return json.dumps(with_digest(content), indent=1) + "\n"
 
 
 def _read_manifest(path: Path) -> _Manifest:

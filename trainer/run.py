@@ -36,11 +36,12 @@ from logitmix.comm.process_group import Ranks
 from logitmix.common.files import (
     Fields,
     clean_up,
-    json_digest,
+    fits_digest,
     naming,
     parse_json,
     read_json,
     require_numbers,
+    with_digest,
     write_whole,
 )
 from logitmix.common.mappings import from_mapping, require
@@ -205,7 +206,7 @@ def _note(path: Path, content: bytes | None) -> None:
     if content is not None:
         found[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     if found.get(path.name) != before:
-        write_whole(file, json.dumps({"files": found, "sha256": json_digest(found)}, indent=1) + "\n")
+        write_whole(file, json.dumps(with_digest({"files": found}), indent=1) + "\n")
 
 
 def _digests(run: Path) -> dict[str, Any]:
@@ -213,8 +214,8 @@ def _digests(run: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     content = read_json(file)
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or content.get("sha256") != json_digest(files):
+    files = content.get("files") if isinstance(content, dict) and fits_digest(content) else None
+    if not isinstance(files, dict):
         raise ValueError(f"{file} is damaged (its sha256 is not that of its content); {_UNCHECKED.format(file)}")
     return files
 

@@ -77,7 +77,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, json_digest
+from logitmix.common.files import file_digest, fits_digest
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
@@ -510,10 +510,9 @@ def description_text(description: Mapping[str, Any]) -> str:
 
 def _check_digests(path: Path, text: str, description: Mapping[str, Any]) -> None:
     """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
-    entries = {name: value for name, value in description.items() if name != OWN_DIGEST}
-    listed, own = entries.get(FILES_DIGESTS), description.get(OWN_DIGEST)
+    listed, intact = description.get(FILES_DIGESTS), fits_digest(description, OWN_DIGEST)
     # The digest is of the entries, and not of the white space between them.
-    if own != json_digest(entries) or text != description_text(description) or not isinstance(listed, dict):
+    if not intact or text != description_text(description) or not isinstance(listed, dict):
         _broken(path, f"dataset.json is damaged (it differs from its {OWN_DIGEST})")
     for name, digest in listed.items():
         if not (path / name).is_file():

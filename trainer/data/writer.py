@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, json_digest
+from logitmix.common.files import file_digest, with_digest
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.dataset import (
     FILES_DIGESTS,
@@ -85,7 +85,7 @@ def write_dataset(
             if file.is_file()
         },
     }
-    description[OWN_DIGEST] = json_digest(description)
+    description = with_digest(description, OWN_DIGEST)
     # Last, because it makes the directory a dataset.
     (directory / "dataset.json").write_text(description_text(description), encoding="utf-8")
     return description
