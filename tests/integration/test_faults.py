@@ -65,7 +65,7 @@ FAULTS = [kill, kill_rank, stop_rank, tell, fill_disk, flip_bit]
 @pytest.mark.timeout(60 * MINUTES + 3600)
 def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
     """Kills, stops, signals, full disks and flipped bits, one after the other, at random moments of a run on two
-    ranks."""
+    ranks, which save in the background or not."""
     settings = SETTINGS | {"train.epochs": 40, "train.keep": 3, "comm.timeout_seconds": 5}
     (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))
     jobs.run(["train", "recipe.toml", "--run", "whole"], tmp_path, processes=2)
@@ -86,7 +86,8 @@ def disturb(run: Path, chance: random.Random, until: float, met: Counter[str]) -
     """Trains a run to its end, with a fault in every job until its time is over."""
     words = ["train", "recipe.toml", "--run", str(run)]
     while True:
-        job = jobs.start(words, run.parent, processes=2)
+        how = chance.choice(["--train.save-in-background", "--train.no-save-in-background"])
+        job = jobs.start([*words, how], run.parent, processes=2)
         ends = time.monotonic() > until
         if not ends:
             time.sleep(chance.uniform(5, 15))
