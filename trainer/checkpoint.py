@@ -166,12 +166,15 @@ class Saver:
             text = _manifest_text({**pending.content, "files": digests})
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             publish(pending.staging, pending.out)
+
+        def tidy() -> None:
             _prune(self.run, self.keep, self.model.config.evaluate.metric)
             note_rows(self.run)
 
         with self._removing(pending):
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
             on_first_rank(publish_it, self.ranks)
+        on_first_rank(tidy, self.ranks)
 
     @contextmanager
     def _removing(self, pending: "_Pending") -> Iterator[None]:
