@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -659,6 +661,23 @@ def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path)
             path: time for path, time in before.items() if path != folder
         }
     assert checkpoint.load_saved(run, "last").step == 12
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_saves_that_are_killed_at_any_moment_leave_the_newest_that_was_acknowledged(run: Path, kills: int) -> None:
+    """In the background or not."""
+    config = replace_train(read_config(run), save_in_background=True)
+    run_module.write_noted(run / "config.toml", dump_toml(config))
+    program = Path(__file__).with_name("killed_saves.py")
+    done = subprocess.run([sys.executable, program, run, str(kills)], capture_output=True, text=True, timeout=1_000)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == kills
+    for kill in found:
+        # What was committed just before the kill was perhaps not acknowledged.
+        assert kill["loaded"] - kill["acknowledged"] in (0, 1)
+    assert sum(bool(kill["left"]) for kill in found) > kills // 4, "most are killed while they save"
+    assert all(path.name.startswith("step-") for path in steps(run))
 
 
 # Every file, every kind of damage
