@@ -6,6 +6,7 @@ gradient passes through.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from logitmix.comm.process_group import Ranks
 
 T = TypeVar("T")
+SIGN_OF_LIFE = 0.5
+"""Seconds."""
 
 
 def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -80,6 +83,18 @@ def barrier(ranks: Ranks) -> None:
 def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
     """Rank 0 acts for all: every rank returns its result, or raises its ValueError or OSError."""
     return _results([broadcast_object(_outcome(action) if ranks.rank == 0 else None, ranks)])[0]
+
+
+def on_first_rank_at_length(action: Callable[[], T], ranks: Ranks) -> T:
+    """The same for what may take longer than the ranks wait for each other: meanwhile rank 0 tells them that it is at
+    work."""
+    if ranks.world_size == 1:
+        return action()
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(action) if ranks.rank == 0 else None
+        while not agreed(future is not None and bool(wait([future], timeout=SIGN_OF_LIFE).done), ranks):
+            pass
+        return on_first_rank(lambda: future.result(), ranks)  # type: ignore[union-attr]
 
 
 def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:

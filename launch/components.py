@@ -38,7 +38,7 @@ def train(
     max_restarts: int = 0,
 ) -> specs.AppDef:
     """Starts `logitmix train ARGS` on every process of a job, with torchrun. What they say is shown, and kept in the
-    run directory, in logs/.
+    run directory, in logs/, unless that is a URL.
 
     Args:
         args: what follows `logitmix train`: a recipe, its overrides, --run
@@ -57,7 +57,8 @@ def train(
     _, _, processes, _ = dist.parse_nnodes(j)
     known, _ = _COMMAND_LINE.parse_known_args(args)
     run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
-    logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe else {}
+    # torchrun writes to disks alone.
+    logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe and "://" not in run else {}
     app = dist.ddp(
         "logitmix.trainer.cli",
         "train",

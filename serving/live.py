@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
+from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.format import MANIFEST, read, read_manifest
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
@@ -16,6 +17,8 @@ SEARCH_SECONDS = 1.0
 """Most time of a search."""
 _PREPARE, _SWITCH = "prepare", "switch"
 """What rank 0 says, besides requests: read the new export; answer with it."""
+STORE_SECONDS = 10.0
+"""Time between two looks at an export that is at a URL."""
 _POLL_SECONDS = 0.1
 """Time between two questions whether all processes have read it."""
 _WINDOW = 2**13
@@ -38,6 +41,8 @@ class LiveExport:
     def __init__(self, directory: Path, say: Callable[[str], object], group: Group | None = None) -> None:
         """`say` is told of new exports. Raises ValueError if there is no intact one."""
         self._directory, self._say, self._group = directory, say, group or Group()
+        fetch(directory)
+        self._fetched_at, self._not_fetched = time.monotonic(), ""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._seen = self._stamp()
         self._next: Future[Retriever] = self._reader.submit(self._read)
@@ -50,6 +55,7 @@ class LiveExport:
     def refresh(self) -> bool:
         """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
         the old one goes on. Of processes that share the items, only rank 0 calls this."""
+        self._fetch()
         stamp = self._stamp()
         # A directory is not there for a moment while it is published.
         if stamp is None or stamp == self._seen:
@@ -133,8 +139,23 @@ class LiveExport:
     def _found(self) -> str:
         """The manifest's digest; empty if it is damaged or there is none."""
         with suppress(ValueError, OSError):
+            # This process may be on another host than rank 0.
+            fetch(self._directory)
             return str(read_manifest(self._directory)["sha256"])
         return ""
+
+    def _fetch(self) -> None:
+        """Of an export at a URL, what has changed there; where that fails, the old one goes on, and it is said once."""
+        if not is_copy(self._directory) or time.monotonic() - self._fetched_at < STORE_SECONDS:
+            return
+        problem = ""
+        try:
+            fetch(self._directory)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+            if problem != self._not_fetched:
+                self._say(f"no new export can be fetched: {problem}")
+        self._fetched_at, self._not_fetched = time.monotonic(), problem
 
     def _read(self) -> Retriever:
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from logitmix.common.storage import fetched
 from logitmix.serving.format import PROGRAMS, checked_extra
 
 Program = Callable[..., dict[str, Tensor]]
@@ -24,7 +25,7 @@ def load_program(path: str | Path, name: str, trust: bool = False) -> Program:
             f"{name} is native code or unpickled, so to load it is to run what its author wrote: give trust=True if "
             "you trust whoever made this export"
         )
-    file = checked_extra(Path(path), f"{PROGRAMS}/{name}.pt2")
+    file = checked_extra(fetched(path), f"{PROGRAMS}/{name}.pt2")
     if name.endswith(".aoti"):
         program = torch._inductor.aoti_load_package(str(file))
         # What was compiled takes every tensor for a contiguous one.

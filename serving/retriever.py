@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from logitmix.common.storage import fetched
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values, recency_rows
@@ -132,9 +133,9 @@ class Retriever:
         device: str | torch.device | Sequence[str | torch.device] = "cpu",
         group: "dist.ProcessGroup | None" = None,
     ) -> "Retriever":
-        """Reads a serving directory; the model, its tables and the items go to `device`, cpu or cuda. On the CPU rows
-        and items stay in their files until they are used. Several devices share the items, file by file, and the
-        answers are those of one.
+        """Reads a serving directory, at a path or a URL; the model, its tables and the items go to `device`, cpu or
+        cuda. On the CPU rows and items stay in their files until they are used. Several devices share the items, file
+        by file, and the answers are those of one.
 
         So do the processes of a `group` of torch.distributed that has gloo, each with the devices that it names. All of
         them make the same calls, with the same requests, and get the same answers; or rank 0 makes them, the others
@@ -148,7 +149,7 @@ class Retriever:
         found: list[Contents] = []
 
         def reading() -> str:
-            found.append(read(Path(path), of_ranks.rank, of_ranks.size))
+            found.append(read(fetched(path), of_ranks.rank, of_ranks.size))
             return found[0].digest
 
         devices = of_ranks.all(lambda: _devices(device))[of_ranks.rank]

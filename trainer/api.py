@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from logitmix.common.storage import fetched_run, naming_urls, path_of
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import compare as comparing
@@ -32,6 +33,7 @@ from logitmix.trainer.sizing import load_sized
 __all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
 
 
+@naming_urls()
 def prepare(name: str, **options: Any) -> dict[str, Any]:
     """Writes a dataset directory and returns the content of its dataset.json. The options are those of
     `PrepareOptions`: source, out, items, users, …"""
@@ -39,6 +41,7 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
 
 
 @quietly()
+@naming_urls()
 def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or resumes the run; returns the test
     metrics of its best checkpoint, or with train.refit of its refit. `settings` are those of the command line by name:
@@ -47,17 +50,19 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
     config, sizes = load_sized(recipe, str(settings.get("data.path", "")))
     if sizes:
         print(sizes, file=sys.stderr)
-    return loop.train(with_settings(config, settings), Path(run))
+    return loop.train(with_settings(config, settings), path_of(run))
 
 
 @quietly()
+@naming_urls()
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
     if there is one."""
-    return evaluation.evaluate_run(Path(run), split, None, None, "auto", threads)
+    return evaluation.evaluate_run(fetched_run(run), split, None, None, "auto", threads)
 
 
 @quietly()
+@naming_urls()
 def compare(
     dataset: str | Path,
     out: str | Path,
@@ -67,10 +72,11 @@ def compare(
 ) -> dict[str, Any]:
     """Simple and learnt methods on a dataset directory, each with so many minutes; returns the content of the folder's
     compare.json."""
-    return comparing.compare(str(dataset), Path(out), minutes, methods, threads)
+    return comparing.compare(str(dataset), path_of(out), minutes, methods, threads)
 
 
 @quietly()
+@naming_urls()
 def export(
     run: str | Path,
     out: str | Path,
@@ -80,4 +86,4 @@ def export(
 ) -> dict[str, Any]:
     """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
     its manifest. `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
-    return exporting.export(Path(run), Path(out), overwrite, precision=precision, extras=extras)
+    return exporting.export(fetched_run(run), path_of(out), overwrite, precision=precision, extras=extras)

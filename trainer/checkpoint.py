@@ -39,11 +39,20 @@ from logitmix.comm.collectives import broadcast_object, largest, on_all_ranks, o
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, publish, read_json, staging_path, with_digest, write_hashed
 from logitmix.common.mappings import from_mapping, require
+from logitmix.common.storage import shown
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallelize import ParallelModel, model_schema
-from logitmix.trainer.run import RunProgress, checkpoint_paths, fixed_settings, note_rows, read_config, read_schema
+from logitmix.trainer.run import (
+    RunProgress,
+    checkpoint_paths,
+    fixed_settings,
+    note_rows,
+    read_config,
+    read_schema,
+    upload_run,
+)
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.tensor_files import Kind, Piece, SavedTensors, TensorFile
 
@@ -97,7 +106,8 @@ class Saver:
         next `save` waits for that. Collective.
 
         If the checkpoint cannot be written, nothing of it stays, and every rank raises OSError; with
-        `train.on_save_failure` continue, rank 0 says so instead.
+        `train.on_save_failure` continue, rank 0 says so instead. The same holds if the run is at a URL and cannot be
+        uploaded, but then the checkpoint stays.
         """
         self._finish()
         in_background = self.model.config.train.save_in_background and not wait
@@ -175,6 +185,7 @@ class Saver:
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
             on_first_rank(publish_it, self.ranks)
         on_first_rank(tidy, self.ranks)
+        upload_run(self.run, self.ranks)
 
     @contextmanager
     def _removing(self, pending: "_Pending") -> Iterator[None]:
@@ -260,7 +271,8 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     for path, problem in problems.items():
         aside = on_first_rank(partial(_set_aside, path), ranks)
         lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
-        _say(f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}", ranks)
+        said = f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}"
+        _say(shown(said), ranks)
     return opened.progress
 
 
@@ -485,7 +497,7 @@ def _choose(
     paths = on_first_rank(candidates, ranks) if ranks else candidates()
     opened, problems = _open_first(paths, config, schema, expected, ranks, beside=_OPTIMIZERS)
     for path, problem in problems.items():
-        _say(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
+        _say(shown(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken"), ranks)
     return opened
 
 

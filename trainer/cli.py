@@ -24,6 +24,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
+from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
 from logitmix.modules.config import EncoderConfig, SimilarityConfig
 from logitmix.trainer.config import (
     BESIDE,
@@ -80,7 +81,7 @@ usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
 logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
 
-BASE = ("numpy", "pyarrow", "safetensors", "tomli_w", "torch")
+BASE = ("fsspec", "numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 EXTRAS = {"train": ("torchrec", "fbgemm_gpu", "tensorboard"), "serve": ("fastapi", "uvicorn", "prometheus_client")}
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 
@@ -283,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remove_logs_of_no_run()
         raise SystemExit(USER_ERROR)
     try:
-        with quietly():
+        with quietly(), naming_urls():
             command(words[1:])
     except ValueError as error:
         if note_mistake(str(error)):
@@ -305,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Stopped as stop:
         if not _is_main():
             raise SystemExit(STOPPED) from None
-        _fail(f"{stop}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
+        _fail(f"{shown(stop)}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
     except KeyboardInterrupt:
         _fail("stopped", 130)
     finally:
@@ -343,14 +344,16 @@ def _train(words: list[str]) -> None:
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
     config = with_tables_by_name(config, recipe.tables.by_name)
     config = with_tables_by_name(config, by_name)
-    run = Path(command.run or f"runs/{Path(words[0]).stem}")
+    run = path_of(command.run or f"runs/{Path(words[0]).stem}")
     _start_ranks("train", words, command.processes)
     if _is_main():
         # Before torch, which takes seconds to load.
         count = int(os.environ.get("WORLD_SIZE", 1))
         ranks = f"{count} process{'es' if count > 1 else ''}"
         print(
-            f"training {words[0]} on {config.data.path} with {ranks}, run directory {run}", file=sys.stderr, flush=True
+            f"training {words[0]} on {config.data.path} with {ranks}, run directory {shown(run)}",
+            file=sys.stderr,
+            flush=True,
         )
         if sizes:
             print(sizes, file=sys.stderr, flush=True)
@@ -359,7 +362,7 @@ def _train(words: list[str]) -> None:
 
     results = train(config, run)
     if _is_main():
-        trained = refit_path(run) if config.train.refit else run
+        trained = shown(refit_path(run) if config.train.refit else run)
         _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
 
 
@@ -367,9 +370,9 @@ def _words_of_refit(words: list[str]) -> list[str]:
     """`--refit RUN …` as the words that resume the run with train.refit."""
     _, equals, run = words[0].partition("=")
     run, others = (run, words[1:]) if equals else ("".join(words[1:2]), words[2:])
-    if not run or not (Path(run) / "config.toml").is_file():
+    if not run or not (config := fetched_run(run) / "config.toml").is_file():
         raise ValueError(f"--refit needs a run directory, and {run!r} is none: logitmix train --refit RUN")
-    return [str(Path(run) / "config.toml"), *others, "--train.refit", "--run", run]
+    return [str(config), *others, "--train.refit", "--run", run]
 
 
 def _with_kinds(config: Config, words: list[str]) -> Config:
@@ -403,12 +406,11 @@ def _evaluate(words: list[str]) -> None:
     from logitmix.trainer.run import final_run
 
     threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    results = evaluate_run(
-        Path(command.run), command.split, command.exclude_history, command.users, command.device, threads
-    )
+    run = fetched_run(command.run)
+    results = evaluate_run(run, command.split, command.exclude_history, command.users, command.device, threads)
     if _is_main():
-        run = final_run(Path(command.run)) if command.split == "test" else command.run
-        title = f"{run}: {command.split}, checkpoint of step {results['step']}"
+        ranked = shown(final_run(run) if command.split == "test" else run)
+        title = f"{ranked}: {command.split}, checkpoint of step {results['step']}"
         _show_metrics(results, title, command.json)
 
 
@@ -418,7 +420,7 @@ def _compare(words: list[str]) -> None:
     _let_threads_sleep()
     from logitmix.trainer.compare import as_text, compare
 
-    out = Path(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
+    out = path_of(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
     threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     found = compare(command.dataset, out, command.minutes, list(dict.fromkeys(command.methods)), threads)
     if _is_main():
@@ -429,7 +431,7 @@ def _report(words: list[str]) -> None:
     command = _parse(ReportCommand, "report", words)
     from logitmix.trainer.report import write_report
 
-    write_report([Path(run) for run in command.runs], Path(command.out))
+    write_report([fetched_run(run) for run in command.runs], Path(command.out))
     print(command.out)
 
 
@@ -441,8 +443,8 @@ def _export(words: list[str]) -> None:
 
     extras = [name for name in EXTRAS if getattr(command, name)]
     manifest = export(
-        Path(command.run),
-        Path(command.out),
+        fetched_run(command.run),
+        path_of(command.out),
         command.overwrite,
         command.checkpoint,
         command.item_cache,
@@ -466,7 +468,7 @@ def _retrieve(words: list[str]) -> None:
     from logitmix.serving.retriever import Retriever
 
     with _items_group() as group:
-        retriever = Retriever.load(Path(command.directory), group=group)
+        retriever = Retriever.load(command.directory, group=group)
         if _is_main():
             _show_items(retriever, command)
             retriever.release()
@@ -530,7 +532,7 @@ def _serve(words: list[str]) -> None:
     from logitmix.serving.server import serve
 
     with _items_group() as group:
-        serve(Path(command.directory), command.host, command.port, command.threads, command.wait_ms, group)
+        serve(path_of(command.directory), command.host, command.port, command.threads, command.wait_ms, group)
 
 
 def _update_items(words: list[str]) -> None:
@@ -538,7 +540,7 @@ def _update_items(words: list[str]) -> None:
     _let_threads_sleep()
     from logitmix.trainer.update import update_items
 
-    counts = update_items(Path(command.directory), command.items, command.item_column, Console(stderr=True))
+    counts = update_items(path_of(command.directory), command.items, command.item_column, Console(stderr=True))
     if command.json:
         print(json.dumps(counts))
     else:

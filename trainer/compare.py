@@ -27,6 +27,7 @@ from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
+from logitmix.common.storage import fetch_run, shown
 from logitmix.trainer.baselines import (
     EASE,
     MOST_EASE_ITEMS,
@@ -52,8 +53,10 @@ from logitmix.trainer.run import (
     read_ranks,
     read_results,
     read_rows,
+    require_one_host,
     require_same_dataset,
     still_rising,
+    upload_run,
     write_noted,
     write_ranks,
     write_results,
@@ -99,6 +102,8 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     require(minutes > 0, "minutes", minutes, "above 0")
     torch.set_num_threads(threads)
     set_up_memory()
+    require_one_host(out)
+    fetch_run(out)
     dataset = load_dataset(dataset_path)
     configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
     with process_group("auto", WAIT) as ranks:
@@ -110,20 +115,23 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
         for number, name in enumerate(methods, start=1):
             if ranks.rank == 0:
                 doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
+                _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
             if name in to_train:
                 train_run(configs[name], out / name, dataset, ranks)
-        return on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
+        found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
+        upload_run(out, ranks)
+    return found
 
 
 def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Config:
     """The settings that a learnt method is trained with."""
-    config, _ = load_sized(AUTO, str(dataset.path))
+    path = shown(dataset.path)
+    config, _ = load_sized(AUTO, path)
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)
     common = {
-        "data.path": str(dataset.path),
+        "data.path": path,
         "train.minutes": float(minutes),
         "train.threads": threads,
         "evaluate.baselines": False,
@@ -226,7 +234,7 @@ def _finish(
     rows = [row | tested[row["method"]] for row in rows]
     rows.sort(key=lambda row: -row["validation"][CHOICE])
     found = {
-        "dataset": str(dataset.path),
+        "dataset": shown(dataset.path),
         "minutes": minutes,
         "users": len(ranks[reference]),
         "items": dataset.num_items,

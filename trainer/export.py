@@ -20,9 +20,10 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from logitmix.comm.collectives import on_all_ranks, on_first_rank
+from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
+from logitmix.common.storage import fetch_names, is_copy, push
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, USER, Schema
@@ -41,7 +42,7 @@ from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history, held_out
 from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
-from logitmix.trainer.run import final_run, read_config, require_same_dataset
+from logitmix.trainer.run import final_run, read_config, require_one_host, require_same_dataset
 from logitmix.trainer.sharded_rows import own_range
 
 SHARD_BYTES = 2**28
@@ -97,6 +98,7 @@ def export(
     epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
     be made, or if the precision cannot hold the items' sides.
     """
+    require_one_host(out)
     final = final_run(run)
     with process_group("cpu", read_config(final).comm.timeout_seconds) as ranks:
         model = load_saved(final, which, ranks)
@@ -110,7 +112,11 @@ def export(
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
-        return export_model(model, about, items, out, overwrite, ranks, facts, extras)
+        on_first_rank(lambda: fetch_names(out), ranks)
+        manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
+        if is_copy(out):
+            on_first_rank_at_length(lambda: push(out), ranks)
+    return manifest
 
 
 def export_model(

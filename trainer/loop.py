@@ -10,6 +10,7 @@ import torch
 from logitmix.comm.collectives import agreed, on_first_rank
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import require
+from logitmix.common.storage import fetch_run, fetched_run, shown
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
 from logitmix.trainer.board import write_projector, write_results_to_board
@@ -34,6 +35,7 @@ from logitmix.trainer.run import (
     run_lock,
     start_run,
     still_rising,
+    upload_run,
     write_plan,
     write_ranks,
     write_results,
@@ -53,6 +55,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
     _require_threads(config.train.threads)
     torch.set_num_threads(config.train.threads)
     set_up_memory()
+    fetch_run(run)
     dataset = load_dataset(config.data.path)
     if dataset.path.resolve() in (run.resolve(), *run.resolve().parents):
         raise ValueError(f"{run} is in the dataset directory {dataset.path}, which may be replaced; give another --run")
@@ -72,7 +75,7 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
-        print(f"refit of {epochs:g} epochs, on the validation actions too: {refit_path(run)}", file=sys.stderr)
+        print(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}", file=sys.stderr)
         return refit_config(read_config(run), epochs)
 
     return train_run(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
@@ -91,10 +94,11 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
             print(start_block(dataset, model, why), file=sys.stderr)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
+        upload_run(run, ranks)
         if config.warm_start and done.step == 0:
-            taken = warm_start(Path(config.warm_start), dataset, model)
+            taken = warm_start(fetched_run(config.warm_start), dataset, model)
             if ranks.rank == 0:
-                print(taken, file=sys.stderr)
+                print(shown(taken), file=sys.stderr)
         evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
         done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
@@ -104,6 +108,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
         if ranks.rank == 0:
             write_results(run, results)
             write_results_to_board(run, config, results)
+        upload_run(run, ranks)
     return results
 
 

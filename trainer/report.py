@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from logitmix.common.files import write_whole
+from logitmix.common.storage import shown
 from logitmix.trainer.config import BESIDE, Config, flatten
 from logitmix.trainer.run import read_config, read_description, read_results, read_rows
 
@@ -92,7 +93,7 @@ def page(runs: Sequence[Run]) -> str:
         _components(runs),
         _settings(runs),
     ]
-    title = "logitmix: " + ", ".join(str(run.path) for run in runs)
+    title = "logitmix: " + ", ".join(shown(run.path) for run in runs)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -111,7 +112,7 @@ def _overview(runs: Sequence[Run]) -> str:
         minutes = run.results["seconds"] / 60 if run.results else run.minutes_at(last)
         rows.append(
             [
-                _swatch(number) + escape(str(run.path)),
+                _swatch(number) + escape(shown(run.path)),
                 escape(f"{data['name']}: {size}"),
                 f"{state}, {last:,} steps",
                 f"{minutes:,.1f} min",
@@ -214,7 +215,7 @@ def _popularity(runs: Sequence[Run]) -> str:
             coverage = run.results["recommended/coverage@10"] if name == "recommended" else None
             rows.append(
                 [
-                    _swatch(number) + escape(str(run.path)),
+                    _swatch(number) + escape(shown(run.path)),
                     label,
                     *(f"{part:.1%}" for part in parts),
                     NONE if coverage is None else f"{coverage:.1%}",
@@ -245,7 +246,7 @@ def _step(runs: Sequence[Run]) -> str:
         cells = [f"{mean[name]:,.1f}" for name in parts]
         rows.append(
             [
-                _swatch(number) + escape(str(run.path)),
+                _swatch(number) + escape(shown(run.path)),
                 *cells,
                 f"{sum(mean.values()):,.1f}",
                 bar,
@@ -284,7 +285,7 @@ def _wire(runs: Sequence[Run]) -> str:
                 error = _mean(run.training, f"{prefix}/relative_rms_error")
                 rows.append(
                     [
-                        _swatch(number) + escape(str(run.path)),
+                        _swatch(number) + escape(shown(run.path)),
                         escape(table),
                         escape(direction),
                         f"{sent / 1000:,.1f}",
@@ -412,7 +413,7 @@ def _mean(rows: Iterable[Mapping[str, float]], name: str) -> float:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    return [_swatch(number) + escape(str(run.path)) for number, run in enumerate(runs)]
+    return [_swatch(number) + escape(shown(run.path)) for number, run in enumerate(runs)]
 
 
 def _swatch(number: int) -> str:

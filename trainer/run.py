@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from logitmix.comm.collectives import on_first_rank
+from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import (
     Fields,
@@ -45,6 +45,7 @@ from logitmix.common.files import (
     write_whole,
 )
 from logitmix.common.mappings import from_mapping, require
+from logitmix.common.storage import fetched_run, is_copy, push, shown
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
@@ -73,10 +74,26 @@ class RunProgress:
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 makes the run directory and locks it; what it made is removed if the job fails before there is anything to
-    keep. ValueError on every rank if another job trains there or the directory cannot be made. Collective."""
+    keep. ValueError on every rank if another job trains there, if the directory cannot be made, or if it is at a URL
+    and the ranks are on several hosts. Collective."""
+    require_one_host(run)
     with ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
         yield
+
+
+def require_one_host(path: Path) -> None:
+    """ValueError if the ranks are on several hosts, whose copies of a URL are their own, and are to write to one."""
+    if is_copy(path) and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ValueError(
+            f"{path} is written by ranks on one host alone; with several hosts, give a directory that all of them share"
+        )
+
+
+def upload_run(run: Path, ranks: Ranks) -> None:
+    """Brings the store up to date if the run is at a URL; OSError on every rank if that fails. Collective."""
+    if is_copy(run):
+        on_first_rank_at_length(lambda: push(run), ranks)
 
 
 def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
@@ -138,7 +155,7 @@ def refit_config(config: Config, epochs: float) -> Config:
     starts from the refit of the run that the run started from, if that has one. ValueError if that is not finished."""
     return replace(
         config,
-        warm_start=str(final_run(Path(config.warm_start))) if config.warm_start else "",
+        warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "",
         data=replace(config.data, validation=False),
         train=replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs),
     )
@@ -377,6 +394,7 @@ def _locked(run: Path) -> Iterator[None]:
             if not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
                 with suppress(OSError):
                     _remove_all_but(before, run)
+                    push(run)
             raise
 
 

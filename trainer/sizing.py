@@ -3,9 +3,9 @@
 import json
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from logitmix.common.storage import fetched
 from logitmix.trainer.config import Config, load_recipe, with_settings
 
 AUTO = "auto"
@@ -50,8 +50,10 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
     their reasons. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and
     loading it raises the error later."""
     recipe = load_recipe(name)
-    file = Path(data_path or recipe.data.path) / "dataset.json"
-    if name != AUTO or not file.is_file():
+    if name != AUTO:
+        return recipe, ""
+    file = fetched(data_path or recipe.data.path) / "dataset.json"
+    if not file.is_file():
         return recipe, ""
     try:
         found = sized(json.loads(file.read_text(encoding="utf-8")))

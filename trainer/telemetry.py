@@ -23,6 +23,7 @@ from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.files import naming
+from logitmix.common.storage import shown
 from logitmix.trainer.board import Board
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
@@ -60,7 +61,7 @@ class Telemetry:
             self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
             if done.step:
-                self.say(f"continuing {run} after step {done.step}")
+                self.say(f"continuing {shown(run)} after step {done.step}")
 
     def __enter__(self) -> "Telemetry":
         self.pace.start()

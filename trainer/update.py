@@ -19,6 +19,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import whole_directory
+from logitmix.common.storage import fetch, push
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
@@ -40,6 +41,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
     intact serving directory, if the table cannot be read, and for values that do not fit the features of the model's
     schema.
     """
+    fetch(directory)
     contents = serving.read(directory)
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
@@ -55,6 +57,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
         shards = list(_shards(retriever, features, columns, len(new)))
         titles = columns[TITLE].cast(pa.string()).fill_null("").to_pylist() if TITLE in columns else None
         _write(directory, contents, shards, list(new), titles)
+        push(directory)
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks
+from logitmix.common.storage import fetched, path_of
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
@@ -65,7 +66,7 @@ def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
 
 
 def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
-    path = Path(saved.config.data.path)
+    path = fetched(saved.config.data.path)
     there = path / "dataset.json"
     if not there.is_file() or there.read_text(encoding="utf-8") != noted_dataset(run):
         raise ValueError(
@@ -104,7 +105,7 @@ def _differences(before: Config, now: Config) -> str:
 def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:
     """Fills this rank's shards of all tables; returns, by table, how many of its rows the other run had. Rows split by
     columns count on the rank of their first columns."""
-    before, schema = Path(saved.config.data.path), read_schema(run)
+    before, schema = path_of(saved.config.data.path), read_schema(run)
     counts = {}
     for name, sharded in model.shards().items():
         counts[name] = 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,16 @@ def refused(words: list[str], folder: Path, processes: int = 1) -> str:
     assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err
     return err.strip()
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILLs a command that `start` has started, and its ranks."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

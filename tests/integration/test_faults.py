@@ -13,7 +13,7 @@ from pathlib import Path
 import jobs
 import pytest
 from small_data import small_config, write_dataset
-from test_resume import SETTINGS, _kill_session, children, living
+from test_resume import SETTINGS, children, living
 
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.processes import STOPPED
@@ -23,7 +23,7 @@ MINUTES = float(os.environ.get("LOGITMIX_SOAK_MINUTES", "60"))
 
 
 def kill(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    _kill_session(job.pid)
+    jobs.kill_session(job.pid)
 
 
 def kill_rank(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
@@ -47,7 +47,7 @@ def fill_disk(job: subprocess.Popen[str], run: Path, chance: random.Random) -> N
 
 def flip_bit(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
     """Of the newest checkpoint, once all processes are dead; an older one stays whole."""
-    _kill_session(job.pid)
+    jobs.kill_session(job.pid)
     job.wait()
     paths = checkpoint_paths(run)
     if len(paths) > 1:

@@ -37,7 +37,7 @@ def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) 
         time.sleep(delay)
         ended = process.poll() is not None
     finally:
-        _kill_session(process.pid)
+        jobs.kill_session(process.pid)
         process.communicate()
     assert not ended or process.returncode == 0
     return not ended
@@ -46,16 +46,6 @@ def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) 
 def _changed(file: Path) -> int:
     """When; a job that goes on rewrites the rows of the one before."""
     return file.stat().st_mtime_ns if file.exists() else 0
-
-
-def _kill_session(leader: int) -> None:
-    """The command, and the ranks that it started."""
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
-                os.kill(int(entry.name), signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 @pytest.fixture(scope="module")

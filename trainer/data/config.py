@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
+from logitmix.common.storage import path_of
 from logitmix.trainer.data.registry import NAMES, source_of
 
 
@@ -17,7 +18,7 @@ class PrepareOptions:
     source: str = ""
     """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output."""
     out: str = ""
-    """Dataset directory to write; data/NAME when left empty."""
+    """Dataset directory to write, a path or URL; data/NAME when left empty."""
     min_user_actions: int = 5
     """Leave out users with fewer actions, counted after the item filter."""
     min_item_actions: int = 0
@@ -81,5 +82,5 @@ class PrepareOptions:
 
     @property
     def directory(self) -> Path:
-        """The output directory."""
-        return Path(self.out or f"data/{self.name}")
+        """The output directory; the copy of a URL's."""
+        return path_of(self.out or f"data/{self.name}")

@@ -79,6 +79,7 @@ import pyarrow.parquet as pq
 
 from logitmix.common.files import file_digest, fits_digest
 from logitmix.common.mappings import from_mapping
+from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
@@ -228,14 +229,14 @@ def is_dataset(path: Path) -> bool:
 
 
 def load_dataset(path: str | Path) -> Dataset:
-    """Reads a dataset directory.
+    """Reads a dataset directory; of a URL, its copy, which is brought up to date.
 
     ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
     dataset.json, if it has another format version, or if it is not as the module's docstring says: missing columns,
     users out of order, indices out of range, lists that are not parallel; also if it does not fit into memory. A
     dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
     """
-    path = Path(path)
+    path = fetched(path)
     description = read_description(path)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with _reading(path, "dataset.json"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.mappings import from_mapping
+from logitmix.common.storage import shown
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import load_recipe, recipe_names
 
@@ -18,9 +19,9 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     features = [feature for feature in schema.features if feature.name != ITEM]
     lines = [f"read      {_counts(description['read'])}"]
     if rejected := description["rejected_lines"]:
-        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {directory}/rejects.tsv")
+        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {shown(directory)}/rejects.tsv")
     lines += [f"removed   {line}" for line in _removals(description["filters"])]
-    lines.append(f"written   {_counts(description)} to {directory}")
+    lines.append(f"written   {_counts(description)} to {shown(directory)}")
     lines.append(f"users     {_lengths(description)}")
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
     lines += _features(features, schema)
@@ -79,7 +80,7 @@ def _values(feature: Feature, schema: Schema) -> str:
 def _next(directory: Path) -> str:
     """The command that trains on the dataset, with its own recipe or else one that sizes itself."""
     for recipe in recipe_names():
-        if load_recipe(recipe).data.path == str(directory):
+        if load_recipe(recipe).data.path == shown(directory):
             return f"logitmix train {recipe}"
-    words = ["logitmix", "train", "auto", "--data.path", str(directory), "--run", f"runs/{directory.name}"]
+    words = ["logitmix", "train", "auto", "--data.path", shown(directory), "--run", f"runs/{directory.name}"]
     return shlex.join(words)

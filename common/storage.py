@@ -1,0 +1,396 @@
+"""Runs, datasets and exports in a store: whatever fsspec reaches by a URL, such as s3://bucket/runs/a.
+
+All other code works on local paths. `path_of` gives a URL the path of a copy in the cache directory, `fetch`,
+`fetch_run` and `fetch_names` bring the copy up to date, and `push` the store. They leave other paths alone.
+
+    CACHE/DIGEST/NAME       the copy; DIGEST is of the URL, and NAME its last part
+    CACHE/DIGEST/copy.json  id, a random name of the copy; uploading, whether an upload of it has begun and not ended;
+                            files: of each file in the store, when the two were last the same, [a digest of what the
+                            store says of it, size and mtime_ns of the copy's]
+    CACHE/DIGEST/lock       held by the process that fetches or pushes
+
+What a store holds is an ordinary directory: other tools can copy it to and from there. An upload first writes the file
+.uploading, with the copy's id, then all others, those with digests last; then it removes what is gone, checkpoints by
+their checkpoint.json first, and in the end .uploading. So whoever finds that file knows that an upload has not ended,
+and whose. A listing before and after a fetch tells whether another upload came in between. Files and folders whose
+names begin with a dot are not copied.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from logitmix.common.files import read_json, write_whole
+
+MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
+"""Files with the digests of others, in the order in which they are written."""
+RENEWED = "digests.json"
+"""The one of files that change under their names: it is removed before they do."""
+UPLOADING = ".uploading"
+MOST_ROUNDS = 20
+"""How often a fetch begins again because the store has changed meanwhile."""
+LOCK = ".lock"
+"""Held in a run directory by the job that trains there."""
+
+_urls: dict[Path, str] = {}
+"""The copies that this process has named, and what they are copies of."""
+
+
+def path_of(place: str | Path) -> Path:
+    """The path of a directory that a user names; that of its copy if it is a URL. ValueError if the URL names no
+    directory."""
+    if isinstance(place, Path) and re.match(r"[a-z0-9+.-]+:/", str(place)):
+        raise ValueError(f"{place} was a URL, but a Path drops one of its slashes; give it as a text")
+    if "://" not in str(place):
+        return Path(place)
+    url = str(place).rstrip("/")
+    name = url.rpartition("/")[2]
+    if "://" not in url or name in ("", ".", ".."):
+        raise ValueError(f"{place} names no directory; give a URL such as s3://bucket/folder/name")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
+    path = cache / "logitmix" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+    _urls[path] = url
+    return path
+
+
+def is_copy(path: Path) -> bool:
+    """Whether this is a copy, or in one."""
+    return _copy_of(path) is not None
+
+
+def shown(text: object) -> str:
+    """A text for people, with URLs in place of the paths of their copies."""
+    said = str(text)
+    for path, url in list(_urls.items()):
+        said = re.sub(re.escape(str(path)) + r"(?![\w.-])", url.replace("\\", r"\\"), said)
+    return said
+
+
+@contextmanager
+def naming_urls() -> Iterator[None]:
+    """A ValueError within names URLs in place of the paths of their copies. An OSError is of the local disk, or names
+    the URL already."""
+    try:
+        yield
+    except ValueError as error:
+        if shown(error) == str(error):
+            raise
+        raise ValueError(shown(error)) from None
+
+
+def fetched(place: str | Path) -> Path:
+    """The path of a dataset or export that a user names, its copy brought up to date."""
+    path = path_of(place)
+    fetch(path)
+    return path
+
+
+def fetched_run(place: str | Path) -> Path:
+    """The same of a run, or of a folder of runs."""
+    path = path_of(place)
+    fetch_run(path)
+    return path
+
+
+def fetch(path: Path) -> None:
+    """Makes a copy what is in the store; only files that differ are fetched. Its readers check their digests.
+
+    This and the next ones raise ValueError for a URL that fsspec has no driver for, and OSError if the store does not
+    answer or the disk is full; this one ValueError also where an upload has not ended.
+    """
+    if (copy := _copy_of(path)) is None:
+        return
+
+    def take(there: dict[str, str]) -> bool:
+        if UPLOADING in there:
+            raise ValueError(f"an upload to {copy.url} has not ended; wait for it, or run again what was interrupted")
+        return copy.take(there)
+
+    with copy.locked():
+        copy.settle(take)
+
+
+def fetch_run(path: Path) -> None:
+    """The same for a run, which may lead: a copy that was not uploaded whole stays as it is, and so does one that a job
+    trains in. If another copy has been uploaded since, the store's counts."""
+    if (copy := _copy_of(path)) is None:
+        return
+
+    def take(there: dict[str, str]) -> bool:
+        record = copy.record()
+        ours = UPLOADING in there and copy.uploader() == record.id
+        there = {name: of for name, of in there.items() if name != UPLOADING}
+        return not ours and there != record.there() and copy.take(there)
+
+    with copy.locked():
+        if not _is_training(copy.path):
+            copy.settle(take)
+
+
+def fetch_names(path: Path) -> None:
+    """Before a dataset or export is written: the copy gets all names that are in the store, but the content of files
+    with digests alone. What an upload that has not ended has left counts as nothing."""
+    if (copy := _copy_of(path)) is None:
+        return
+    with copy.locked():
+        there = copy.listing()
+        if UPLOADING in there:
+            copy.take(there, wanted=())
+        else:
+            copy.take(there, content=False)
+
+
+def push(path: Path) -> None:
+    """Makes the store what is in a copy, or in a folder of it; only files that have changed are uploaded. OSError if
+    the store does not take them; a reader elsewhere then finds what was there before, or that an upload has not
+    ended."""
+    if (copy := _copy_of(path)) is None:
+        return
+    with copy.locked():
+        record = copy.record()
+        part = path.relative_to(copy.path).as_posix() + "/" if path != copy.path else ""
+        here = {name: of for name, of in copy.here().items() if name.startswith(part)}
+        new = [name for name, of in here.items() if record.files.get(name, ("",))[1:] != of]
+        gone = [name for name in record.files if name.startswith(part) and name not in here]
+        if new or gone or record.uploading:
+            copy.upload(record, new, gone)
+
+
+@dataclass
+class _Record:
+    """The content of copy.json."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    uploading: bool = False
+    files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """(what the store says, size, mtime_ns); the last two are None for what the copy does not have."""
+
+    def there(self) -> dict[str, str]:
+        return {name: of[0] for name, of in self.files.items()}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    path: Path
+    url: str
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among the processes that share the cache."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with (self.path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def record(self) -> _Record:
+        file = self.path.parent / "copy.json"
+        if not file.exists():
+            return _Record()
+        found = read_json(file)
+        return _Record(found["id"], found["uploading"], {name: tuple(of) for name, of in found["files"].items()})
+
+    def write(self, record: _Record) -> None:
+        write_whole(self.path.parent / "copy.json", json.dumps(vars(record)) + "\n")
+
+    def here(self) -> dict[str, tuple[int, int]]:
+        """Size and mtime_ns of each file of the copy."""
+        found = {}
+        for file in self.path.rglob("*"):
+            name = file.relative_to(self.path).as_posix()
+            if not _hidden(name) and file.is_file():
+                found[name] = _stamp(file)
+        return found
+
+    def listing(self) -> dict[str, str]:
+        """For each file in the store, a text that changes with it."""
+        store, root = self._store()
+        with self._reaching("read"):
+            store.invalidate_cache()
+            found = store.find(root, detail=True)
+        # By their order, because some drivers add to the entries.
+        said = {name.removeprefix(root).lstrip("/"): repr(sorted(of.items())) for name, of in found.items()}
+        return {
+            name: hashlib.sha256(of.encode()).hexdigest()[:16]
+            for name, of in said.items()
+            if name == UPLOADING or not _hidden(name)
+        }
+
+    def settle(self, take: Callable[[dict[str, str]], bool]) -> None:
+        """Has what is in the store taken until that does not change meanwhile, so that it is not of two uploads. `take`
+        says whether it has fetched anything; its OSError may be for a file that was removed."""
+        there = self.listing()
+        for _ in range(MOST_ROUNDS):
+            trouble = None
+            try:
+                if not take(there):
+                    return
+            except OSError as error:
+                trouble = error
+            before, there = there, self.listing()
+            if there == before and trouble:
+                raise trouble
+            if there == before:
+                return
+        raise OSError(f"{self.url} has changed {MOST_ROUNDS} times while it was fetched; try again")
+
+    def uploader(self) -> str:
+        """The id of the copy whose upload has not ended."""
+        store, root = self._store()
+        with self._reaching("read"):
+            return str(store.cat_file(f"{root}/{UPLOADING}").decode())
+
+    def take(self, there: dict[str, str], wanted: Collection[str] | None = None, content: bool = True) -> bool:
+        """Makes the copy what is `there`, or the `wanted` names of it; without `content`, most files are empty. Whether
+        it fetched any."""
+        there = {name: of for name, of in there.items() if name != UPLOADING}
+        record, here = self.record(), self.here()
+        wanted = {name for name in there if not _in_half_a_checkpoint(name, there)} if wanted is None else wanted
+        differ = [name for name in wanted if name not in here or record.files.get(name) != (there[name], *here[name])]
+        # What is not known to be the same is fetched again, should this be interrupted.
+        record.files = {name: of for name, of in record.files.items() if name in there and name not in differ}
+        record.uploading = False
+        self.write(record)
+        for name in _digests_last(here.keys() - wanted)[::-1]:
+            self._remove(self.path / name)
+        if differ and content:
+            print(f"fetching {len(differ):,} file{'s' if len(differ) > 1 else ''} of {self.url}", file=sys.stderr)
+        for name in _digests_last(differ):
+            whole = content or Path(name).name in MANIFESTS
+            stamp = self._get(name, whole)
+            if whole:
+                record.files[name] = (there[name], *stamp)
+        record.files |= {name: (of, None, None) for name, of in there.items() if name not in record.files}
+        self.write(record)
+        return bool(differ)
+
+    def upload(self, record: _Record, new: list[str], gone: list[str]) -> None:
+        """Uploads and removes these files."""
+        store, root = self._store()
+        record.uploading = True
+        self.write(record)
+        stamps = {name: _stamp(self.path / name) for name in new}
+        with self._reaching("written"):
+            store.pipe_file(f"{root}/{UPLOADING}", record.id.encode())
+            for name in new:
+                if Path(name).name == RENEWED and name in record.files:
+                    self._remove_there(name)
+            for name in _digests_last(new):
+                store.put_file(str(self.path / name), f"{root}/{name}")
+            for name in _digests_last(gone)[::-1]:
+                self._remove_there(name)
+        there = self.listing()
+        record.files = {name: of for name, of in record.files.items() if name not in gone}
+        record.files |= {name: (there.get(name, ""), *stamps[name]) for name in new}
+        self.write(record)
+        with self._reaching("written"):
+            store.rm_file(f"{root}/{UPLOADING}")
+        record.uploading = False
+        self.write(record)
+
+    def _get(self, name: str, content: bool) -> tuple[int, int]:
+        """Fetches a file, or makes an empty one; returns its size and mtime_ns."""
+        store, root = self._store()
+        part, target = self.path.parent / "fetched", self.path / name
+        try:
+            if content:
+                with self._reaching(f"read: {name}"):
+                    store.get_file(f"{root}/{name}", str(part))
+            else:
+                part.touch()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Whoever has mapped the file that was there keeps it.
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        return _stamp(target)
+
+    def _remove_there(self, name: str) -> None:
+        store, root = self._store()
+        # An upload that was interrupted may have done it.
+        with suppress(FileNotFoundError):
+            store.rm_file(f"{root}/{name}")
+
+    def _remove(self, file: Path) -> None:
+        """And the folders that are empty without it: readers take a folder for a checkpoint."""
+        file.unlink()
+        for folder in file.relative_to(self.path.parent).parents[:-1]:
+            with suppress(OSError):
+                (self.path.parent / folder).rmdir()
+
+    def _store(self) -> tuple[Any, str]:
+        """fsspec's file system, and the URL's path in it."""
+        import fsspec
+
+        options = {"auto_mkdir": True} if self.url.startswith(("file:", "local:")) else {}
+        try:
+            with self._reaching("reached"):
+                return fsspec.core.url_to_fs(self.url, **options)
+        except _NoDriver as error:
+            raise ValueError(f"{self.url}: {error}") from None
+
+    @contextmanager
+    def _reaching(self, how: str) -> Iterator[None]:
+        """Whatever a driver raises is an OSError of one line that names the URL."""
+        try:
+            yield
+        except ImportError as error:
+            missing = getattr(error.__cause__, "name", None)
+            raise _NoDriver(f"{error}{f': pip install {missing}' if missing else ''}") from None
+        except Exception as error:
+            if isinstance(error, ValueError) and "Protocol not known" in str(error):
+                raise _NoDriver("fsspec knows no such protocol; it knows s3, gs, abfs, file and others") from None
+            reason = " ".join((str(error) or type(error).__name__).split())
+            raise OSError(f"{self.url} could not be {how} ({reason})") from None
+
+
+class _NoDriver(Exception):
+    """fsspec has no driver for a URL."""
+
+
+def _copy_of(path: Path) -> _Copy | None:
+    """The copy that this is, or is in."""
+    return next((_Copy(root, url) for root, url in list(_urls.items()) if path == root or root in path.parents), None)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _hidden(name: str) -> bool:
+    """Also names that would lead out of the directory, which a store may have."""
+    return any(part == "" or part.startswith(".") for part in name.split("/"))
+
+
+def _in_half_a_checkpoint(name: str, there: Collection[str]) -> bool:
+    """Whether a file is of a checkpoint whose upload, or removal, has not ended."""
+    found = re.fullmatch(r"((?:.*/)?checkpoints/step-\d+)/.*", name)
+    return found is not None and f"{found[1]}/checkpoint.json" not in there
+
+
+def _digests_last(names: Collection[str]) -> list[str]:
+    def order(name: str) -> tuple[int, str]:
+        last = Path(name).name
+        return MANIFESTS.index(last) if last in MANIFESTS else -1, name
+
+    return sorted(names, key=order)
+
+
+def _is_training(folder: Path) -> bool:
+    """Whether a job trains a run that is here."""
+    for path in folder.rglob(LOCK):
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False

@@ -1,0 +1,359 @@
+"""Copies of what is in a store: what is fetched and uploaded, in which order, and what is said."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stores import Memory
+
+from logitmix.common import storage
+from logitmix.common.storage import fetch, fetch_names, fetch_run, fetched, fetched_run, path_of, push, shown
+
+URL = "memory://bucket/a"
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch, tmp_path)
+
+
+def write(path: Path, **files: str) -> Path:
+    for name, text in files.items():
+        file = path / name.replace("__", "/").replace("_json", ".json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return path
+
+
+def content(path: Path) -> dict[str, str]:
+    return {file.relative_to(path).as_posix(): file.read_text() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_ordinary_paths_are_left_alone(memory: Memory, tmp_path: Path) -> None:
+    path = write(tmp_path / "data", x="1")
+    for each in (path, str(path)):
+        assert path_of(each) == fetched(each) == fetched_run(each) == path
+    with memory.watched() as done:
+        for action in (fetch, fetch_run, fetch_names, push):
+            action(path)
+    assert not done and content(path) == {"x": "1"}
+    assert not (tmp_path / "cache-here").exists()
+
+
+def test_what_is_written_here_is_read_elsewhere(memory: Memory) -> None:
+    push(write(path_of(URL), dataset_json="{}", sequences__part="1"))
+    assert memory.files("bucket/a") == {"dataset.json": b"{}", "sequences/part": b"1"}
+    memory.host("elsewhere")
+    assert content(fetched(f"{URL}/")) == {"dataset.json": "{}", "sequences/part": "1"}
+
+
+def test_only_what_differs_is_moved(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", y="1")
+    push(path)
+    memory.host("elsewhere")
+    other = fetched(URL)
+    write(other, y="22")
+    (other / "x").unlink()
+    with memory.watched() as done:
+        push(other)
+        push(other)
+    assert [of for of in done if "uploading" not in of] == [
+        "put_file /bucket/a/y",
+        "rm_file /bucket/a/x",
+        "find /bucket/a",
+    ]
+    memory.host("here")
+    with memory.watched() as done:
+        assert content(fetched(URL)) == content(fetched(URL)) == {"y": "22"}
+    assert done == ["find /bucket/a", "get_file /bucket/a/y", "find /bucket/a", "find /bucket/a"]
+
+
+def test_files_with_digests_are_written_last_and_removed_first(memory: Memory) -> None:
+    path = write(
+        path_of(URL), manifest_json="", z="", checkpoints__step_8__checkpoint_json="", checkpoints__step_8__x=""
+    )
+    with memory.watched() as done:
+        push(path)
+    names = [re.sub("/bucket/a/", "", of) for of in done]
+    assert names == [
+        "pipe_file .uploading",
+        "put_file checkpoints/step_8/x",
+        "put_file z",
+        "put_file manifest.json",
+        "put_file checkpoints/step_8/checkpoint.json",
+        "find /bucket/a",
+        "rm_file .uploading",
+    ]
+    for file in ("checkpoints/step_8/checkpoint.json", "checkpoints/step_8/x", "z"):
+        (path / file).unlink()
+    with memory.watched() as done:
+        push(path)
+    assert [of.removeprefix("rm_file /bucket/a/") for of in done if of.startswith("rm_file")] == [
+        "checkpoints/step_8/checkpoint.json",
+        "z",
+        "checkpoints/step_8/x",
+        ".uploading",
+    ]
+
+
+def test_a_changed_copy_is_made_what_the_store_has(memory: Memory) -> None:
+    """Of a dataset or export: what somebody wrote into the cache does not count."""
+    path = write(path_of(URL), x="1", y__z="1")
+    push(path)
+    write(path, x="2", new__x="1")
+    (path / "y" / "z").unlink()
+    fetch(path)
+    assert content(path) == {"x": "1", "y/z": "1"}
+    assert not (path / "new").exists()
+
+
+def test_a_mapped_file_outlives_its_replacement(memory: Memory) -> None:
+    path = write(path_of(URL), x="1")
+    push(path)
+    memory.write("bucket/a/x", b"2")
+    with (path / "x").open() as file:
+        fetch(path)
+        assert file.read() == "1"
+
+
+def test_names_alone(memory: Memory) -> None:
+    """Enough to see what would be replaced, without fetching it."""
+    push(write(path_of(URL), manifest_json="{}", x="1"))
+    memory.host("elsewhere")
+    path = path_of(URL)
+    with memory.watched() as done:
+        fetch_names(path)
+    assert content(path) == {"manifest.json": "{}", "x": ""}
+    assert sum(of.startswith("get_file") for of in done) == 1
+    fetch(path)
+    assert content(path) == {"manifest.json": "{}", "x": "1"}
+
+
+def changed(memory: Memory) -> Path:
+    """A copy that differs from the store: a file to change, one to add, one to remove."""
+    memory.host("here")
+    path = write(path_of(URL), manifest_json="1", x="1", y="1")
+    push(path)
+    write(path, manifest_json="222", x="22", z="2")
+    (path / "y").unlink()
+    return path
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(7))
+def test_an_upload_that_fails_anywhere_is_not_taken_for_whole(memory: Memory, at: int, late: bool) -> None:
+    path = changed(memory)
+    before, after = memory.files("bucket/a"), {"manifest.json": b"222", "x": b"22", "z": b"2"}
+    said = f"^{URL} could not be (written|read) .the store is gone.$"
+    with memory.watched(lambda number, *_: number == at, late) as done, pytest.raises(OSError, match=said):
+        push(path)
+    assert len(done) == at + 1
+    memory.host("elsewhere")
+    if memory.files("bucket/a") in (before, after):
+        assert {name: text.encode() for name, text in content(fetched(URL)).items()} == memory.files("bucket/a")
+    else:
+        with pytest.raises(ValueError, match=f"^an upload to {URL} has not ended; wait for it, or run again"):
+            fetched(URL)
+        # Who writes anew finds nothing that is in the way.
+        fetch_names(path_of(URL))
+        assert content(path_of(URL)) == {}
+        push(write(path_of(URL), manifest_json="222", x="22", z="2"))
+        assert memory.files("bucket/a") == after
+    memory.host("here")
+    push(path)
+    assert memory.files("bucket/a") == after
+
+
+def test_these_are_all_operations_of_an_upload(memory: Memory) -> None:
+    path = changed(memory)
+    with memory.watched() as done:
+        push(path)
+    assert len(done) == 7
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_fetch_that_fails_anywhere_is_made_up_for(memory: Memory, at: int) -> None:
+    path = changed(memory)
+    memory.host("elsewhere")
+    fetched(URL)
+    memory.host("here")
+    push(path)
+    memory.host("elsewhere")
+    with memory.watched(lambda number, *_: number == at) as done, pytest.raises(OSError, match=URL):
+        fetched(URL)
+    assert len(done) > at
+    assert content(fetched(URL)) == {"manifest.json": "222", "x": "22", "z": "2"}
+    assert not list(path_of(URL).parent.glob("fetched"))
+
+
+def test_what_changes_while_it_is_fetched_is_fetched_again(memory: Memory) -> None:
+    """A file that is removed, and one that is replaced after it was fetched."""
+    push(write(path_of(URL), a="1", b="1", c="1"))
+
+    def replace(number: int, name: str, file: str) -> bool:
+        if name == "get_file" and file.endswith("/b") and number < 4:
+            memory.write("bucket/a/a", b"2")
+            memory.remove("bucket/a/b")
+        return False
+
+    memory.host("elsewhere")
+    with memory.watched(replace):
+        assert content(fetched(URL)) == {"a": "2", "c": "1"}
+
+
+def test_a_store_that_changes_all_the_time(memory: Memory) -> None:
+    push(write(path_of(URL), x="1"))
+
+    def replace(number: int, name: str, file: str) -> bool:
+        if name == "find":
+            memory.write("bucket/a/x", b"2")
+        return False
+
+    memory.host("elsewhere")
+    said = f"^{URL} has changed 20 times while it was fetched; try again$"
+    with memory.watched(replace), pytest.raises(OSError, match=said):
+        fetched(URL)
+
+
+# Runs
+
+
+def test_a_run_that_leads_is_kept_and_uploaded(memory: Memory) -> None:
+    path = write(path_of(URL), x="1")
+    push(path)
+    write(path, y="2")
+    with memory.watched() as done:
+        fetch_run(path)
+    assert content(path) == {"x": "1", "y": "2"} and len(done) == 1
+    push(path)
+    assert memory.files("bucket/a") == {"x": b"1", "y": b"2"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(7))
+def test_a_run_whose_upload_failed_anywhere_is_kept(memory: Memory, at: int, late: bool) -> None:
+    path = changed(memory)
+    here = content(path)
+    with memory.watched(lambda number, *_: number == at, late), pytest.raises(OSError, match=URL):
+        push(path)
+    write(path, later="3")
+    fetch_run(path)
+    assert content(path) == here | {"later": "3"}
+    push(path)
+    assert {name: text.decode() for name, text in memory.files("bucket/a").items()} == content(path)
+
+
+def test_what_another_copy_of_a_run_has_uploaded_since_counts(memory: Memory) -> None:
+    here = write(path_of(URL), x="1")
+    push(here)
+    write(here, x="22", y="2")
+    with memory.watched(lambda number, name, file: file.endswith("/y")), pytest.raises(OSError, match=URL):
+        push(here)
+    memory.host("elsewhere")
+    there = fetched_run(URL)
+    assert content(there) == {"x": "22"}
+    push(write(there, x="333"))
+    memory.host("here")
+    fetch_run(here)
+    assert content(here) == {"x": "333"}
+    push(write(here, x="4444"))
+    assert memory.files("bucket/a") == {"x": b"4444"}
+
+
+def test_a_run_that_was_removed_from_the_store_begins_anew(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", checkpoints__step__x="1")
+    push(path)
+    for name in memory.files("bucket/a"):
+        memory.remove(f"bucket/a/{name}")
+    fetch_run(path)
+    assert not path.exists()
+
+
+def test_half_a_checkpoint_is_not_fetched_and_goes_with_the_next_upload(memory: Memory) -> None:
+    for name in ("checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part", "checkpoints/step-8/part"):
+        memory.write(f"bucket/a/{name}", b"1")
+    path = fetched_run(URL)
+    assert set(content(path)) == {"checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part"}
+    push(write(path, x="1"))
+    assert set(memory.files("bucket/a")) == {"checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part", "x"}
+
+
+def test_changing_files_are_uploaded_without_their_digests(memory: Memory) -> None:
+    """Whatever interrupts an upload, the digests that are there are those of the files that are there."""
+    path = write(path_of(URL), digests_json="1", config="1")
+    push(path)
+    write(path, digests_json="22", config="22")
+    seen = []
+
+    def look(number: int, name: str, file: str) -> bool:
+        there = memory.files("bucket/a")
+        seen.append((there.get("digests.json", b""), there["config"]))
+        return False
+
+    with memory.watched(look):
+        push(path)
+    assert set(seen) == {(b"1", b"1"), (b"", b"1"), (b"", b"22"), (b"22", b"22")}
+
+
+def test_a_part_of_a_copy_is_uploaded_by_itself(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", refit__x="1")
+    push(path / "refit")
+    assert memory.files("bucket/a") == {"refit/x": b"1"}
+    (path / "refit" / "x").unlink()
+    push(path / "refit")
+    assert memory.files("bucket/a") == {}
+    push(path)
+    assert memory.files("bucket/a") == {"x": b"1"}
+
+
+def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memory, tmp_path: Path) -> None:
+    for name in ("../x", "b/../../x", ".x", "b/.x/y", "b//x"):
+        memory.write(f"bucket/a/{name}", b"1")
+    memory.write("bucket/ab", b"1")
+    memory.write("bucket/a/b/x..y", b"1")
+    path = fetched(URL)
+    assert content(path) == {"b/x..y": "1"}
+    assert not list(tmp_path.rglob("x"))
+    push(write(path, **{".lock": "1", "y": "1"}))
+    assert "bucket/a/.lock" not in memory.files() and memory.files()["bucket/ab"] == b"1"
+
+
+# Words
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory://x/..", "s3://."])
+def test_a_url_must_name_a_directory(url: str) -> None:
+    with pytest.raises(ValueError, match="names no directory; give a URL such as s3://bucket/folder/name"):
+        path_of(url)
+
+
+def test_a_url_that_a_path_has_cut_is_noticed() -> None:
+    with pytest.raises(ValueError, match="s3:/b/x was a URL, but a Path drops one of its slashes; give it as a text"):
+        path_of(Path("s3://b/x"))
+
+
+def test_texts_and_mistakes_name_the_url(memory: Memory) -> None:
+    path = path_of(URL)
+    assert shown(f"{path}: x, {path}/y, {path}.tsv, {path}-2") == f"{URL}: x, {URL}/y, {path}.tsv, {path}-2"
+    with pytest.raises(ValueError, match=f"^{URL}: what$"), storage.naming_urls():
+        raise ValueError(f"{path}: what")
+    # What is wrong with a file of the local disk is not wrong with the store.
+    with pytest.raises(OSError) as caught, storage.naming_urls():
+        raise OSError(28, "No space left on device", str(path))
+    assert caught.value.filename == str(path)
+
+
+def test_a_protocol_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=r"^gs://b/x: Please install gcsfs .*: pip install gcsfs$"):
+        fetched("gs://b/x")
+    with pytest.raises(ValueError, match=r"^foo://b/x: fsspec knows no such protocol; it knows s3, gs, abfs, file"):
+        fetched("foo://b/x")
+
+
+def test_fsspec_is_loaded_where_a_url_is_used() -> None:
+    words = "import sys; import logitmix.trainer.config, logitmix.common.storage; assert 'fsspec' not in sys.modules"
+    subprocess.run([sys.executable, "-c", words], check=True)

@@ -1,0 +1,385 @@
+"""Runs, datasets and exports at URLs: the promises of docs/reliability.md, on fsspec's memory, with several hosts that
+have a cache each. tests/integration/test_s3.py has the commands on S3."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_data import small_config, write_dataset
+from stores import Memory
+
+from logitmix.comm.process_group import process_group
+from logitmix.common.files import file_digest
+from logitmix.common.storage import fetch_run, fetched, fetched_run, naming_urls, path_of, push
+from logitmix.serving import live
+from logitmix.serving.live import LiveExport
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import api, checkpoint
+from logitmix.trainer import export as exporting
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import train
+from logitmix.trainer.report import write_report
+from logitmix.trainer.run import final_run, read_rows, require_one_host, run_lock
+from logitmix.trainer.telemetry import Telemetry
+from logitmix.trainer.update import update_items
+
+DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
+PART = "part-00000-of-00001.safetensors"
+SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
+SETTINGS |= {"evaluate.exclude_history": "no", "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+SETTINGS |= {"train.keep": 1}
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, data, and an undisturbed run of three epochs on it, run, on a disk: steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("local")
+    train(small_config(write_dataset(folder / "data"), SETTINGS | {"train.keep": 3}), folder / "run")
+    return folder
+
+
+def put(local: Path, url: str) -> Path:
+    """Puts a directory there, and the copy of this host."""
+    path = path_of(url)
+    shutil.copytree(local, path, ignore=shutil.ignore_patterns(".lock"))
+    push(path)
+    return path
+
+
+def config(**settings: Any) -> Config:
+    return small_config(Path("unused"), SETTINGS | {"data.path": DATA} | settings)
+
+
+def ended_as(undisturbed: Path, run: Path) -> None:
+    """Weights, optimizers' states and rows of metrics."""
+    last = "checkpoints/step-12"
+    assert file_digest(run / last / PART) == file_digest(undisturbed / last / PART)
+    kept = ("kind", "step", "loss", "hr@10", "mrr", "gradient_norm")
+
+    def rows(of: Path) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in kept if name in row} for row in read_rows(of)]
+
+    assert rows(run) == rows(undisturbed)
+    results = [json.loads((of / "results.json").read_text()) for of in (run, undisturbed)]
+    assert results[0]["step"] == results[1]["step"] and results[0]["mrr"] == results[1]["mrr"]
+
+
+def test_a_run_goes_on_elsewhere_bit_equal(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+
+    def killed(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
+        if pipeline.step == 10:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Telemetry, "log_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    results = train(config(), path_of(RUN))
+    assert f"continuing {RUN} after step 8" in capsys.readouterr().err.replace("\n", "")
+    memory.host("third")
+    run = fetched_run(RUN)
+    assert json.loads((run / "results.json").read_text()) == results
+    assert 'path = "memory://bucket/data/small"' in (run / "config.toml").read_text()
+    # The first rows came without a log, see above.
+    last = "checkpoints/step-12"
+    assert file_digest(run / last / PART) == file_digest(local / "run" / last / PART)
+
+
+def test_what_could_not_be_uploaded_is_with_the_next_start(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda number, name, file: "step-8" in file), pytest.raises(OSError) as caught:
+        train(config(), path_of(RUN))
+    assert str(caught.value) == f"{RUN} could not be written (the store is gone)"
+    assert not any("step-8" in name for name in memory.files("bucket/runs/a"))
+    train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+def test_training_goes_on_without_the_store_if_told_so(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda number, name, file: "step-8" in file):
+        train(config(**{"train.on_save_failure": "continue"}), path_of(RUN))
+    assert f"{RUN} could not be written (the store is gone); training goes on\n" in capsys.readouterr().err
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+def test_where_the_store_does_not_answer_nothing_begins(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
+        train(config(), path_of(RUN))
+    assert not path_of(RUN).exists()
+
+
+def upload(memory: Memory, local: Path) -> Path:
+    """A run with steps 4 and 8 in the store; the copy of this host has steps 8 and 12."""
+    run = path_of(RUN)
+    shutil.copytree(local / "run", run, ignore=shutil.ignore_patterns(".lock"))
+    shutil.move(run / "checkpoints" / "step-12", memory.folder)
+    push(run)
+    shutil.move(memory.folder / "step-12", run / "checkpoints")
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    return run
+
+
+OPERATIONS = 8
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(OPERATIONS))
+def test_whatever_fails_the_checkpoint_before_stays_in_the_store(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str], at: int, late: bool
+) -> None:
+    run = upload(memory, local)
+    with memory.watched(lambda number, *_: number == at, late) as done, pytest.raises(OSError, match=RUN):
+        push(run)
+    assert len(done) == at + 1
+    memory.host("elsewhere")
+    other = fetched_run(RUN)
+    capsys.readouterr()
+    assert load_saved(other, "last").step in (8, 12)
+    assert all(manifest for manifest, _ in checkpoint._manifests(other).values())
+    assert capsys.readouterr().err == ""
+    memory.host("here")
+    fetch_run(run)
+    push(run)
+    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
+        f"checkpoints/step-{step}/{name}" for step in (8, 12) for name in ("checkpoint.json", PART)
+    }
+
+
+def test_these_are_all_operations(memory: Memory, local: Path) -> None:
+    run = upload(memory, local)
+    with memory.watched() as done:
+        push(run)
+    assert len(done) == OPERATIONS
+
+
+def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    name = f"bucket/runs/a/checkpoints/step-12/{PART}"
+    content = bytearray(memory.files()[name])
+    content[-1] ^= 1
+    memory.write(name, bytes(content))
+    memory.host("elsewhere")
+    train(config(), path_of(RUN))
+    said = capsys.readouterr().err
+    assert f"{RUN}/checkpoints/step-12/{PART} is damaged (its SHA-256" in said
+    assert f"(kept in {RUN}/checkpoints/damaged-step-12), and training continues from step 8" in said
+    memory.host("third")
+    run = fetched_run(RUN)
+    assert (run / "checkpoints" / "damaged-step-12" / PART).read_bytes() == bytes(content)
+    ended_as(local / "run", run)
+
+
+def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
+    """The second one does not touch the copy, and is refused; where nobody trains, the store counts again."""
+    put(local / "data", DATA)
+    run = put(local / "run", RUN)
+    with process_group("cpu", 60) as ranks, run_lock(run, ranks):
+        (run / "new").write_text("")
+        memory.write("bucket/runs/a/metrics.jsonl", b"another host's")
+        # Others read what there is.
+        assert fetched_run(RUN) == run and (run / "new").exists()
+        with pytest.raises(ValueError, match="another job is training"), run_lock(run, ranks):
+            pass
+    assert fetched_run(RUN) == run and not (run / "new").exists()
+
+
+def test_ranks_on_several_hosts_are_refused(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    require_one_host(Path("runs/a"))
+    with pytest.raises(ValueError, match="is written by ranks on one host alone; with several hosts, give a directory"):
+        require_one_host(path_of(RUN))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    require_one_host(path_of(RUN))
+
+
+# Datasets and exports
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two datasets."""
+    folder = tmp_path_factory.mktemp("demos")
+    return [write_dataset(folder / f"demo{seed}", seed=seed) for seed in (0, 1)]
+
+
+def test_flipped_bits_in_the_store_are_found(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    files = memory.files("bucket/data/small")
+    memory.host("elsewhere")
+    for name, content in files.items():
+        broken = bytearray(content)
+        broken[len(broken) // 2] ^= 4
+        memory.write(f"bucket/data/small/{name}", bytes(broken))
+        with pytest.raises(ValueError, match=f"^{DATA}: {name} is damaged .* --out {DATA} --ov"), naming_urls():
+            load_dataset(DATA)
+        memory.write(f"bucket/data/small/{name}", content)
+    load_dataset(DATA)
+
+
+def test_a_dataset_that_is_replaced_while_it_is_read(memory: Memory, demos: list[Path]) -> None:
+    """Between any two operations of its writer, a reader on another host gets the old dataset or an error."""
+    put(demos[0], DATA)
+    old, said, readers = load_dataset(DATA).description(), [], iter(range(100))
+    memory.host("writer")
+    out = fetched(DATA)
+    shutil.rmtree(out)
+    shutil.copytree(demos[1], out)
+    reading = False
+
+    def read(number: int, name: str, file: str) -> bool:
+        nonlocal reading
+        if not reading:
+            reading = True
+            memory.host(f"reader {next(readers)}")
+            try:
+                said.append(load_dataset(DATA).description())
+            except ValueError as error:
+                said.append(str(error))
+            memory.host("writer")
+            reading = False
+        return False
+
+    with memory.watched(read):
+        push(out)
+    assert said[0] == old
+    assert all(text.startswith(f"an upload to {DATA} has not ended") for text in said[1:]) and len(said) > 4
+    memory.host("elsewhere")
+    assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
+
+
+def test_a_dataset_that_is_replaced_while_it_is_fetched(memory: Memory, demos: list[Path]) -> None:
+    """The writer begins after the reader has looked for it: the reader looks again."""
+    put(demos[0], DATA)
+    memory.host("elsewhere")
+    new = {path.relative_to(demos[1]).as_posix(): path.read_bytes() for path in demos[1].rglob("*.*")}
+
+    def replace(number: int, name: str, file: str) -> bool:
+        if name == "get_file" and file.endswith("dataset.json"):
+            while new:
+                part, content = new.popitem()
+                memory.write(f"bucket/data/small/{part}", content)
+        return False
+
+    with memory.watched(replace) as done:
+        assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
+    assert sum(of.startswith("get_file") and "items.parquet" in of for of in done) == 2
+
+
+def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where something is; an upload that fails leaves nothing that passes for a dataset, and is made up for."""
+    with memory.watched(lambda number, name, file: file.endswith("items.parquet")), pytest.raises(OSError) as caught:
+        api.prepare("demo", out=DATA)
+    assert str(caught.value) == f"{DATA} could not be written (the store is gone)"
+    with pytest.raises(ValueError, match=f"^an upload to {DATA} has not ended"):
+        load_dataset(DATA)
+    made = api.prepare("demo", out=DATA)
+    memory.host("elsewhere")
+    assert json.loads(load_dataset(DATA).description()) == made
+    memory.host("third")
+    with pytest.raises(ValueError, match=f"^there is a dataset at {DATA} already; replace it with --overwrite"):
+        api.prepare("demo", out=DATA)
+    other = api.prepare("demo", out=DATA, overwrite=True, seed=1)
+    memory.host("elsewhere")
+    assert json.loads(load_dataset(DATA).description()) == other != made
+    memory.write("bucket/mine/notes.txt", b"mine")
+    with pytest.raises(ValueError, match=r"^memory://bucket/mine exists and is not only a dataset"):
+        api.prepare("demo", out="memory://bucket/mine", overwrite=True)
+    assert memory.files("bucket/mine") == {"notes.txt": b"mine"}
+
+
+def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    api.export(RUN, EXPORT)
+    memory.host("elsewhere")
+    with pytest.raises(ValueError, match=f"^{EXPORT} exists already; give --overwrite"):
+        api.export(RUN, EXPORT)
+    retriever = Retriever.load(EXPORT)
+    assert retriever.source.run == "a" and len(retriever.rows(["item-1", "item-2"], 5)) == 5
+    assert api.evaluate(RUN)["step"] == 4
+
+
+def test_a_server_takes_over_what_is_exported_there(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    api.export(RUN, EXPORT)
+    memory.host("server")
+    said: list[str] = []
+    export = LiveExport(path_of(EXPORT), said.append)
+    monkeypatch.setattr(live, "STORE_SECONDS", 0.0)
+    assert not export.refresh() and not said
+    before = export.retriever.rows(["item-1"], 3)
+    with memory.watched(lambda *_: True):
+        assert not export.refresh() and not export.refresh()
+    assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
+    memory.host("elsewhere")
+    exporting.export(fetched_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
+    memory.host("server")
+    path = export._directory
+    assert export.refresh() and said[1].startswith("new export: ")
+    assert export.retriever.rows(["item-1"], 3) != before and path.is_dir()
+
+
+def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tmp_path: Path) -> None:
+    put(write_dataset(tmp_path / "data", features=True), DATA)
+    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
+    api.export(RUN, EXPORT)
+    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
+    memory.host("elsewhere")
+    assert update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["added"] == 1
+    memory.host("third")
+    assert Retriever.load(EXPORT).num_items == 51
+
+
+def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None:
+    put(local / "data", DATA)
+    compared = "memory://bucket/compared"
+    api.compare(DATA, compared, minutes=0.002, methods=["dot"])
+    memory.host("elsewhere")
+    found = api.compare(DATA, compared, minutes=0.002, methods=["dot"])
+    assert found["dataset"] == DATA
+    run = fetched_run(compared) / "dot"
+    assert f'path = "{DATA}"' in (run / "config.toml").read_text()
+    write_report([fetched_run(f"{compared}/dot")], tmp_path / "report.html")
+    assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
+
+
+def test_a_warm_start_from_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    memory.host("elsewhere")
+    train(config(**{"train.epochs": 1, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
+    assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
+
+
+def test_a_refit_there(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1, "train.refit": True}), path_of(RUN))
+    memory.host("elsewhere")
+    assert load_saved(final_run(fetched_run(RUN))).step == 4
