@@ -203,12 +203,8 @@ class _Copy:
 
     def here(self) -> dict[str, tuple[int, int]]:
         """Size and mtime_ns of each file of the copy."""
-        found = {}
-        for file in self.path.rglob("*"):
-            name = file.relative_to(self.path).as_posix()
-            if not _hidden(name) and file.is_file():
-                found[name] = _stamp(file)
-        return found
+        files = {file.relative_to(self.path).as_posix(): file for file in _files(self.path)}
+        return {name: _stamp(file) for name, file in files.items() if not _hidden(name)}
 
     def listing(self) -> dict[str, str]:
         """For each file in the store, a text that changes with it."""
@@ -361,6 +357,12 @@ def _copy_of(path: Path) -> _Copy | None:
     return next((_Copy(root, url) for root, url in list(_urls.items()) if path == root or root in path.parents), None)
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    """All in a folder and those within; folders that another process removes meanwhile are left out."""
+    for path, _, names in os.walk(folder):
+        yield from (Path(path, name) for name in names)
+
+
 def _stamp(file: Path) -> tuple[int, int]:
     status = file.stat()
     return status.st_size, status.st_mtime_ns
@@ -387,7 +389,9 @@ def _digests_last(names: Collection[str]) -> list[str]:
 
 def _is_training(folder: Path) -> bool:
     """Whether a job trains a run that is here."""
-    for path in folder.rglob(LOCK):
+    for path in _files(folder):
+        if path.name != LOCK:
+            continue
         with path.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

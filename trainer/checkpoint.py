@@ -35,11 +35,18 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
-from logitmix.comm.collectives import broadcast_object, largest, on_all_ranks, on_first_rank
+from logitmix.comm.collectives import (
+    agreed,
+    broadcast_object,
+    largest,
+    on_all_ranks,
+    on_first_rank,
+    on_first_rank_at_length,
+)
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import file_digest, publish, read_json, staging_path, with_digest, write_hashed
 from logitmix.common.mappings import from_mapping, require
-from logitmix.common.storage import shown
+from logitmix.common.storage import is_copy, push, shown
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
@@ -88,7 +95,8 @@ class SavedModel:
 
 class Saver:
     """Saves the checkpoints of a run: while training waits, or with `train.save_in_background` while it goes on. Then
-    each rank holds a second copy of what it writes until it has written it.
+    each rank holds a second copy of what it writes until it has written it. What is saved of a run at a URL is uploaded
+    likewise.
 
     Use as a context manager: of a checkpoint that was not committed before the end of the block, nothing stays.
     """
@@ -98,6 +106,8 @@ class Saver:
         self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
         self.keep = keep or model.config.train.keep
         self._pending: _Pending | None = None
+        self._upload: Future[None] | None = None
+        """On every rank, while rank 0 uploads in the background."""
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, progress: RunProgress, wait: bool = True) -> bool:
@@ -116,6 +126,8 @@ class Saver:
     def poll(self) -> None:
         """Commits what was saved in the background, once all ranks have written it; to be called in each step.
         Collective; raises as `save` does, in the step after the failure."""
+        if self._upload and agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
+            self._finish_upload()
         if self._pending is None:
             return
         state = largest(self._pending.state, self.ranks)
@@ -167,8 +179,14 @@ class Saver:
 
     def _finish(self) -> bool:
         """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
+        uploaded = self._finish_upload()
         pending, self._pending = self._pending, None
-        return pending is None or self._tried(lambda: self._commit(pending))
+        return uploaded and (pending is None or self._tried(lambda: self._commit(pending)))
+
+    def _finish_upload(self) -> bool:
+        """Waits for the upload that was begun, if there is one; whether it was possible. Collective."""
+        upload, self._upload = self._upload, None
+        return upload is None or self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
 
     def _commit(self, pending: "_Pending") -> None:
         def publish_it() -> None:
@@ -185,7 +203,10 @@ class Saver:
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
             on_first_rank(publish_it, self.ranks)
         on_first_rank(tidy, self.ranks)
-        upload_run(self.run, self.ranks)
+        if pending.written is None:
+            upload_run(self.run, self.ranks)
+        elif is_copy(self.run):
+            self._upload = self._thread.submit(push, self.run) if self.ranks.rank == 0 else Future()
 
     @contextmanager
     def _removing(self, pending: "_Pending") -> Iterator[None]:

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 import two_ranks
 
+from logitmix.comm import collectives
 from logitmix.comm.collectives import (
     agreed,
     all_gather,
@@ -14,6 +16,7 @@ from logitmix.comm.collectives import (
     broadcast_object,
     on_all_ranks,
     on_first_rank,
+    on_first_rank_at_length,
 )
 from logitmix.comm.process_group import Ranks, process_group
 
@@ -32,6 +35,26 @@ def raised(together: Callable[..., Any], failing: int, ranks: Ranks) -> str:
     return ""
 
 
+def at_length(ranks: Ranks) -> tuple[str, int]:
+    """What rank 0 gives after a second and more, and how often it tells the others that it is at work."""
+    told = 0
+
+    def counted(flag: bool, ranks: Ranks) -> bool:
+        nonlocal told
+        told += 1
+        return agreed(flag, ranks)
+
+    def action() -> str:
+        time.sleep(2.5 * collectives.SIGN_OF_LIFE)
+        return f"rank {ranks.rank}, at length"
+
+    collectives.agreed = counted
+    try:
+        return on_first_rank_at_length(action, ranks), told
+    finally:
+        collectives.agreed = agreed
+
+
 def work() -> dict[str, Any]:
     with process_group("cpu", 60) as ranks:
         tensor = torch.arange(6).view(2, 3).t() * (ranks.rank + 1)
@@ -45,11 +68,13 @@ def work() -> dict[str, Any]:
             "gathered": all_gather(tensor, ranks),
             "exchanged": all_to_all([torch.arange(10 * ranks.rank + other) for other in range(2)], ranks),
             "first": on_first_rank(lambda: f"rank {ranks.rank}", ranks),
+            "at_length": at_length(ranks),
             "all": on_all_ranks(lambda: ranks.rank, ranks),
             "raised": [
                 raised(on_first_rank, 0, ranks),
                 raised(on_first_rank, 1, ranks),
                 raised(on_all_ranks, 1, ranks),
+                raised(on_first_rank_at_length, 0, ranks),
             ],
         }
 
@@ -88,7 +113,13 @@ def test_exchanged_parts_are_those_meant_for_a_rank(results: list[dict[str, Any]
 def test_what_ranks_do_or_cannot_do_all_know(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert (result["first"], result["all"]) == ("rank 0", [0, 1])
-        assert result["raised"] == ["rank 0 cannot", "", "rank 1 cannot"]
+        assert result["raised"] == ["rank 0 cannot", "", "rank 1 cannot", "rank 0 cannot"]
+
+
+def test_what_takes_long_does_not_look_like_a_lost_rank(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        said, told = result["at_length"]
+        assert said == "rank 0, at length" and told >= 3
 
 
 def test_identity_alone() -> None:
@@ -98,6 +129,7 @@ def test_identity_alone() -> None:
         assert broadcast_object(tensor, ranks) is tensor
         assert all_gather(tensor, ranks)[0] is tensor
         assert all_to_all([tensor], ranks)[0] is tensor
+        assert on_first_rank_at_length(lambda: tensor, ranks) is tensor
         assert (on_first_rank(lambda: tensor, ranks) is tensor, on_all_ranks(lambda: 3, ranks)) == (True, [3])
         assert (agreed(True, ranks), agreed(False, ranks)) == (True, False)
         barrier(ranks)

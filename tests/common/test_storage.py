@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,29 @@ def test_a_store_that_changes_all_the_time(memory: Memory) -> None:
     said = f"^{URL} has changed 20 times while it was fetched; try again$"
     with memory.watched(replace), pytest.raises(OSError, match=said):
         fetched(URL)
+
+
+def test_processes_of_one_host_fetch_once(memory: Memory) -> None:
+    push(write(path_of(URL), **{f"x{number}": "1" for number in range(20)}))
+    memory.host("elsewhere")
+    path_of(URL)
+    with memory.watched() as done, ThreadPoolExecutor(4) as threads:
+        for path in threads.map(fetched, [URL] * 4):
+            assert len(content(path)) == 20
+    assert sum(of.startswith("get_file") for of in done) == 20
+
+
+def test_a_folder_of_the_disk_as_a_store(memory: Memory, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there/a"
+    push(write(path_of(url), x="1", y__z="1"))
+    assert content(tmp_path / "there" / "a") == {"x": "1", "y/z": "1"}
+    memory.host("elsewhere")
+    path = fetched(url)
+    assert content(path) == {"x": "1", "y/z": "1"}
+    (path / "y" / "z").unlink()
+    push(path)
+    memory.host("here")
+    assert content(fetched(url)) == {"x": "1"}
 
 
 # Runs

@@ -141,6 +141,7 @@ def test_a_killed_job_goes_on_elsewhere(
     """Two ranks, killed without notice, go on where the cache is empty; they end bit-equal to an undisturbed job on a
     disk, and the commands that follow work on what they leave."""
     settings = {"train.epochs": 10, "train.checkpoint_every": 2, "train.keep": 1, "model.encoder.dropout": 0.3}
+    settings |= {"train.save_in_background": torchrun}
     data = write_dataset(tmp_path / "data")
     (tmp_path / "recipe.toml").write_text(dump_toml(small_config(data, settings)))
     words = ["train", str(tmp_path / "recipe.toml"), "--run"]

@@ -128,6 +128,14 @@ def test_train_runs_on_two_processes(tmp_path: Path) -> None:
     assert "planted failure" in result.stderr
 
 
+def test_logs_stay_with_the_scheduler_where_the_run_is_at_a_url() -> None:
+    train = get_component(f"{COMPONENTS}:train").fn
+    for run, logs in (("runs/x", "runs/x/logs"), ("s3://bucket/x", None)):
+        (role,) = train("demo-mol", "--run", run).roles
+        assert role.env.get("PET_LOG_DIR") == logs
+        assert run in " ".join(role.args)
+
+
 def test_tensorboard_shows_a_run() -> None:
     app = get_component(f"{COMPONENTS}:tensorboard").fn("runs/demo-mol", port=7007)
     (role,) = app.roles

@@ -2,7 +2,10 @@
 have a cache each. tests/integration/test_s3.py has the commands on S3."""
 
 import json
+import re
 import shutil
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,11 @@ import pytest
 from small_data import small_config, write_dataset
 from stores import Memory
 
-from logitmix.comm.process_group import process_group
+from logitmix.comm.process_group import _Place, process_group
 from logitmix.common.files import file_digest
 from logitmix.common.storage import fetch_run, fetched, fetched_run, naming_urls, path_of, push
 from logitmix.serving import live
+from logitmix.serving.format import read_manifest
 from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, checkpoint
@@ -120,6 +124,60 @@ def test_training_goes_on_without_the_store_if_told_so(
     ended_as(local / "run", fetched_run(RUN))
 
 
+def test_uploads_in_the_background(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    threads: dict[str, str] = {}
+
+    def watch(number: int, name: str, file: str) -> bool:
+        if name == "put_file":
+            threads.setdefault(file.removeprefix("/bucket/runs/a/"), threading.current_thread().name)
+        return False
+
+    with memory.watched(watch):
+        train(config(**{"train.save_in_background": True}), path_of(RUN))
+    assert [threads[f"checkpoints/step-{step}/{PART}"].partition("_")[0] for step in (4, 8, 12)] == [
+        "checkpoint",
+        "checkpoint",
+        "MainThread",
+    ]
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_upload_in_the_background_that_fails(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    put(local / "data", DATA)
+    settings = {"train.save_in_background": True, "train.on_save_failure": "continue" if goes_on else "stop"}
+    said = f"{RUN} could not be written (the store is gone)"
+    fails = memory.watched(lambda number, name, file: "step-8" in file)
+    with fails, nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
+        train(config(**settings), path_of(RUN))
+    assert (f"{said}; training goes on\n" in capsys.readouterr().err) == goes_on
+    train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+def test_where_the_store_takes_nothing_no_step_is_trained(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=RUN):
+        train(config(), path_of(RUN))
+    assert not path_of(RUN).exists()
+
+
+def test_a_job_that_fails_before_there_is_anything_to_keep_leaves_nothing(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(local / "data", DATA)
+    monkeypatch.setattr(Telemetry, "__init__", None)
+    with memory.watched() as done, pytest.raises(TypeError):
+        train(config(), path_of(RUN))
+    assert any(of.endswith("config.toml") for of in done)
+    assert memory.files("bucket/runs/a") == {}
+
+
 def test_where_the_store_does_not_answer_nothing_begins(memory: Memory, local: Path) -> None:
     put(local / "data", DATA)
     with memory.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
@@ -206,12 +264,20 @@ def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
     assert fetched_run(RUN) == run and not (run / "new").exists()
 
 
-def test_ranks_on_several_hosts_are_refused(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(local / "data", DATA)
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     require_one_host(Path("runs/a"))
-    with pytest.raises(ValueError, match="is written by ranks on one host alone; with several hosts, give a directory"):
-        require_one_host(path_of(RUN))
+    said = "is written by ranks on one host alone; with several hosts, give a directory"
+    for write in (
+        lambda: api.train("auto", RUN, {"data.path": DATA}),
+        lambda: api.export(local / "run", EXPORT),
+        lambda: api.compare(DATA, RUN, 1),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"^memory://.* {said}"):
+            patch.setattr("logitmix.comm.process_group._place_from", lambda environment: _Place())
+            write()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     require_one_host(path_of(RUN))
 
@@ -342,6 +408,7 @@ def test_a_server_takes_over_what_is_exported_there(
     exporting.export(fetched_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
     memory.host("server")
     path = export._directory
+    assert export._found() == read_manifest(fetched(EXPORT))["sha256"] != export.retriever.digest
     assert export.refresh() and said[1].startswith("new export: ")
     assert export.retriever.rows(["item-1"], 3) != before and path.is_dir()
 
