@@ -274,7 +274,7 @@ class _Copy:
         record.uploading = True
         self.write(record)
         stamps = {name: _stamp(self.path / name) for name in new}
-        with self._reaching("written"):
+        with self._reaching("written", f"; what it lacks is in {self.path}"):
             store.pipe_file(f"{root}/{UPLOADING}", record.id.encode())
             for name in new:
                 if Path(name).name == RENEWED and name in record.files:
@@ -287,7 +287,7 @@ class _Copy:
         record.files = {name: of for name, of in record.files.items() if name not in gone}
         record.files |= {name: (there.get(name, ""), *stamps[name]) for name in new}
         self.write(record)
-        with self._reaching("written"):
+        with self._reaching("written", f"; what it lacks is in {self.path}"):
             store.rm_file(f"{root}/{UPLOADING}")
         record.uploading = False
         self.write(record)
@@ -334,7 +334,7 @@ class _Copy:
             raise ValueError(f"{self.url}: {error}") from None
 
     @contextmanager
-    def _reaching(self, how: str) -> Iterator[None]:
+    def _reaching(self, how: str, more: str = "") -> Iterator[None]:
         """Whatever a driver raises is an OSError of one line that names the URL."""
         try:
             yield
@@ -345,7 +345,7 @@ class _Copy:
             if isinstance(error, ValueError) and "Protocol not known" in str(error):
                 raise _NoDriver("fsspec knows no such protocol; it knows s3, gs, abfs, file and others") from None
             reason = " ".join((str(error) or type(error).__name__).split())
-            raise OSError(f"{self.url} could not be {how} ({reason})") from None
+            raise OSError(f"{self.url} could not be {how} ({reason}){more}") from None
 
 
 class _NoDriver(Exception):

@@ -147,7 +147,7 @@ def changed(memory: Memory) -> Path:
 def test_an_upload_that_fails_anywhere_is_not_taken_for_whole(memory: Memory, at: int, late: bool) -> None:
     path = changed(memory)
     before, after = memory.files("bucket/a"), {"manifest.json": b"222", "x": b"22", "z": b"2"}
-    said = f"^{URL} could not be (written|read) .the store is gone.$"
+    said = f"^{URL} could not be (written|read) .the store is gone.(; what it lacks is in {path})?$"
     with memory.watched(lambda number, *_: number == at, late) as done, pytest.raises(OSError, match=said):
         push(path)
     assert len(done) == at + 1
@@ -267,6 +267,16 @@ def test_a_run_whose_upload_failed_anywhere_is_kept(memory: Memory, at: int, lat
     assert content(path) == here | {"later": "3"}
     push(path)
     assert {name: text.decode() for name, text in memory.files("bucket/a").items()} == content(path)
+
+
+def test_an_upload_of_which_only_its_mark_is_left_is_ended_by_the_next(memory: Memory) -> None:
+    path = write(path_of(URL), x="1")
+    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
+        push(path)
+    assert set(memory.files("bucket/a")) == {".uploading", "x"}
+    with memory.watched() as done:
+        push(path)
+    assert memory.files("bucket/a") == {"x": b"1"} and not any(of.startswith("put_file") for of in done)
 
 
 def test_what_another_copy_of_a_run_has_uploaded_since_counts(memory: Memory) -> None:

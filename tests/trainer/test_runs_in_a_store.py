@@ -106,7 +106,7 @@ def test_what_could_not_be_uploaded_is_with_the_next_start(memory: Memory, local
     put(local / "data", DATA)
     with memory.watched(lambda number, name, file: "step-8" in file), pytest.raises(OSError) as caught:
         train(config(), path_of(RUN))
-    assert str(caught.value) == f"{RUN} could not be written (the store is gone)"
+    assert str(caught.value) == f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}"
     assert not any("step-8" in name for name in memory.files("bucket/runs/a"))
     train(config(), path_of(RUN))
     memory.host("elsewhere")
@@ -119,7 +119,8 @@ def test_training_goes_on_without_the_store_if_told_so(
     put(local / "data", DATA)
     with memory.watched(lambda number, name, file: "step-8" in file):
         train(config(**{"train.on_save_failure": "continue"}), path_of(RUN))
-    assert f"{RUN} could not be written (the store is gone); training goes on\n" in capsys.readouterr().err
+    said = f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}; training goes on\n"
+    assert said in capsys.readouterr().err
     memory.host("elsewhere")
     ended_as(local / "run", fetched_run(RUN))
 
@@ -150,7 +151,7 @@ def test_an_upload_in_the_background_that_fails(
 ) -> None:
     put(local / "data", DATA)
     settings = {"train.save_in_background": True, "train.on_save_failure": "continue" if goes_on else "stop"}
-    said = f"{RUN} could not be written (the store is gone)"
+    said = f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}"
     fails = memory.watched(lambda number, name, file: "step-8" in file)
     with fails, nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
         train(config(**settings), path_of(RUN))
@@ -278,6 +279,7 @@ def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeyp
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"^memory://.* {said}"):
             patch.setattr("logitmix.comm.process_group._place_from", lambda environment: _Place())
             write()
+    assert not path_of(RUN).exists()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     require_one_host(path_of(RUN))
 
@@ -359,7 +361,8 @@ def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]
     """Refused where something is; an upload that fails leaves nothing that passes for a dataset, and is made up for."""
     with memory.watched(lambda number, name, file: file.endswith("items.parquet")), pytest.raises(OSError) as caught:
         api.prepare("demo", out=DATA)
-    assert str(caught.value) == f"{DATA} could not be written (the store is gone)"
+    said = f"{DATA} could not be written (the store is gone); what it lacks is in {path_of(DATA)}"
+    assert str(caught.value) == said
     with pytest.raises(ValueError, match=f"^an upload to {DATA} has not ended"):
         load_dataset(DATA)
     made = api.prepare("demo", out=DATA)
