@@ -43,6 +43,8 @@ LOCK = ".lock"
 
 _urls: dict[Path, str] = {}
 """The copies that this process has named, and what they are copies of."""
+_alone: set[Path] = set()
+"""Those that this process works on alone."""
 
 
 def path_of(place: str | Path) -> Path:
@@ -101,6 +103,21 @@ def fetched_run(place: str | Path) -> Path:
     return path
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Other processes of this host that fetch or push this copy wait meanwhile: what is written within is what is
+    pushed."""
+    if (copy := _copy_of(path)) is None:
+        yield
+        return
+    with copy.locked():
+        _alone.add(copy.path)
+        try:
+            yield
+        finally:
+            _alone.remove(copy.path)
+
+
 def fetch(path: Path) -> None:
     """Makes a copy what is in the store; only files that differ are fetched. Its readers check their digests.
 
@@ -109,6 +126,8 @@ def fetch(path: Path) -> None:
     """
     if (copy := _copy_of(path)) is None:
         return
+    if _locks(copy.path):
+        return fetch_run(path)  # there are runs, and whoever takes them for a dataset must not harm them
 
     def take(there: dict[str, str]) -> bool:
         if UPLOADING in there:
@@ -141,6 +160,8 @@ def fetch_names(path: Path) -> None:
     with digests alone. What an upload that has not ended has left counts as nothing."""
     if (copy := _copy_of(path)) is None:
         return
+    if _locks(copy.path):
+        return fetch_run(path)
     with copy.locked():
         there = copy.listing()
         if UPLOADING in there:
@@ -186,6 +207,9 @@ class _Copy:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone among the processes that share the cache."""
+        if self.path in _alone:
+            yield
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with (self.path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -387,11 +411,14 @@ def _digests_last(names: Collection[str]) -> list[str]:
     return sorted(names, key=order)
 
 
+def _locks(folder: Path) -> list[Path]:
+    """Those of the runs in a folder that were trained on this host."""
+    return [path for path in _files(folder) if path.name == LOCK]
+
+
 def _is_training(folder: Path) -> bool:
     """Whether a job trains a run that is here."""
-    for path in _files(folder):
-        if path.name != LOCK:
-            continue
+    for path in _locks(folder):
         with path.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Stopped as stop:
         if not _is_main():
             raise SystemExit(STOPPED) from None
-        _fail(f"{shown(stop)}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
+        _fail(f"{stop}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
     except KeyboardInterrupt:
         _fail("stopped", 130)
     finally:

@@ -8,6 +8,7 @@ Axes: R items of a shard, W width of a table.
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -23,7 +24,7 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
-from logitmix.common.storage import fetch_names, is_copy, push
+from logitmix.common.storage import alone, fetch_names, is_copy, push
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, USER, Schema
@@ -112,10 +113,11 @@ def export(
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
-        on_first_rank(lambda: fetch_names(out), ranks)
-        manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
-        if is_copy(out):
-            on_first_rank_at_length(lambda: push(out), ranks)
+        with alone(out) if ranks.rank == 0 else nullcontext():
+            on_first_rank(lambda: fetch_names(out), ranks)
+            manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
+            if is_copy(out):
+                on_first_rank_at_length(lambda: push(out), ranks)
     return manifest
 
 

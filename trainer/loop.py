@@ -167,7 +167,7 @@ def _steps(
                     saved = saver.save(done, wait=finished or stopped)
             if stopped:
                 said = "is saved" if saved else "could not be saved"
-                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {run}")
+                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {shown(run)}")
         if telemetry.main and (line := still_rising(run, config.evaluate.metric)):
             telemetry.say(line)
     return done

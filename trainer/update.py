@@ -19,7 +19,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import whole_directory
-from logitmix.common.storage import fetch, push
+from logitmix.common.storage import alone, fetch, push
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
@@ -41,7 +41,14 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
     intact serving directory, if the table cannot be read, and for values that do not fit the features of the model's
     schema.
     """
-    fetch(directory)
+    with alone(directory):
+        fetch(directory)
+        counts = _update(directory, items, id_column, said)
+        push(directory)
+    return counts
+
+
+def _update(directory: Path, items: str, id_column: str, said: Console | None) -> dict[str, int]:
     contents = serving.read(directory)
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
@@ -57,7 +64,6 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
         shards = list(_shards(retriever, features, columns, len(new)))
         titles = columns[TITLE].cast(pa.string()).fill_null("").to_pylist() if TITLE in columns else None
         _write(directory, contents, shards, list(new), titles)
-        push(directory)
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
 
 

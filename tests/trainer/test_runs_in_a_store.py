@@ -1,10 +1,14 @@
 """Runs, datasets and exports at URLs: the promises of docs/reliability.md, on fsspec's memory, with several hosts that
 have a cache each. tests/integration/test_s3.py has the commands on S3."""
 
+import fcntl
 import json
+import os
 import re
 import shutil
+import signal
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,14 +26,16 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, checkpoint
 from logitmix.trainer import export as exporting
+from logitmix.trainer import update as updating
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
+from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
+from logitmix.trainer.processes import Stopped
 from logitmix.trainer.report import write_report
 from logitmix.trainer.run import final_run, read_rows, require_one_host, run_lock
 from logitmix.trainer.telemetry import Telemetry
-from logitmix.trainer.update import update_items
 
 DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
 PART = "part-00000-of-00001.safetensors"
@@ -380,6 +386,64 @@ def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]
     assert memory.files("bucket/mine") == {"notes.txt": b"mine"}
 
 
+def test_nobody_fetches_between_writing_and_uploading(
+    memory: Memory, local: Path, demos: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another process would put the old files into the copy again, and those would be uploaded."""
+    held: list[str] = []
+
+    def watch(module: Any, name: str, path: Path) -> None:
+        original = getattr(module, name)
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            with (path.parent / "lock").open("w") as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, checked)
+
+    put(write_dataset(tmp_path / "data", features=True), DATA)
+    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
+    watch(exporting, "publish", path_of(EXPORT))
+    api.export(RUN, EXPORT)
+    watch(updating, "_write", path_of(EXPORT))
+    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
+    updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
+    watch(preparing, "whole_directory", path_of(DATA))
+    api.prepare("demo", out=DATA, overwrite=True)
+    assert held == ["publish", "_write", "whole_directory"]
+
+
+def test_a_run_that_is_taken_for_a_dataset_stays(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    (path_of(RUN) / "ahead").write_text("")
+    for mistake in (
+        lambda: api.train("auto", "memory://bucket/runs/b", {"data.path": RUN}),
+        lambda: Retriever.load(RUN),
+        lambda: api.prepare("demo", out=RUN, overwrite=True),
+        lambda: api.export(RUN, RUN, overwrite=True),
+    ):
+        with pytest.raises(ValueError):
+            mistake()
+        assert (path_of(RUN) / "ahead").exists()
+
+
+def test_a_signal_saves_there(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(local / "data", DATA)
+
+    def end(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Telemetry, "log_step", end)
+    with pytest.raises(Stopped, match=rf"after step \d, which is saved in {RUN}$"):
+        train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    assert load_saved(fetched_run(RUN), "last").step in (1, 2)
+
+
 def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
     put(local / "data", DATA)
     train(config(**{"train.epochs": 1}), path_of(RUN))
@@ -422,7 +486,7 @@ def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tm
     api.export(RUN, EXPORT)
     (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
     memory.host("elsewhere")
-    assert update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["added"] == 1
+    assert updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["added"] == 1
     memory.host("third")
     assert Retriever.load(EXPORT).num_items == 51
 

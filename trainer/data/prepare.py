@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from logitmix.common.files import clean_up, whole_directory
 from logitmix.common.mappings import from_mapping
-from logitmix.common.storage import fetch_names, push
+from logitmix.common.storage import alone, fetch_names, push
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import COMMON_REPEATS, is_dataset
@@ -58,9 +58,16 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job. If the process is killed, `out`
     is as it was or complete, and the next job removes what is left beside it.
     """
-    console = console or Console(stderr=True)
     out = options.directory
-    fetch_names(out)
+    with alone(out):
+        fetch_names(out)
+        description = _prepare(options, console or Console(stderr=True))
+        push(out)
+    return description
+
+
+def _prepare(options: PrepareOptions, console: Console) -> dict[str, Any]:
+    out = options.directory
     clean_up(out)
     _check_out(out, options.overwrite)
     if options.source and not Path(options.source).exists():
@@ -77,14 +84,12 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
         try:
             with _progress(console) as progress:
                 raw = _read(options, rejects, progress)
-                description = _write(staging, options, said, raw, rejects, console)
+                return _write(staging, options, said, raw, rejects, console)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
             rejects.path.replace(kept)
             raise ValueError(f"{error}; they are listed in {kept}") from None
-    push(out)
-    return description
 
 
 def _read_schema(path: str) -> FeaturesOptions:
