@@ -148,7 +148,9 @@ def fetch_run(path: Path) -> None:
         record = copy.record()
         ours = UPLOADING in there and copy.uploader() == record.id
         there = {name: of for name, of in there.items() if name != UPLOADING}
-        return not ours and there != record.there() and copy.take(there)
+        # Without its files, a copy would have those of the store removed.
+        stays = copy.path.is_dir() and (ours or there == record.there())
+        return not stays and copy.take(there)
 
     with copy.locked():
         if not _is_training(copy.path):

@@ -181,7 +181,8 @@ class Saver:
         """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
         uploaded = self._finish_upload()
         pending, self._pending = self._pending, None
-        return uploaded and (pending is None or self._tried(lambda: self._commit(pending)))
+        committed = pending is None or self._tried(lambda: self._commit(pending))
+        return uploaded and committed
 
     def _finish_upload(self) -> bool:
         """Waits for the upload that was begun, if there is one; whether it was possible. Collective."""
