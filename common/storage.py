@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,10 +35,14 @@ from logitmix.common.files import read_json, write_whole
 MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
 """Files with the digests of others, in the order in which they are written."""
 RENEWED = "digests.json"
-"""The one of files that change under their names: it is removed before they do."""
+"""Digests of a run's files, which are replaced under the same names: an upload removes it before it replaces them."""
 UPLOADING = ".uploading"
 MOST_ROUNDS = 20
 """How often a fetch begins again because the store has changed meanwhile."""
+RECORD_SECONDS = 10.0
+"""Time between two records of a fetch: what is recorded is not fetched again if it is interrupted."""
+COPY, FETCHED, LOCKED = "copy.json", "fetched", "lock"
+"""Files beside a copy."""
 LOCK = ".lock"
 """Held in a run directory by the job that trains there."""
 
@@ -58,6 +63,8 @@ def path_of(place: str | Path) -> Path:
     name = url.rpartition("/")[2]
     if "://" not in url or name in ("", ".", ".."):
         raise ValueError(f"{place} names no directory; give a URL such as s3://bucket/folder/name")
+    if name in (COPY, FETCHED, LOCKED):
+        raise ValueError(f"{place}: the cache has files of that name; give a URL that ends in another")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve()
     path = cache / "logitmix" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     _urls[path] = url
@@ -122,7 +129,8 @@ def fetch(path: Path) -> None:
     """Makes a copy what is in the store; only files that differ are fetched. Its readers check their digests.
 
     This and the next ones raise ValueError for a URL that fsspec has no driver for, and OSError if the store does not
-    answer or the disk is full; this one ValueError also where an upload has not ended.
+    answer or the disk is full; this one ValueError also where the upload of another copy has not ended. The copy whose
+    upload was interrupted is whole, and stays as it is.
     """
     if (copy := _copy_of(path)) is None:
         return
@@ -131,6 +139,8 @@ def fetch(path: Path) -> None:
 
     def take(there: dict[str, str]) -> bool:
         if UPLOADING in there:
+            if copy.path.is_dir() and copy.uploader() == copy.record().id:
+                return False
             raise ValueError(f"an upload to {copy.url} has not ended; wait for it, or run again what was interrupted")
         return copy.take(there)
 
@@ -148,9 +158,9 @@ def fetch_run(path: Path) -> None:
         record = copy.record()
         ours = UPLOADING in there and copy.uploader() == record.id
         there = {name: of for name, of in there.items() if name != UPLOADING}
-        # Without its files, a copy would have those of the store removed.
-        stays = copy.path.is_dir() and (ours or there == record.there())
-        return not stays and copy.take(there)
+        if copy.path.is_dir() and (ours or there == record.there()):
+            return copy.mend(there)
+        return copy.take(there)
 
     with copy.locked():
         if not _is_training(copy.path):
@@ -158,8 +168,8 @@ def fetch_run(path: Path) -> None:
 
 
 def fetch_names(path: Path) -> None:
-    """Before a dataset or export is written: the copy gets all names that are in the store, but the content of files
-    with digests alone. What an upload that has not ended has left counts as nothing."""
+    """Before a dataset or export is written: the copy gets all files that are in the store, empty ones except those
+    with digests. If an upload has not ended, the copy is emptied."""
     if (copy := _copy_of(path)) is None:
         return
     if _locks(copy.path):
@@ -180,7 +190,9 @@ def push(path: Path) -> None:
         return
     with copy.locked():
         record = copy.record()
-        part = path.relative_to(copy.path).as_posix() + "/" if path != copy.path else ""
+        # An upload that was interrupted may have been of another part.
+        whole = path == copy.path or record.uploading
+        part = "" if whole else path.relative_to(copy.path).as_posix() + "/"
         here = {name: of for name, of in copy.here().items() if name.startswith(part)}
         new = [name for name, of in here.items() if record.files.get(name, ("",))[1:] != of]
         gone = [name for name in record.files if name.startswith(part) and name not in here]
@@ -195,10 +207,11 @@ class _Record:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     uploading: bool = False
     files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """(what the store says, size, mtime_ns); the last two are None for what the copy does not have."""
+    """(what the store says, size, mtime_ns); the last two are None for what the copy does not have, and the first is
+    empty for what it may have uploaded."""
 
     def there(self) -> dict[str, str]:
-        return {name: of[0] for name, of in self.files.items()}
+        return {name: of[0] for name, of in self.files.items() if of[0]}
 
 
 @dataclass(frozen=True)
@@ -213,19 +226,19 @@ class _Copy:
             yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with (self.path.parent / "lock").open("w") as lock:
+        with (self.path.parent / LOCKED).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def record(self) -> _Record:
-        file = self.path.parent / "copy.json"
+        file = self.path.parent / COPY
         if not file.exists():
             return _Record()
         found = read_json(file)
         return _Record(found["id"], found["uploading"], {name: tuple(of) for name, of in found["files"].items()})
 
     def write(self, record: _Record) -> None:
-        write_whole(self.path.parent / "copy.json", json.dumps(vars(record)) + "\n")
+        write_whole(self.path.parent / COPY, json.dumps(vars(record)) + "\n")
 
     def here(self) -> dict[str, tuple[int, int]]:
         """Size and mtime_ns of each file of the copy."""
@@ -285,26 +298,51 @@ class _Copy:
             self._remove(self.path / name)
         if differ and content:
             print(f"fetching {len(differ):,} file{'s' if len(differ) > 1 else ''} of {self.url}", file=sys.stderr)
+        written = time.monotonic()
         for name in _digests_last(differ):
             whole = content or Path(name).name in MANIFESTS
             stamp = self._get(name, whole)
             if whole:
                 record.files[name] = (there[name], *stamp)
+            if time.monotonic() - written >= RECORD_SECONDS:
+                self.write(record)
+                written = time.monotonic()
         record.files |= {name: (of, None, None) for name, of in there.items() if name not in record.files}
         self.write(record)
         return bool(differ)
 
+    def mend(self, there: dict[str, str]) -> bool:
+        """Fetches what a run's copy lacks of the checkpoints that are in the store: somebody has cleaned the cache, or
+        a job was killed after it had removed old ones. Whether it fetched any. Without this, the next upload would
+        remove them."""
+        record, here = self.record(), self.here()
+        lacking = [
+            name
+            for name, of in record.files.items()
+            if _IN_CHECKPOINT.fullmatch(name)
+            and name not in here
+            and there.get(name) == of[0]
+            and not _in_half_a_checkpoint(name, there)
+        ]
+        for name in _digests_last(lacking):
+            record.files[name] = (there[name], *self._get(name, content=True))
+        if lacking:
+            self.write(record)
+        return bool(lacking)
+
     def upload(self, record: _Record, new: list[str], gone: list[str]) -> None:
         """Uploads and removes these files."""
         store, root = self._store()
+        renewed = [name for name in new if Path(name).name == RENEWED and name in record.files]
         record.uploading = True
+        # Should this fail, they may be there; they are to be removed if they are no longer here then.
+        record.files = {name: ("", None, None) for name in new} | record.files
         self.write(record)
         stamps = {name: _stamp(self.path / name) for name in new}
         with self._reaching("written", f"; what it lacks is in {self.path}"):
             store.pipe_file(f"{root}/{UPLOADING}", record.id.encode())
-            for name in new:
-                if Path(name).name == RENEWED and name in record.files:
-                    self._remove_there(name)
+            for name in renewed:
+                self._remove_there(name)
             for name in _digests_last(new):
                 store.put_file(str(self.path / name), f"{root}/{name}")
             for name in _digests_last(gone)[::-1]:
@@ -321,7 +359,7 @@ class _Copy:
     def _get(self, name: str, content: bool) -> tuple[int, int]:
         """Fetches a file, or makes an empty one; returns its size and mtime_ns."""
         store, root = self._store()
-        part, target = self.path.parent / "fetched", self.path / name
+        part, target = self.path.parent / FETCHED, self.path / name
         try:
             if content:
                 with self._reaching(f"read: {name}"):
@@ -399,9 +437,12 @@ def _hidden(name: str) -> bool:
     return any(part == "" or part.startswith(".") for part in name.split("/"))
 
 
+_IN_CHECKPOINT = re.compile(r"((?:.*/)?checkpoints/step-\d+)/.*")
+
+
 def _in_half_a_checkpoint(name: str, there: Collection[str]) -> bool:
     """Whether a file is of a checkpoint whose upload, or removal, has not ended."""
-    found = re.fullmatch(r"((?:.*/)?checkpoints/step-\d+)/.*", name)
+    found = _IN_CHECKPOINT.fullmatch(name)
     return found is not None and f"{found[1]}/checkpoint.json" not in there
 
 
@@ -421,7 +462,8 @@ def _locks(folder: Path) -> list[Path]:
 def _is_training(folder: Path) -> bool:
     """Whether a job trains a run that is here."""
     for path in _locks(folder):
-        with path.open() as lock:
+        # The job may remove it meanwhile.
+        with suppress(FileNotFoundError), path.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

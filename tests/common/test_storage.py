@@ -1,6 +1,7 @@
 """Copies of what is in a store: what is fetched and uploaded, in which order, and what is said."""
 
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,17 @@ def test_a_fetch_that_fails_anywhere_is_made_up_for(memory: Memory, at: int) -> 
     assert not list(path_of(URL).parent.glob("fetched"))
 
 
+def test_a_fetch_that_was_interrupted_goes_on(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(write(path_of(URL), a="1", b="1", c="1"))
+    memory.host("elsewhere")
+    monkeypatch.setattr(storage, "RECORD_SECONDS", 0.0)
+    with memory.watched(lambda number, name, file: file.endswith("/c")), pytest.raises(OSError, match=URL):
+        fetched(URL)
+    with memory.watched() as done:
+        assert content(fetched(URL)) == {"a": "1", "b": "1", "c": "1"}
+    assert [of for of in done if of.startswith("get_file")] == ["get_file /bucket/a/c"]
+
+
 def test_what_changes_while_it_is_fetched_is_fetched_again(memory: Memory) -> None:
     """A file that is removed, and one that is replaced after it was fetched."""
     push(write(path_of(URL), a="1", b="1", c="1"))
@@ -239,6 +251,17 @@ def test_a_folder_of_the_disk_as_a_store(memory: Memory, tmp_path: Path) -> None
     push(path)
     memory.host("here")
     assert content(fetched(url)) == {"x": "1"}
+
+
+def test_a_copy_whose_upload_was_interrupted_is_read_here_and_ended_by_the_next(memory: Memory) -> None:
+    path = changed(memory)
+    here = content(path)
+    with memory.watched(lambda number, name, file: file.endswith("/z")), pytest.raises(OSError, match=URL):
+        push(path)
+    assert content(fetched(URL)) == here
+    push(path)
+    memory.host("elsewhere")
+    assert content(fetched(URL)) == here
 
 
 # Runs
@@ -305,6 +328,65 @@ def test_a_run_that_was_removed_from_the_store_begins_anew(memory: Memory) -> No
     assert not path.exists()
 
 
+def test_a_job_may_end_while_a_run_is_looked_at(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(write(path_of(URL), x="1"))
+    memory.host("elsewhere")
+    monkeypatch.setattr(storage, "_locks", lambda folder: [folder / ".lock"])
+    assert content(fetched_run(URL)) == {"x": "1"}
+
+
+def test_a_run_whose_copy_was_removed_is_fetched(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", checkpoints__step_8="1")
+    push(path)
+    shutil.rmtree(path)
+    fetch_run(path)
+    assert content(path) == {"x": "1", "checkpoints/step_8": "1"}
+    push(path)
+    assert memory.files("bucket/a") == {"x": b"1", "checkpoints/step_8": b"1"}
+
+
+def test_checkpoints_that_the_copy_of_a_run_lacks_are_fetched(memory: Memory) -> None:
+    """A cache is cleaned of old files while the run that leads goes on."""
+    names = [f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in ("checkpoint.json", "part")]
+    for name in names:
+        memory.write(f"bucket/a/{name}", b"1")
+    path = write(fetched_run(URL), x="1")
+    shutil.rmtree(path / "checkpoints" / "step-4")
+    (path / names[-1]).unlink()
+    with memory.watched() as done:
+        fetch_run(path)
+    assert [of.removeprefix("get_file /bucket/a/") for of in done if of.startswith("get_file")] == [
+        "checkpoints/step-4/part",
+        "checkpoints/step-8/part",
+        "checkpoints/step-4/checkpoint.json",
+    ]
+    assert set(content(path)) == {*names, "x"}
+    push(path)
+    assert set(memory.files("bucket/a")) == {*names, "x"}
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_fetched_again(memory: Memory) -> None:
+    path = write(path_of(URL), **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": "", "x": ""})
+    push(path)
+    shutil.rmtree(path / "checkpoints")
+    with memory.watched(lambda number, name, file: file.endswith("/part")), pytest.raises(OSError, match=URL):
+        push(path)
+    fetch_run(path)
+    assert content(path) == {"x": ""}
+
+
+def test_what_a_failed_upload_has_left_goes_with_the_next(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": ""})
+    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
+        push(path)
+    with memory.watched(lambda number, name, file: file.endswith("/b")), pytest.raises(OSError, match=URL):
+        push(write(path, a="1", b="1"))
+    (path / "a").unlink()
+    shutil.rmtree(path / "checkpoints")
+    push(path)
+    assert memory.files("bucket/a") == {"b": b"1", "x": b"1"}
+
+
 def test_half_a_checkpoint_is_not_fetched_and_goes_with_the_next_upload(memory: Memory) -> None:
     for name in ("checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part", "checkpoints/step-8/part"):
         memory.write(f"bucket/a/{name}", b"1")
@@ -342,6 +424,14 @@ def test_a_part_of_a_copy_is_uploaded_by_itself(memory: Memory) -> None:
     assert memory.files("bucket/a") == {"x": b"1"}
 
 
+def test_a_part_of_a_copy_does_not_end_the_upload_of_another(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", refit__x="1")
+    with memory.watched(lambda number, name, file: file.endswith("/a/x")), pytest.raises(OSError, match=URL):
+        push(path)
+    push(path / "refit")
+    assert memory.files("bucket/a") == {"refit/x": b"1", "x": b"1"}
+
+
 def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memory, tmp_path: Path) -> None:
     for name in ("../x", "b/../../x", ".x", "b/.x/y", "b//x"):
         memory.write(f"bucket/a/{name}", b"1")
@@ -361,6 +451,14 @@ def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memor
 def test_a_url_must_name_a_directory(url: str) -> None:
     with pytest.raises(ValueError, match="names no directory; give a URL such as s3://bucket/folder/name"):
         path_of(url)
+
+
+@pytest.mark.parametrize("name", ["copy.json", "fetched", "lock"])
+def test_a_url_must_not_end_as_a_file_of_the_cache(memory: Memory, name: str) -> None:
+    push(write(path_of(URL), x="1"))
+    assert (path_of(URL).parent / name).exists() or name == "fetched"
+    with pytest.raises(ValueError, match=f"^s3://b/{name}/: the cache has files of that name; give a URL that ends"):
+        path_of(f"s3://b/{name}/")
 
 
 def test_a_url_that_a_path_has_cut_is_noticed() -> None:

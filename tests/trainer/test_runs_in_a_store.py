@@ -486,7 +486,9 @@ def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tm
     api.export(RUN, EXPORT)
     (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
     memory.host("elsewhere")
-    assert updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["added"] == 1
+    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=EXPORT):
+        updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
+    assert updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["known"] == 1
     memory.host("third")
     assert Retriever.load(EXPORT).num_items == 51
 
