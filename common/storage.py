@@ -312,17 +312,18 @@ class _Copy:
         return bool(differ)
 
     def mend(self, there: dict[str, str]) -> bool:
-        """Fetches what a run's copy lacks of the checkpoints that are in the store: somebody has cleaned the cache, or
-        a job was killed after it had removed old ones. Whether it fetched any. Without this, the next upload would
-        remove them."""
+        """Fetches what a run's copy lacks of a checkpoint that is in the store, because somebody has cleaned the cache;
+        whether it fetched any. The next upload would remove it there. A checkpoint of which the copy has nothing was
+        removed by a job."""
         record, here = self.record(), self.here()
+        has = {found[1] for found in map(_IN_CHECKPOINT.fullmatch, here) if found}
         lacking = [
             name
             for name, of in record.files.items()
-            if _IN_CHECKPOINT.fullmatch(name)
+            if (found := _IN_CHECKPOINT.fullmatch(name))
+            and found[1] in has
             and name not in here
             and there.get(name) == of[0]
-            and not _in_half_a_checkpoint(name, there)
         ]
         for name in _digests_last(lacking):
             record.files[name] = (there[name], *self._get(name, content=True))

@@ -345,34 +345,20 @@ def test_a_run_whose_copy_was_removed_is_fetched(memory: Memory) -> None:
     assert memory.files("bucket/a") == {"x": b"1", "checkpoints/step_8": b"1"}
 
 
-def test_checkpoints_that_the_copy_of_a_run_lacks_are_fetched(memory: Memory) -> None:
-    """A cache is cleaned of old files while the run that leads goes on."""
-    names = [f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in ("checkpoint.json", "part")]
+def test_what_the_copy_of_a_run_lacks_of_a_checkpoint_is_fetched(memory: Memory) -> None:
+    """A checkpoint of which it has nothing was removed by a job."""
+    names = [f"checkpoints/step-{step}/{name}" for step in (4, 8, 12) for name in ("checkpoint.json", "part")]
     for name in names:
         memory.write(f"bucket/a/{name}", b"1")
     path = write(fetched_run(URL), x="1")
     shutil.rmtree(path / "checkpoints" / "step-4")
-    (path / names[-1]).unlink()
+    (path / names[2]).unlink()
+    (path / names[5]).unlink()
     with memory.watched() as done:
         fetch_run(path)
-    assert [of.removeprefix("get_file /bucket/a/") for of in done if of.startswith("get_file")] == [
-        "checkpoints/step-4/part",
-        "checkpoints/step-8/part",
-        "checkpoints/step-4/checkpoint.json",
-    ]
-    assert set(content(path)) == {*names, "x"}
+    assert [of.removeprefix("get_file /bucket/a/") for of in done if of.startswith("get_file")] == [names[5], names[2]]
     push(path)
-    assert set(memory.files("bucket/a")) == {*names, "x"}
-
-
-def test_a_checkpoint_that_is_half_removed_is_not_fetched_again(memory: Memory) -> None:
-    path = write(path_of(URL), **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": "", "x": ""})
-    push(path)
-    shutil.rmtree(path / "checkpoints")
-    with memory.watched(lambda number, name, file: file.endswith("/part")), pytest.raises(OSError, match=URL):
-        push(path)
-    fetch_run(path)
-    assert content(path) == {"x": ""}
+    assert set(memory.files("bucket/a")) == set(content(path)) == {*names[2:], "x"}
 
 
 def test_what_a_failed_upload_has_left_goes_with_the_next(memory: Memory) -> None:
