@@ -46,7 +46,7 @@ class Options:
 def main(options: Options) -> None:
     folder = Path(tempfile.mkdtemp(dir=options.folder or None))
     try:
-        # An epoch has the steps of one save, and one more epoch has none.
+        # A save comes after each epoch but the last, whose save at the end of the run is not counted.
         write_data(folder / "data", options.items, users=BATCH * options.steps)
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for arm in track([*ARMS] * options.repetitions, "measuring", console=Console(stderr=True)):

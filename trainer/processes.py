@@ -24,7 +24,8 @@ SAVING = 40.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 LAST = 5.0
-"""Seconds after which a rank that is stopped is continued, once others have ended: none of them notices it any more."""
+"""Seconds after the others have ended, after which a stopped rank is continued (SIGCONT): no rank is left to notice
+that it does not answer."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 MISTAKE = "mistake"

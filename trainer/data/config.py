@@ -16,7 +16,8 @@ class PrepareOptions:
     """Format of the source: demo, demo-low-rank, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY, sequences or
     table."""
     source: str = ""
-    """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output."""
+    """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output,
+    or into the cache if that is a URL."""
     out: str = ""
     """Dataset directory to write, a path or URL; data/NAME when left empty."""
     min_user_actions: int = 5
