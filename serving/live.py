@@ -5,9 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import TypedDict, TypeVar
 
-from logitmix.common.storage import fetch, is_copy
+from logitmix.common.storage import fetch, is_copy, shown
 from logitmix.serving.format import MANIFEST, read, read_manifest
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
@@ -18,7 +19,7 @@ SEARCH_SECONDS = 1.0
 _PREPARE, _SWITCH = "prepare", "switch"
 """What rank 0 says, besides requests: read the new export; answer with it."""
 STORE_SECONDS = 10.0
-"""Time between two looks at an export that is at a URL."""
+"""Time between two looks at the store of an export that is at a URL."""
 _POLL_SECONDS = 0.1
 """Time between two questions whether all processes have read it."""
 _WINDOW = 2**13
@@ -42,7 +43,6 @@ class LiveExport:
         """`say` is told of new exports. Raises ValueError if there is no intact one."""
         self._directory, self._say, self._group = directory, say, group or Group()
         fetch(directory)
-        self._fetched_at, self._not_fetched = time.monotonic(), ""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._seen = self._stamp()
         self._next: Future[Retriever] = self._reader.submit(self._read)
@@ -51,11 +51,14 @@ class LiveExport:
         assert first is not None
         self.retriever: Retriever = first
         self._before: Retriever | None = None
+        self._ended = Event()
+        if is_copy(directory):
+            # A daemon: whoever waits for the store, or for a process that writes this copy, must not keep this process.
+            Thread(target=self._fetch, name="store", daemon=True).start()
 
     def refresh(self) -> bool:
         """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
         the old one goes on. Of processes that share the items, only rank 0 calls this."""
-        self._fetch()
         stamp = self._stamp()
         # A directory is not there for a moment while it is published.
         if stamp is None or stamp == self._seen:
@@ -69,7 +72,7 @@ class LiveExport:
         except Exception as error:  # whatever is wrong with the new export, the old one can answer
             if stamp == self._stamp() and not self.lost:  # otherwise it was replaced while it was read
                 self._seen = stamp
-                self._say(f"the new export is not used: {' '.join(str(error).split())}")
+                self._say(f"the new export is not used: {' '.join(shown(error).split())}")
             return False
         self._seen = stamp
         self._say(f"new export: {described(self.retriever)}")
@@ -85,9 +88,11 @@ class LiveExport:
                     self._switch()
             else:
                 self._of(said.digest).take_part(said)
+        self._ended.set()
 
     def release(self) -> None:
         """On rank 0: lets the others return from `follow`."""
+        self._ended.set()
         self._together(None, lambda: None)
 
     @property
@@ -139,23 +144,22 @@ class LiveExport:
     def _found(self) -> str:
         """The manifest's digest; empty if it is damaged or there is none."""
         with suppress(ValueError, OSError):
-            # This process may be on another host than rank 0.
-            fetch(self._directory)
             return str(read_manifest(self._directory)["sha256"])
         return ""
 
     def _fetch(self) -> None:
-        """Of an export at a URL, what has changed there; where that fails, the old one goes on, and it is said once."""
-        if not is_copy(self._directory) or time.monotonic() - self._fetched_at < STORE_SECONDS:
-            return
-        problem = ""
-        try:
-            fetch(self._directory)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-            if problem != self._not_fetched:
-                self._say(f"no new export can be fetched: {problem}")
-        self._fetched_at, self._not_fetched = time.monotonic(), problem
+        """Until the end: of an export at a URL, what has changed there; where that fails, the old one goes on, and it
+        is said once. Every process looks by itself, for it may be on another host than the others."""
+        before = ""
+        while not self._ended.wait(STORE_SECONDS):
+            problem = ""
+            try:
+                fetch(self._directory)
+            except Exception as error:  # whatever is wrong, it may be over at the next look
+                problem = " ".join((str(error) or type(error).__name__).split())
+                if problem != before and not self._ended.is_set():
+                    self._say(f"no new export can be fetched: {problem}")
+            before = problem
 
     def _read(self) -> Retriever:
         try:

@@ -26,6 +26,7 @@ import uvicorn
 from small_models import export_small, in_order, random_histories, raw_ids, small_model
 
 from logitmix.common.files import publish
+from logitmix.common.storage import alone, path_of
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import batcher as batcher_module
 from logitmix.serving import live as live_module
@@ -736,19 +737,25 @@ def test_what_takes_too_long_when_the_server_stops_is_refused(folder: Path, monk
         begin.set()
 
 
-def test_the_command_answers_and_ends(folder: Path) -> None:
-    """The request in flight when SIGTERM comes is answered."""
-    command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", str(folder), "--port", "0", "--threads", "1"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request in flight when SIGTERM comes is answered. Nobody waits for the process that writes the export."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    copy = path_of(url := f"file://{folder}")
+    code = "import sys; from logitmix.serving import live, server; from logitmix.trainer import cli; "
+    code += "live.STORE_SECONDS = server.POLL_SECONDS = 0.01; cli.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "serve", url, "--port", "0", "--threads", "1"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
+        assert server.stderr.readline().startswith("fetching ")
         started = re.fullmatch(
             rf"logitmix: serving {X} items of demo, step 12 of run small on http://127.0.0.1:(\d+)\n",
             server.stderr.readline(),
         )
         assert started
         body = b'{"history": ["id 7"], "k": 3}'
-        with socket.create_connection(("127.0.0.1", int(started[1])), timeout=30) as client:
+        with alone(copy), socket.create_connection(("127.0.0.1", int(started[1])), timeout=30) as client:
             client.sendall(head(len(body)) + body[:5])
             time.sleep(0.2)
             server.send_signal(signal.SIGTERM)
@@ -757,8 +764,8 @@ def test_the_command_answers_and_ends(folder: Path) -> None:
                 socket.create_connection(("127.0.0.1", int(started[1])), timeout=30)
             client.sendall(body[5:])
             answer = read_all(client)
+            assert server.communicate(timeout=30)[1] == "" and server.returncode == 0
         assert answer.startswith(b"HTTP/1.1 200 ") and len(json.loads(answer.partition(b"\r\n\r\n")[2])["items"]) == 3
-        assert server.communicate(timeout=30)[1] == "" and server.returncode == 0
     finally:
         server.kill()
         server.wait()

@@ -23,7 +23,10 @@ from small_models import LENGTH, export_small, random_histories, raw_ids, small_
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
+from logitmix.common.storage import path_of
 from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.serving import live
+from logitmix.serving.format import read_manifest
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport
@@ -220,11 +223,23 @@ def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Pa
             assert json.loads(result.stdout) == Retriever.load(path).rows([history], 10)
 
 
-def taken_over(folder: Path, second: Path, damaged: Path) -> Any:
+def taken_over(store: Path, next_there: Path, folder: Path, second: Path, damaged: Path) -> Any:
     """The answers of rank 0: of the first export; of the first and the second when that has taken over; of the second
-    after a damaged one."""
+    after a damaged one. Before that, of an export in a store, each rank with a cache of its own, as on two hosts."""
     said: list[str] = []
     with process_group("cpu", 60) as ranks:
+        os.environ["XDG_CACHE_HOME"] = f"{store}-{ranks.rank}"
+        live.STORE_SECONDS = 0.01
+        export = LiveExport(path_of(f"file://{store}"), lambda line: None, Group(ranks.group))
+        if ranks.rank:
+            export.follow()
+        else:
+            publish(next_there, store)
+            until = time.monotonic() + 30
+            while not export.refresh():
+                assert time.monotonic() < until
+            assert export.retriever.digest == read_manifest(store)["sha256"]
+            export.release()
         export = LiveExport(folder, said.append, Group(ranks.group))
         if ranks.rank:
             return export.follow()
@@ -252,7 +267,8 @@ def test_a_new_export_takes_over_on_all_processes(tmp_path: Path, monkeypatch: p
     of_first, of_second = (Retriever.load(path).rows(["id 7", "id 14"], 9, stage1=40) for path in paths[:2])
     shard = max(paths[2].glob("items-*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    (found, said), _ = two_ranks.run(taken_over, *paths)
+    there = [Path(shutil.copytree(paths[seed], tmp_path / f"store {seed}")) for seed in (1, 0)]
+    (found, said), _ = two_ranks.run(taken_over, *there, *paths)
     assert found == [of_first, of_first, of_second, of_second] and of_first != of_second
     assert said[0] == f"new export: {X} items of demo, step 12 of run small" and len(said) == 2
     assert said[1].startswith(f"the new export is not used: {paths[0] / shard.name}: it is damaged")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from stores import Memory
 
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch_run, fetched, fetched_run, naming_urls, path_of, push
+from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push
 from logitmix.serving import live
-from logitmix.serving.format import read_manifest
 from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, checkpoint
@@ -67,6 +67,13 @@ def put(local: Path, url: str) -> Path:
 
 def config(**settings: Any) -> Config:
     return small_config(Path("unused"), SETTINGS | {"data.path": DATA} | settings)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def ended_as(undisturbed: Path, run: Path) -> None:
@@ -469,20 +476,31 @@ def test_a_server_takes_over_what_is_exported_there(
     api.export(RUN, EXPORT)
     memory.host("server")
     said: list[str] = []
+    looked: list[str] = []
+
+    def look(path: Path) -> None:
+        looked.append(threading.current_thread().name)
+        fetch(path)
+
+    monkeypatch.setattr(live, "STORE_SECONDS", 0.01)
     export = LiveExport(path_of(EXPORT), said.append)
-    monkeypatch.setattr(live, "STORE_SECONDS", 0.0)
-    assert not export.refresh() and not said
     before = export.retriever.rows(["item-1"], 3)
-    with memory.watched(lambda *_: True):
-        assert not export.refresh() and not export.refresh()
+    with memory.watched(lambda *_: True) as done:
+        until(lambda: len(done) > 3)
+    assert not export.refresh()
     assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
+    monkeypatch.setattr(live, "fetch", look)
     memory.host("elsewhere")
     exporting.export(fetched_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
-    memory.host("server")
-    path = export._directory
-    assert export._found() == read_manifest(fetched(EXPORT))["sha256"] != export.retriever.digest
-    assert export.refresh() and said[1].startswith("new export: ")
-    assert export.retriever.rows(["item-1"], 3) != before and path.is_dir()
+    until(export.refresh)
+    assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
+    assert export._found() == export.retriever.digest
+    # Only there, where neither the server's end nor another process waits for the store.
+    assert set(looked) == {"store"}
+    (export._directory / "tower.safetensors").unlink()
+    (export._directory / "manifest.json").touch()
+    assert not export.refresh() and said[-1].startswith(f"the new export is not used: {EXPORT}/tower.safetensors")
+    export.release()
 
 
 def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tmp_path: Path) -> None:
