@@ -8,7 +8,7 @@ Axes: R items of a shard, W width of a table.
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import publish, staging_path
-from logitmix.common.storage import alone, fetch_names, is_copy, push
+from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, USER, Schema
@@ -43,7 +43,7 @@ from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history, held_out
 from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
-from logitmix.trainer.run import final_run, read_config, require_one_host, require_same_dataset
+from logitmix.trainer.run import final_run, read_config, require_one_host, require_same_dataset, upload_run
 from logitmix.trainer.sharded_rows import own_range
 
 SHARD_BYTES = 2**28
@@ -113,11 +113,15 @@ def export(
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
-        with alone(out) if ranks.rank == 0 else nullcontext():
-            on_first_rank(lambda: fetch_names(out), ranks)
+        with ExitStack() as held:
+
+            def begin() -> None:
+                held.enter_context(alone(out))
+                fetch_names(out)
+
+            on_first_rank_at_length(begin, ranks)
             manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
-            if is_copy(out):
-                on_first_rank_at_length(lambda: push(out), ranks)
+            upload_run(out, ranks)
     return manifest
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from logitmix.comm.collectives import agreed, on_first_rank
+from logitmix.comm.collectives import agreed, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, fetched_run, shown
@@ -78,7 +78,7 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
         print(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}", file=sys.stderr)
         return refit_config(read_config(run), epochs)
 
-    return train_run(on_first_rank(begin, ranks), refit_path(run), dataset, ranks)
+    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks)
 
 
 def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:

@@ -91,7 +91,7 @@ def require_one_host(path: Path) -> None:
 
 
 def upload_run(run: Path, ranks: Ranks) -> None:
-    """Brings the store up to date if the run is at a URL; OSError on every rank if that fails. Collective."""
+    """Uploads a run, or an export, that is at a URL; OSError on every rank if that fails. Collective."""
     if is_copy(run):
         on_first_rank_at_length(lambda: push(run), ranks)
 

@@ -18,7 +18,9 @@ import pytest
 from small_data import small_config, write_dataset
 from stores import Memory
 
+from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
+from logitmix.common import storage
 from logitmix.common.files import file_digest
 from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push
 from logitmix.serving import live
@@ -542,3 +544,30 @@ def test_a_refit_there(memory: Memory, local: Path) -> None:
     train(config(**{"train.epochs": 1, "train.refit": True}), path_of(RUN))
     memory.host("elsewhere")
     assert load_saved(final_run(fetched_run(RUN))).step == 4
+
+
+def test_what_one_rank_fetches_the_others_wait_for_at_length(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the host may hold a copy for longer than the ranks wait for each other otherwise."""
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    acts, waits, acting, held = collectives._outcome, storage._Copy.locked, [False], []
+
+    def outcome(action: Callable[[], Any]) -> Any:
+        acting[0] = True
+        try:
+            return acts(action)
+        finally:
+            acting[0] = False
+
+    def locked(copy: Any) -> Any:
+        assert not acting[0], copy.url
+        held.append(copy.url)
+        return waits(copy)
+
+    monkeypatch.setattr(collectives, "_outcome", outcome)
+    monkeypatch.setattr(storage._Copy, "locked", locked)
+    train(config(**{"train.epochs": 1, "train.refit": True, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
+    api.export("memory://bucket/runs/b", EXPORT)
+    assert {RUN, EXPORT} <= set(held)
