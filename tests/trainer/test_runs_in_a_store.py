@@ -143,6 +143,25 @@ def test_training_goes_on_without_the_store_if_told_so(
     ended_as(local / "run", fetched_run(RUN))
 
 
+def test_a_store_that_takes_nothing_from_start_to_end(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each failure is said; the results are there, and the same command uploads the run."""
+    put(local / "data", DATA)
+    settings = config(**{"train.on_save_failure": "continue", "train.epochs": 2, "train.refit": True})
+    with memory.watched(lambda number, name, file: name in ("put_file", "pipe_file")):
+        results = train(settings, path_of(RUN))
+    said = [line for line in capsys.readouterr().err.splitlines() if "could not be written" in line]
+    assert said[0].endswith(f"(the store is gone); what it lacks is in {path_of(RUN)}; training goes on")
+    at_the_end = f"{said[0].removesuffix('training goes on')}the run is finished there, and the same command uploads it"
+    # Of the run and of its refit.
+    assert said.count(at_the_end) == 2 and said[-1] == at_the_end and memory.files("bucket/runs/a") == {}
+    assert train(settings, path_of(RUN))["mrr"] == results["mrr"]
+    memory.host("elsewhere")
+    run = fetched_run(RUN)
+    assert (run / "results.json").exists() and load_saved(final_run(run)).step == results["step"]
+
+
 def test_uploads_in_the_background(memory: Memory, local: Path) -> None:
     put(local / "data", DATA)
     threads: dict[str, str] = {}
