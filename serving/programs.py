@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from logitmix.common.storage import fetched
+from logitmix.common.storage import fetched, naming_urls
 from logitmix.serving.format import PROGRAMS, checked_extra
 
 Program = Callable[..., dict[str, Tensor]]
 """Takes tensors as keywords; docs/export.md names them."""
 
 
+@naming_urls()
 def load_program(path: str | Path, name: str, trust: bool = False) -> Program:
     """A program of a serving directory: query_tower, item_tower or cascade, or with `.aoti` behind its name what
     AOTInductor compiled of it. Its file is first checked against the digest in the manifest.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from logitmix.common.storage import fetched
+from logitmix.common.storage import fetched, naming_urls
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values, recency_rows
@@ -127,6 +127,7 @@ class Retriever:
         self._unknown_1D = self._item_inputs([{}]).embed(self.tower, self._tables).vector_RD
 
     @classmethod
+    @naming_urls()
     def load(
         cls,
         path: str | Path,

@@ -327,6 +327,7 @@ def _prepare(words: list[str]) -> None:
 
 
 def _train(words: list[str]) -> None:
+    given = words
     if words and words[0].partition("=")[0] == "--refit":
         words = _words_of_refit(words)
     if not words or words[0].startswith("-"):
@@ -345,13 +346,14 @@ def _train(words: list[str]) -> None:
     config = with_tables_by_name(config, recipe.tables.by_name)
     config = with_tables_by_name(config, by_name)
     run = path_of(command.run or f"runs/{Path(words[0]).stem}")
-    _start_ranks("train", words, command.processes)
+    # As they were given, for a rank says with them how to go on.
+    _start_ranks("train", given, command.processes)
     if _is_main():
         # Before torch, which takes seconds to load.
         count = int(os.environ.get("WORLD_SIZE", 1))
         ranks = f"{count} process{'es' if count > 1 else ''}"
         print(
-            f"training {words[0]} on {config.data.path} with {ranks}, run directory {shown(run)}",
+            f"training {shown(words[0])} on {config.data.path} with {ranks}, run directory {shown(run)}",
             file=sys.stderr,
             flush=True,
         )

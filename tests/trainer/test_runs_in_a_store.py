@@ -25,8 +25,9 @@ from logitmix.common.files import file_digest
 from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
+from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import api, checkpoint
+from logitmix.trainer import api, checkpoint, cli
 from logitmix.trainer import export as exporting
 from logitmix.trainer import update as updating
 from logitmix.trainer.checkpoint import load_saved
@@ -487,6 +488,11 @@ def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
     retriever = Retriever.load(EXPORT)
     assert retriever.source.run == "a" and len(retriever.rows(["item-1", "item-2"], 5)) == 5
     assert api.evaluate(RUN)["step"] == 4
+    (path_of(EXPORT) / "tower.safetensors").write_bytes(b"")
+    push(path_of(EXPORT))
+    for load in (lambda: Retriever.load(EXPORT), lambda: load_program(EXPORT, "query_tower", trust=True)):
+        with pytest.raises(ValueError, match=f"^{EXPORT}[ /]"):
+            load()
 
 
 def test_a_server_takes_over_what_is_exported_there(
@@ -558,9 +564,21 @@ def test_a_warm_start_from_there(memory: Memory, local: Path, capsys: pytest.Cap
     assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
 
 
-def test_a_refit_there(memory: Memory, local: Path) -> None:
+def test_a_refit_there(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     put(local / "data", DATA)
-    train(config(**{"train.epochs": 1, "train.refit": True}), path_of(RUN))
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    ranks: list[list[str]] = []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(cli, "run_ranks", lambda words, *_, **__: ranks.append(words))
+        cli.main(["train", "--refit", RUN, "--processes", "2"])
+    # They say how to go on.
+    assert ranks == [["train", "--refit", RUN, "--processes", "2"]]
+    capsys.readouterr()
+    cli.main(["train", "--refit", RUN])
+    said = capsys.readouterr().err
+    assert said.startswith(f"training {RUN}/config.toml on {DATA} with 1 process, run directory {RUN}\n")
     memory.host("elsewhere")
     assert load_saved(final_run(fetched_run(RUN))).step == 4
 
