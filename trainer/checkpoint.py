@@ -101,10 +101,8 @@ class Saver:
     Use as a context manager: of a checkpoint that was not committed before the end of the block, nothing stays.
     """
 
-    def __init__(self, run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, keep: int = 0) -> None:
-        """`keep` newest checkpoints stay, beside the best; left out, `train.keep`."""
+    def __init__(self, run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
-        self.keep = keep or model.config.train.keep
         self._pending: _Pending | None = None
         self._upload: Future[None] | None = None
         """On every rank, while rank 0 uploads in the background."""
@@ -197,7 +195,7 @@ class Saver:
             publish(pending.staging, pending.out)
 
         def tidy() -> None:
-            _prune(self.run, self.keep, self.model.config.evaluate.metric)
+            _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
             note_rows(self.run)
 
         with self._removing(pending):

@@ -71,7 +71,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
         optimizer = dense_optimizer(model.tower, config.dense)
         for seed in range(steps):
             step(model, optimizer, seed)
-        Saver(run, model, optimizer, keep=2).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
+        Saver(run, model, optimizer).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
         for seed in range(steps, steps + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -112,7 +112,7 @@ def save_all(jobs: Jobs) -> None:
             else:
                 for seed in range(3):
                     step(model, optimizer, seed)
-            Saver(out, model, optimizer, keep=2).save(RunProgress(3))
+            Saver(out, model, optimizer).save(RunProgress(3))
 
 
 def assert_same_content(run: Path, other: Path) -> None:
@@ -140,10 +140,10 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
         optimizer = dense_optimizer(model.tower, config.dense)
         for code in (errno.ENOSPC, errno.EIO):
             with broken_writes(ranks.rank == 1, code), pytest.raises(OSError) as caught:
-                Saver(run, model, optimizer, keep=9).save(RunProgress(16))
+                Saver(run, model, optimizer).save(RunProgress(16))
             said.append(str(caught.value))
         background = replace(model, config=replace(config, train=replace(config.train, save_in_background=True)))
-        with Saver(run, background, optimizer, keep=9) as saver, pytest.raises(OSError) as caught:
+        with Saver(run, background, optimizer) as saver, pytest.raises(OSError) as caught:
 
             def abandoned() -> None:
                 assert saver._pending and saver._pending.abandoned.wait(60)
@@ -317,7 +317,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
         optimizer = dense_optimizer(model.tower, config.dense)
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
-            Saver(run, model, optimizer, keep=2).save(RunProgress(number, 0.0, 0, metrics))
+            Saver(run, model, optimizer).save(RunProgress(number, 0.0, 0, metrics))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
     assert checkpoint.load_saved(run).step == 2
     assert checkpoint.load_saved(run, "last").step == 6

@@ -571,7 +571,7 @@ class Failure:
 
 @pytest.fixture
 def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimizer]]:
-    config = read_config(finished)
+    config = replace_train(read_config(finished), keep=9)
     with process_group("cpu", 60) as ranks:
         model = parallelize(load_dataset(config.data.path).schema, config, ranks)
         yield model, dense_optimizer(model.tower, config.dense)
@@ -595,7 +595,7 @@ def test_whatever_fails_the_checkpoint_before_stays(
         with monkeypatch.context() as patch:
             failure = Failure(patch, number, errno.EIO if number % 2 else errno.ENOSPC)
             try:
-                with Saver(run, model, optimizer, keep=9) as saver:
+                with Saver(run, model, optimizer) as saver:
                     saver.save(RunProgress(step, number), wait=False)
                     while saver._pending:
                         saver.poll()
@@ -639,13 +639,13 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
         f"no room for {run}/checkpoints/step-16: it needs {needed:,} bytes, and {needed - 1:,} are free; nothing of it"
     )
     with pytest.raises(OSError, match=said):
-        Saver(run, model, optimizer, keep=9).save(RunProgress(16))
+        Saver(run, model, optimizer).save(RunProgress(16))
     goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
-    Saver(run, goes_on, optimizer, keep=9).save(RunProgress(16))
+    Saver(run, goes_on, optimizer).save(RunProgress(16))
     assert capsys.readouterr().err == f"{said} was kept; training goes on\n"
     assert steps(run) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
-    Saver(run, model, optimizer, keep=9).save(RunProgress(16))
+    Saver(run, model, optimizer).save(RunProgress(16))
 
 
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:

@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Path:
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)
             progress = RunProgress(step=step, validation={config.evaluate.metric: hit_rate})
-            Saver(run, model, optimizer, keep=2).save(progress)
+            Saver(run, model, optimizer).save(progress)
     return run
 
 
