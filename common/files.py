@@ -181,7 +181,13 @@ def staging_path(out: Path) -> Path:
 
 
 def publish(staging: Path, out: Path) -> None:
-    """Syncs all of `staging` to disk and gives it the name `out`, in place of what is there."""
+    """Syncs all of `staging` to disk and gives it the name `out`, in place of what is there; then syncs the name."""
+    rename_synced(staging, out)
+    sync(out.parent)
+
+
+def rename_synced(staging: Path, out: Path) -> None:
+    """The same, but the name alone is not on disk yet: after an OSError, `out` is what it was."""
     for path in (*staging.rglob("*"), staging):
         sync(path)
     if out.exists():
@@ -196,7 +202,6 @@ def publish(staging: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         staging.rename(out)
-    sync(out.parent)
 
 
 def sync(path: Path) -> None:

@@ -44,7 +44,16 @@ from logitmix.comm.collectives import (
     on_first_rank_at_length,
 )
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import file_digest, publish, read_json, staging_path, with_digest, write_hashed
+from logitmix.common.files import (
+    file_digest,
+    naming,
+    read_json,
+    rename_synced,
+    staging_path,
+    sync,
+    with_digest,
+    write_hashed,
+)
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import is_copy, push, shown
 from logitmix.modules.schema import Schema, Table
@@ -58,6 +67,7 @@ from logitmix.trainer.run import (
     note_rows,
     read_config,
     read_schema,
+    sync_rows,
     upload_run,
 )
 from logitmix.trainer.sharded_rows import ShardedRows, own_range
@@ -188,20 +198,30 @@ class Saver:
         return upload is None or self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
 
     def _commit(self, pending: "_Pending") -> None:
-        def publish_it() -> None:
+        def publish() -> None:
+            # A run that goes on from here needs the rows up to here.
+            sync_rows(self.run)
             # The same step can be there, saved before it was evaluated.
             text = _manifest_text({**pending.content, "files": digests})
             write_hashed(pending.staging / MANIFEST, [text.encode()])
-            publish(pending.staging, pending.out)
+            rename_synced(pending.staging, pending.out)
 
         def tidy() -> None:
-            _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
-            note_rows(self.run)
+            # The others are removed only once this one is there for good.
+            with naming(pending.out.parent):
+                sync(pending.out.parent)
+            with naming(self.run):
+                _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
+                note_rows(self.run)
 
         with self._removing(pending):
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
-            on_first_rank(publish_it, self.ranks)
-        on_first_rank(tidy, self.ranks)
+            on_first_rank(publish, self.ranks)
+        try:
+            on_first_rank(tidy, self.ranks)
+        except OSError as error:
+            said = f"{pending.out} is saved, but {error.filename} could not be updated ({error.strerror})"
+            raise OSError(said) from None
         if pending.written is None:
             upload_run(self.run, self.ranks)
         elif is_copy(self.run):

@@ -41,6 +41,7 @@ from logitmix.common.files import (
     parse_json,
     read_json,
     require_numbers,
+    sync,
     with_digest,
     write_whole,
 )
@@ -208,10 +209,20 @@ def write_noted(path: Path, text: str) -> None:
     _note(path, text.encode())
 
 
-def note_rows(run: Path) -> None:
-    """Notes the digest of the rows of metrics so far."""
+def sync_rows(run: Path) -> None:
+    """Waits until the rows of metrics so far are on disk."""
     path = run / "metrics.jsonl"
     if path.exists():
+        with naming(path):
+            sync(path)
+
+
+def note_rows(run: Path) -> None:
+    """Notes the digest of the rows of metrics so far, once they are on disk: a power loss would otherwise leave a
+    digest of more rows than there are."""
+    path = run / "metrics.jsonl"
+    if path.exists():
+        sync_rows(run)
         _note(path, path.read_bytes())
 
 

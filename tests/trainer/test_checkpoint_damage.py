@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,16 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.report import write_report
-from logitmix.trainer.run import RunProgress, read_config, read_ranks, read_results, read_rows, read_schema, run_lock
+from logitmix.trainer.run import (
+    RunProgress,
+    append_row,
+    read_config,
+    read_ranks,
+    read_results,
+    read_rows,
+    read_schema,
+    run_lock,
+)
 
 PART = "part-00000-of-00001.safetensors"
 SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
@@ -592,6 +602,7 @@ def test_whatever_fails_the_checkpoint_before_stays(
     out = run / "checkpoints" / f"step-{step}"
     while True:
         number += 1
+        append_row(run, "train", step, {"loss": 0.5})
         with monkeypatch.context() as patch:
             failure = Failure(patch, number, errno.EIO if number % 2 else errno.ENOSPC)
             try:
@@ -602,16 +613,50 @@ def test_whatever_fails_the_checkpoint_before_stays(
                 assert failure.count < number
                 break
             except OSError as error:
-                messages.add(str(error).partition(", and ")[0])
-        # After the rename, all that can fail is to sync it: the new one is complete.
-        assert steps(run) in (before, sorted({*before, out}))
-        assert checkpoint.load_saved(run, "last").step == (step if out in steps(run) else 12)
+                said = str(error)
+        messages.add(re.split(r" \(|, and ", said)[0])
+        kept = out in steps(run) and checkpoint._read_manifest(out).seconds == number
+        assert said.startswith(f"{out} is saved, but ") if kept else said.endswith("; nothing of it was kept")
+        assert steps(run) == sorted({*before, out} if kept else before)
+        assert checkpoint.load_saved(run, "last").step == (step if kept else 12)
         if out not in before:
             shutil.rmtree(out, ignore_errors=True)
-    broken, full = sorted(messages)
-    assert broken == f"{out} could not be written (Input/output error); nothing of it was kept"
-    assert full.startswith(f"no room for {out}: it needs ") and full.endswith(" bytes")
+    needed = (newest(run) / PART).stat().st_size
+    assert messages == {f"{out} could not be written", f"no room for {out}: it needs {needed:,} bytes"} | {
+        f"{out} is saved, but {path} could not be updated"
+        for path in (run, run / "checkpoints", run / "digests.json", run / "metrics.jsonl")
+    }
     assert failure.count > 40 and checkpoint.load_saved(run, "last").step == step
+
+
+def test_a_power_loss_at_any_moment_of_a_save(
+    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can take the rows that were not synced: the others pass for whole, and are all up to the newest checkpoint."""
+    after, rows, out, checks = tmp_path / "after", run / "metrics.jsonl", run / "checkpoints" / "step-16", 0
+    on_disk = rows.stat().st_size
+    append_row(run, "train", 16, {"loss": 0.5})
+    after.mkdir()
+
+    def checked(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(first: Any, *others: Any) -> None:
+            nonlocal on_disk, checks
+            real(first, *others)
+            if name == "fsync" and os.path.samestat(os.fstat(first), rows.stat()):
+                on_disk = rows.stat().st_size
+            shutil.copy(run / "digests.json", after)
+            (after / "metrics.jsonl").write_bytes(rows.read_bytes()[:on_disk])
+            assert 16 in [row["step"] for row in read_rows(after)] or not out.exists()
+            checks += 1
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "rename", "replace"):
+        checked(name)
+    Saver(run, *trained).save(RunProgress(16))
+    assert checks > 6 and on_disk == rows.stat().st_size
 
 
 def test_training_is_the_same_with_saves_in_the_background(finished: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from logitmix.trainer.run import (
     append_row,
     checkpoint_paths,
     keep_rows,
+    note_rows,
     read_config,
     read_rows,
     run_lock,
@@ -39,6 +41,23 @@ def test_a_whole_object_without_its_line_end_is_dropped(tmp_path: Path) -> None:
     """A row that would be appended to it."""
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}')
     assert [row["step"] for row in read_rows(tmp_path)] == [1]
+
+
+def test_noted_rows_outlast_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, on_disk = tmp_path / "metrics.jsonl", 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal on_disk
+        if os.path.samestat(os.fstat(descriptor), file.stat()):
+            on_disk = file.stat().st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in (1, 2, 3):
+        append_row(tmp_path, "train", step, {"loss": 0.5})
+        if step < 3:
+            note_rows(tmp_path)
+    os.truncate(file, on_disk)
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
 
 
 def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
