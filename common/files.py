@@ -187,7 +187,7 @@ def publish(staging: Path, out: Path) -> None:
 
 
 def rename_synced(staging: Path, out: Path) -> None:
-    """The same, but the name alone is not on disk yet: after an OSError, `out` is what it was."""
+    """The same, but does not sync the name. After an OSError `out` is what it was."""
     for path in (*staging.rglob("*"), staging):
         sync(path)
     if out.exists():

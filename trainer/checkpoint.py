@@ -114,35 +114,47 @@ class Saver:
     def __init__(self, run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
         self._pending: _Pending | None = None
+        self._untidied: Path | None = None
+        """The checkpoint that was committed last, until the older ones are removed and the upload has begun."""
         self._upload: Future[None] | None = None
         """On every rank, while rank 0 uploads in the background."""
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writer, self._uploader = ThreadPoolExecutor(1, "checkpoint"), ThreadPoolExecutor(1, "upload")
 
     def save(self, progress: RunProgress, wait: bool = True) -> bool:
-        """Saves a new checkpoint, then removes all but the best and the newest; returns whether that was possible so
-        far. Unless it is to wait, and with `train.save_in_background`, only a copy is made, `poll` commits it, and the
-        next `save` waits for that. Collective.
+        """Saves a new checkpoint, then removes all but the best and the newest; returns whether it is saved, so far as
+        is known. Unless it is to wait, and with `train.save_in_background`, only a copy is made, `poll` commits it, and
+        the next `save` waits for that. Collective.
 
         If the checkpoint cannot be written, nothing of it stays, and every rank raises OSError; with
-        `train.on_save_failure` continue, rank 0 says so instead. The same holds if the run is at a URL and cannot be
-        uploaded, but then the checkpoint stays.
+        `train.on_save_failure` continue, rank 0 says so instead. The same holds if older ones cannot be removed, or if
+        the run is at a URL and cannot be uploaded, but then the checkpoint stays. An upload that is under way is waited
+        for once the checkpoint is on disk.
         """
+        wait = wait or not self.model.config.train.save_in_background
         self._finish()
-        in_background = self.model.config.train.save_in_background and not wait
-        return self._tried(lambda: self._begin(progress, in_background)) and (in_background or self._finish())
+        if self._upload is None:
+            self._settle(wait=False)
+        # Nothing is removed during an upload: one that is too slow makes training wait, before the disk is full.
+        in_background = not wait and self._untidied is None
+        begun = self._tried(lambda: self._begin(progress, in_background))
+        if in_background:
+            return begun
+        committed = self._finish()
+        return self._settle(wait) and begun and committed
 
     def poll(self) -> None:
-        """Commits what was saved in the background, once all ranks have written it; to be called in each step.
-        Collective; raises as `save` does, in the step after the failure."""
-        if self._upload and agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
-            self._finish_upload()
-        if self._pending is None:
-            return
-        state = largest(self._pending.state, self.ranks)
-        if state == FAILED:
-            self._pending.abandoned.set()
-        if state != WRITING:
+        """Commits what was saved in the background, once all ranks have written it, and uploads it once the upload
+        before has ended; to be called in each step. Collective; raises as `save` does, in the step after the
+        failure."""
+        if self._pending:
+            state = largest(self._pending.state, self.ranks)
+            if state == WRITING:
+                return
+            if state == FAILED:
+                self._pending.abandoned.set()
             self._finish()
+        if self._upload is None or agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
+            self._settle(wait=False)
 
     def __enter__(self) -> "Saver":
         return self
@@ -152,7 +164,8 @@ class Saver:
     ) -> None:
         if self._pending:
             self._pending.abandoned.set()
-        self._thread.shutdown()
+        self._writer.shutdown()
+        self._uploader.shutdown()
         if self._pending:
             self._remove(self._pending)
 
@@ -181,21 +194,14 @@ class Saver:
             on_first_rank(make, ranks)
         self._pending = pending
         if in_background:
-            pending.written = self._thread.submit(pending.write, file)
+            pending.written = self._writer.submit(pending.write, file)
         else:
             pending.file = file
 
     def _finish(self) -> bool:
         """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
-        uploaded = self._finish_upload()
         pending, self._pending = self._pending, None
-        committed = pending is None or self._tried(lambda: self._commit(pending))
-        return uploaded and committed
-
-    def _finish_upload(self) -> bool:
-        """Waits for the upload that was begun, if there is one; whether it was possible. Collective."""
-        upload, self._upload = self._upload, None
-        return upload is None or self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
+        return pending is None or self._tried(lambda: self._commit(pending))
 
     def _commit(self, pending: "_Pending") -> None:
         def publish() -> None:
@@ -206,26 +212,45 @@ class Saver:
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             rename_synced(pending.staging, pending.out)
 
-        def tidy() -> None:
-            # The others are removed only once this one is there for good.
+        def sync_name() -> None:
             with naming(pending.out.parent):
                 sync(pending.out.parent)
-            with naming(self.run):
-                _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
-                note_rows(self.run)
 
         with self._removing(pending):
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
             on_first_rank(publish, self.ranks)
+        self._once_saved(pending.out, sync_name)
+        self._untidied = pending.out
+
+    def _settle(self, wait: bool) -> bool:
+        """Once the upload that was begun has ended, removes the checkpoints that are not to be kept, and uploads what
+        is new, or begins to; whether this upload was possible. Collective."""
+        upload, self._upload = self._upload, None
+        if upload:
+            self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
+        saved, self._untidied = self._untidied, None
+        if saved is None:
+            return True
+
+        def tidy() -> None:
+            with naming(self.run):
+                _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
+                note_rows(self.run)
+
+        self._tried(lambda: self._once_saved(saved, tidy))
+        if wait:
+            return self._tried(lambda: upload_run(self.run, self.ranks))
+        if is_copy(self.run):
+            self._upload = self._uploader.submit(push, self.run) if self.ranks.rank == 0 else Future()
+        return True
+
+    def _once_saved(self, out: Path, action: Callable[[], None]) -> None:
+        """Rank 0 does what follows a checkpoint; an OSError says that this one stays. Collective."""
         try:
-            on_first_rank(tidy, self.ranks)
+            on_first_rank(action, self.ranks)
         except OSError as error:
-            said = f"{pending.out} is saved, but {error.filename} could not be updated ({error.strerror})"
+            said = f"{out} is saved, but {error.filename} could not be updated ({error.strerror})"
             raise OSError(said) from None
-        if pending.written is None:
-            upload_run(self.run, self.ranks)
-        elif is_copy(self.run):
-            self._upload = self._thread.submit(push, self.run) if self.ranks.rank == 0 else Future()
 
     @contextmanager
     def _removing(self, pending: "_Pending") -> Iterator[None]:

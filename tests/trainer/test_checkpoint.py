@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +15,11 @@ import two_ranks
 from small_data import ITEMS, gather_table, move_tables, small_config, write_dataset
 from torch import Tensor
 
-from logitmix.comm.collectives import barrier
+from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer import checkpoint
+from logitmix.trainer import run as run_module
 from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.optimizer import dense_optimizer
@@ -156,7 +158,31 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
                 barrier(ranks)
                 saver.poll()
         said.append(str(caught.value))
+        said.append(upload_slowly(run.with_name("uploaded"), background, optimizer))
     return said
+
+
+def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> str:
+    """What is on disk when an upload in the background ends that waits for the third checkpoint and then fails; and
+    after another upload."""
+    found: list[list[str]] = []
+
+    def push(run: Path) -> None:
+        until = time.monotonic() + 5
+        while not found and len(checkpoint_paths(run)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append([path.name for path in checkpoint_paths(run)])
+        if len(found) == 1:
+            raise OSError("gone")
+
+    model = replace(model, config=replace(model.config, train=replace(model.config.train, on_save_failure="continue")))
+    with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
+        for module in (checkpoint, run_module):
+            patch.setattr(module, "is_copy", lambda path: True)
+            patch.setattr(module, "push", push)
+        for number in (1, 2, 3):
+            saver.save(RunProgress(number), wait=number == 3)
+    return str(broadcast_object(found, model.ranks))
 
 
 @contextmanager
@@ -219,13 +245,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
         for name, actual in zip([*configs, *configs], resumed, strict=True):
             assert_equal(actual, expected[name])
     # A save that fails on one rank fails on all, and nothing of it stays.
-    (full, broken, later), of_second = first[1], second[1]
+    (full, broken, later, uploaded), of_second = first[1], second[1]
     out = paired["adam"] / "checkpoints" / "step-16"
     assert full.startswith(f"no room for {out}: it needs ") and of_second[0].startswith(full.partition(" and ")[0])
     assert broken == of_second[1] == f"{out} could not be written (Input/output error); nothing of it was kept"
     # In the background too, in the next step, though the other rank had not written its part.
     assert later == of_second[2] == broken.replace("step-16", "step-20")
     assert [path.name for path in out.parent.iterdir()] == ["step-3"]
+    # Both commit what was saved before they wait for an upload, and drop nothing if that fails.
+    assert uploaded == of_second[3] == str([["step-1", "step-2", "step-3"], ["step-2", "step-3"]])
     for name, config in configs.items():
         assert_equal(resume(alone[name], config), expected[name])
         assert_equal(resume(paired[name], config), expected[name])

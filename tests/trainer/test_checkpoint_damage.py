@@ -693,6 +693,26 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     Saver(run, model, optimizer).save(RunProgress(16))
 
 
+def test_a_step_is_saved_though_what_follows_fails(
+    run: Path,
+    trained: tuple[ParallelModel, torch.optim.Optimizer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, optimizer = trained
+
+    def broken(run: Path) -> None:
+        raise OSError(errno.EIO, "broken", "rows")
+
+    monkeypatch.setattr(checkpoint, "note_rows", broken)
+    goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
+    assert Saver(run, goes_on, optimizer).save(RunProgress(16))
+    said = f"{run}/checkpoints/step-16 is saved, but rows could not be updated (broken)"
+    assert capsys.readouterr().err == f"{said}; training goes on\n"
+    with pytest.raises(OSError, match=re.escape(said)):
+        Saver(run, model, optimizer).save(RunProgress(16))
+
+
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:
     folder = run / "checkpoints"
     for name in (".step-16.0123abcd.part", ".step-8.0123abcd.old"):

@@ -1,6 +1,7 @@
 """Runs, datasets and exports at URLs: the promises of docs/reliability.md, on fsspec's memory, with several hosts that
 have a cache each. tests/integration/test_s3.py has the commands on S3."""
 
+import concurrent.futures
 import fcntl
 import json
 import os
@@ -9,8 +10,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,16 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, checkpoint, cli
 from logitmix.trainer import export as exporting
 from logitmix.trainer import update as updating
-from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.checkpoint import Saver, load_saved
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
+from logitmix.trainer.optimizer import dense_optimizer
+from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.processes import Stopped
 from logitmix.trainer.report import write_report
-from logitmix.trainer.run import final_run, read_rows, require_one_host, run_lock
+from logitmix.trainer.run import RunProgress, checkpoint_paths, final_run, read_rows, require_one_host, run_lock
 from logitmix.trainer.telemetry import Telemetry
 
 DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
@@ -163,7 +166,20 @@ def test_a_store_that_takes_nothing_from_start_to_end(
     assert (run / "results.json").exists() and load_saved(final_run(run)).step == results["step"]
 
 
-def test_uploads_in_the_background(memory: Memory, local: Path) -> None:
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved in the background is uploaded before the next step ends."""
+    poll = Saver.poll
+
+    def until_uploaded(saver: Saver) -> None:
+        poll(saver)
+        while saver._pending or saver._upload:
+            poll(saver)
+
+    monkeypatch.setattr(Saver, "poll", until_uploaded)
+
+
+def test_uploads_in_the_background(memory: Memory, local: Path, step_by_step: None) -> None:
     put(local / "data", DATA)
     threads: dict[str, str] = {}
 
@@ -175,8 +191,8 @@ def test_uploads_in_the_background(memory: Memory, local: Path) -> None:
     with memory.watched(watch):
         train(config(**{"train.save_in_background": True}), path_of(RUN))
     assert [threads[f"checkpoints/step-{step}/{PART}"].partition("_")[0] for step in (4, 8, 12)] == [
-        "checkpoint",
-        "checkpoint",
+        "upload",
+        "upload",
         "MainThread",
     ]
     memory.host("elsewhere")
@@ -185,7 +201,7 @@ def test_uploads_in_the_background(memory: Memory, local: Path) -> None:
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_an_upload_in_the_background_that_fails(
-    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str], goes_on: bool
+    memory: Memory, local: Path, step_by_step: None, capsys: pytest.CaptureFixture[str], goes_on: bool
 ) -> None:
     put(local / "data", DATA)
     settings = {"train.save_in_background": True, "train.on_save_failure": "continue" if goes_on else "stop"}
@@ -197,6 +213,75 @@ def test_an_upload_in_the_background_that_fails(
     train(config(), path_of(RUN))
     memory.host("elsewhere")
     ended_as(local / "run", fetched_run(RUN))
+
+
+@pytest.fixture
+def savers(memory: Memory, local: Path) -> Iterator[Callable[..., Saver]]:
+    """Makes a Saver of a run there with these settings, which saves in the background."""
+    with process_group("cpu", 60) as ranks, ExitStack() as held:
+
+        def saver(**settings: Any) -> Saver:
+            of = config(**{"train.save_in_background": True}, **settings)
+            model = parallelize(load_dataset(local / "data").schema, of, ranks)
+            return held.enter_context(Saver(path_of(RUN), model, dense_optimizer(model.tower, of.dense)))
+
+        yield saver
+
+
+def saved(saver: Saver) -> list[str]:
+    return [path.name for path in checkpoint_paths(saver.run)]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_is_on_disk_before_an_upload_has_ended(memory: Memory, savers: Callable[..., Saver], wait: bool) -> None:
+    """On a signal too, it does not wait for one that is under way; and nothing is removed during an upload."""
+    saver, during = savers(), []
+
+    def slow(number: int, name: str, file: str) -> bool:
+        until = time.monotonic() + 5
+        while not during and len(saved(saver)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        during.append(saved(saver))
+        return False
+
+    with memory.watched(slow):
+        # The second save begins the upload of the first step.
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        assert saver.save(RunProgress(3), wait)
+    assert during[0] == ["step-1", "step-2", "step-3"] and saved(saver) == ["step-3"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_upload_that_fails_drops_no_checkpoint(
+    memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    """Neither that which is written meanwhile, nor that which is saved next."""
+    settings = {"train.keep": 3, "train.on_save_failure": "continue" if goes_on else "stop"}
+    saver, said = savers(**settings), f"{RUN} could not be written (the store is gone); what it lacks is in"
+    with memory.watched(lambda *_: True):
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        assert saver._upload and saver._pending
+        concurrent.futures.wait([saver._upload])
+    with nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
+        assert saver.save(RunProgress(3))
+    assert capsys.readouterr().err.count(said) == goes_on
+    assert saved(saver) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_step_that_cannot_be_saved_does_not_hide_an_upload_that_fails(
+    memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = savers(**{"train.on_save_failure": "continue"})
+    with memory.watched(lambda *_: True):
+        saver.save(RunProgress(1), wait=False)
+        while not saver._upload:
+            saver.poll()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+        assert not saver.save(RunProgress(2))
+    full, gone = capsys.readouterr().err.splitlines()
+    assert full.startswith("no room for ") and gone.startswith(f"{RUN} could not be written (the store is gone)")
 
 
 def test_where_the_store_takes_nothing_no_step_is_trained(memory: Memory, local: Path) -> None:
