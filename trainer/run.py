@@ -254,14 +254,18 @@ _UNCHECKED = "restore it, or remove {} to go on without checking the run's files
 def _read_noted(path: Path) -> bytes:
     """The content of a file of a run; ValueError if it is not what was written, except what was appended to rows."""
     noted = _digests(path.parent).get(path.name)
-    content = path.read_bytes() if noted is None or path.exists() else b""
-    if noted is None:
-        return content
-    whole = content[: noted["bytes"]] if path.suffix == ".jsonl" else content
-    if hashlib.sha256(whole).hexdigest() != noted["sha256"]:
-        problem = f"is damaged (its SHA-256 is not that in {DIGESTS})" if path.exists() else "is missing"
-        raise ValueError(f"{path} {problem}; {_UNCHECKED.format(path.parent / DIGESTS)}")
-    return content
+    while True:
+        content = path.read_bytes() if noted is None or path.exists() else b""
+        if noted is None:
+            return content
+        whole = content[: noted["bytes"]] if path.suffix == ".jsonl" else content
+        if hashlib.sha256(whole).hexdigest() == noted["sha256"]:
+            return content
+        # A job that trains the run may have replaced the file in between: then its digest has gone or changed.
+        before, noted = noted, _digests(path.parent).get(path.name)
+        if noted == before:
+            problem = f"is damaged (its SHA-256 is not that in {DIGESTS})" if path.exists() else "is missing"
+            raise ValueError(f"{path} {problem}; {_UNCHECKED.format(path.parent / DIGESTS)}")
 
 
 def _read_text(path: Path) -> str:

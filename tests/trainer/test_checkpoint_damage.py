@@ -857,6 +857,36 @@ def test_a_run_that_was_killed_while_it_notes_a_digest_goes_on(run: Path, monkey
     assert left > 0  # the last time, nothing killed it
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+@pytest.mark.parametrize("writes", range(4))
+def test_a_file_that_is_replaced_while_it_is_read_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, writes: int
+) -> None:
+    """A job that starts again has done so many of its writes between the reads of the digest and of the file."""
+    file, left, digests, wrote = run / name, writes, run_module._digests, run_module.write_whole
+    old = file.read_text()
+    new = old[: old.index("\n") + 1]
+
+    def ended(path: Path, text: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        wrote(path, text)
+
+    def read_before(run: Path) -> dict[str, Any]:
+        found = digests(run)
+        monkeypatch.setattr(run_module, "_digests", digests)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(run_module, "write_whole", ended)
+            run_module.write_noted(file, new)
+        return found
+
+    monkeypatch.setattr(run_module, "_digests", read_before)
+    assert run_module._read_noted(file) == (new if writes > 1 else old).encode()
+    assert left == (-1 if writes < 3 else 0)
+
+
 def same_json(one: bytes, other: bytes) -> bool:
     try:
         return bool(json.loads(one) == json.loads(other))
