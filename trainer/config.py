@@ -150,7 +150,8 @@ class TrainConfig:
     on_damage: Literal["continue", "stop"] = "continue"
     """What to do where a checkpoint is damaged: set it aside and continue from the one before, saying so, or stop."""
     on_save_failure: Literal["continue", "stop"] = "stop"
-    """What to do where a checkpoint cannot be written, such as on a full disk; the one before stays in any case."""
+    """What to do where a checkpoint cannot be written, such as on a full disk (the one before stays in any case), or
+    cannot be uploaded."""
     projector: bool = False
     """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
     profile: int = 0

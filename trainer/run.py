@@ -23,11 +23,12 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -52,6 +53,8 @@ from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
 
 DIGESTS = "digests.json"
+LOOKS, LOOK_SECONDS = 5, 0.05
+"""How often a job tries to lock its run, and the time in between."""
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
@@ -396,10 +399,8 @@ def _locked(run: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{run} cannot be a run directory ({error.strerror}); give another --run") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another job is training {run}; wait for it, or give another --run") from None
+        if not _locks_soon(lock):
+            raise ValueError(f"another job is training {run}; wait for it, or give another --run")
         # What a job that was killed had not finished would keep a full disk full.
         for name in {path.name[1:].rsplit(".", 2)[0] for path in (run / "checkpoints").glob(".step-*")}:
             clean_up(run / "checkpoints" / name)
@@ -411,6 +412,16 @@ def _locked(run: Path) -> Iterator[None]:
                     _remove_all_but(before, run)
                     push(run)
             raise
+
+
+def _locks_soon(lock: IO[str]) -> bool:
+    """Whether no job holds the lock: a command that looks whether one does holds it for a moment itself."""
+    for _ in range(LOOKS):
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(LOOK_SECONDS)
+    return False
 
 
 def _remove_all_but(names: set[str], folder: Path) -> None:

@@ -1,5 +1,7 @@
+import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,17 @@ def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
             pass
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match="file cannot be a run directory"), run_lock(tmp_path / "file", ranks):
+            pass
+
+
+def test_a_command_that_looks_whether_a_run_is_trained_keeps_no_job_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as look, process_group("cpu", 60) as ranks:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))
+        with run_lock(tmp_path / "run", ranks):
             pass
 
 

@@ -609,6 +609,9 @@ def test_a_server_takes_over_what_is_exported_there(
     assert export._found() == export.retriever.digest
     # Only there, where neither the server's end nor another process waits for the store.
     assert set(looked) == {"store"}
+    # Another look would fetch what is removed next.
+    export._ended.set()
+    until(lambda: "store" not in {thread.name for thread in threading.enumerate()})
     (export._directory / "tower.safetensors").unlink()
     (export._directory / "manifest.json").touch()
     assert not export.refresh() and said[-1].startswith(f"the new export is not used: {EXPORT}/tower.safetensors")
