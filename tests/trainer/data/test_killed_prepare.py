@@ -28,14 +28,6 @@ def kill_at(moments: Iterable[float], before: Path | str, source: Path, folder: 
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(found: list[dict[str, Any]], old: dict[str, str] | None, new: dict[str, str]) -> None:
-    """Where a dataset is there, it is the old one or the new one; the next job gives the bytes of one that was never
-    killed, and nothing else is left."""
-    for one in found:
-        assert one["intact"] and one["there"] in (None, old, new)
-        assert one["after"] == {f"out/{name}": content for name, content in new.items()}
-
-
 def finished(source: Path, out: Path) -> dict[str, str]:
     job(str(source), out)
     return state(out)
