@@ -11,9 +11,11 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Literal
 
 import torch
@@ -39,6 +41,8 @@ class Ranks:
 
 RENDEZVOUS = timedelta(seconds=30)
 """For ranks that were started together and load at different speeds, at least."""
+LATE = 3.0
+"""Seconds after its time limit in which a store that can end by itself has done so."""
 
 
 class LostRank(RuntimeError):
@@ -178,26 +182,38 @@ def _store(place: _Place, timeout: timedelta) -> tuple[dist.Store, Heartbeat]:
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = place.rank == 0 and not agent_hosts
     listener = _loopback_listener(place) if is_master else None
-    try:
-        store = dist.TCPStore(
-            place.address,
-            place.port,
-            place.world_size,
-            is_master=is_master,
-            timeout=timeout,
-            multi_tenant=not agent_hosts,
-            master_listen_fd=listener,
-        )
-    except dist.DistError as error:
-        at = f"{place.address}:{place.port}"
-        raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {_first_line(error)}") from None
     # torchrun keeps one store over its restarts, which still holds the addresses of dead processes. On several hosts
     # its restart count may differ among them (pytorch #135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"logitmix/attempt_{attempt}/group_{next(_GROUPS)}"
-    several = place.world_size > 1
-    heartbeat = Heartbeat(connection(store, prefix, timeout) if several else None, place.rank, place.world_size)
-    return dist.PrefixStore(prefix, store), heartbeat
+    met: Future[tuple[dist.TCPStore, dist.Store | None]] = Future()
+
+    def meet() -> None:
+        try:
+            store = dist.TCPStore(
+                place.address,
+                place.port,
+                place.world_size,
+                is_master=is_master,
+                timeout=timeout,
+                multi_tenant=not agent_hosts,
+                master_listen_fd=listener,
+            )
+            met.set_result((store, connection(store, prefix, timeout) if place.world_size > 1 else None))
+        except Exception as error:
+            met.set_exception(error)
+
+    # In a thread, because a client waits for the first answer of a stopped process without a time limit.
+    Thread(target=meet, name="rendezvous", daemon=True).start()
+    at, seconds = f"{place.address}:{place.port}", timeout.total_seconds()
+    try:
+        store, of_heartbeat = met.result(seconds + LATE)
+    except dist.DistError as error:
+        raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {_first_line(error)}") from None
+    except TimeoutError:
+        silent = "rank 0, or what keeps the store of the job, does not answer"
+        raise LostRank(f"rank {place.rank} waited {seconds:g} s to meet the others at {at}: {silent}") from None
+    return dist.PrefixStore(prefix, store), Heartbeat(of_heartbeat, place.rank, place.world_size)
 
 
 def _loopback_listener(place: _Place) -> int | None:

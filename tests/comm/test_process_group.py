@@ -1,8 +1,10 @@
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import torch
 import torch.distributed as dist
 import two_ranks
 
+from logitmix.comm import process_group as module
 from logitmix.comm.collectives import agreed, barrier
-from logitmix.comm.process_group import LAUNCHER_VARIABLES, process_group
+from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
 from logitmix.trainer.processes import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -131,6 +134,21 @@ def test_bad_launcher_variables(monkeypatch: pytest.MonkeyPatch, changes: dict[s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_a_stopped_process_at_the_meeting_point_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system accepts connections for it, and nobody answers."""
+    monkeypatch.setattr(module, "RENDEZVOUS", timedelta(seconds=0.5))
+    monkeypatch.setattr(module, "LATE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        port = stopped.getsockname()[1]
+        for name, value in (LAUNCHED | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        said = (
+            f"^rank 1 waited 1 s to meet the others at 127.0.0.1:{port}: rank 0, or what keeps the store of the job, "
+        )
+        with pytest.raises(LostRank, match=f"{said}does not answer$"), process_group("cpu", 1):
+            pass
+
+
 def test_cuda_that_is_not_there() -> None:
     one_line = r"^train\.device is cuda.*set train\.device to .*\Z"
     with pytest.raises(ValueError, match=one_line), process_group("cuda", TIMEOUT_SECONDS):
