@@ -798,11 +798,20 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of other data."""
+    folder = tmp_path_factory.mktemp("another")
+    train(small_config(write_dataset(folder / "data", users=30, items=25), SETTINGS), folder / "run")
+    return folder / "run"
+
+
 @pytest.mark.parametrize("name", READERS)
-def test_every_damage_to_a_file_of_a_run_is_found(run: Path, name: str) -> None:
+def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name: str) -> None:
     chance, file, reader = random.Random(1), run / name, READERS[name]
     content = file.read_bytes()
-    for other in damaged(content, chance, 400, 30):
+    swapped = [another / name, *(run / of for of in READERS if of != name)]
+    for other in [*damaged(content, chance, 400, 30), *(of.read_bytes() for of in swapped)]:
         if name == "metrics.jsonl" and other.startswith(content):
             continue  # rows may follow
         file.write_bytes(other)
