@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ from logitmix.trainer.run import read_rows
 QUIET = {"OMP_NUM_THREADS": "1"}
 
 
-def start(words: list[str], folder: Path, processes: int = 1, torchrun: bool = False) -> subprocess.Popen[str]:
+def start(
+    words: list[str], folder: Path, processes: int = 1, torchrun: bool = False, restarts: int = 0
+) -> subprocess.Popen[str]:
     """`logitmix WORDS` in a session of its own, with --processes or under torchrun where there is more than one."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if torchrun else []
+    launcher += [f"--max-restarts={restarts}"] if restarts else []
     module = ["-m", "logitmix.trainer.cli", *(["--"] if launcher else []), *words]
     several = ["--processes", str(processes)] if processes > 1 and not torchrun else []
     return subprocess.Popen(
@@ -32,7 +37,7 @@ def start(words: list[str], folder: Path, processes: int = 1, torchrun: bool = F
 def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = False) -> str:
     """Its standard output; an AssertionError with what it said where it fails."""
     process = start(words, folder, processes, torchrun)
-    out, err = process.communicate(timeout=240)
+    out, err = finish(process)
     assert process.returncode == 0, f"{words}: {out}\n{err}"
     return out
 
@@ -40,20 +45,56 @@ def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = Fal
 def refused(words: list[str], folder: Path, processes: int = 1) -> str:
     """What it says in its one line on standard error, where it must fail."""
     process = start(words, folder, processes)
-    out, err = process.communicate(timeout=240)
+    out, err = finish(process)
     assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in err
     return err.strip()
 
 
-def kill_session(leader: int) -> None:
+def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[str, str]:
+    """What a command says until it has ended; after `seconds`, it is killed with its ranks, and the test fails."""
+    try:
+        return process.communicate(timeout=seconds)
+    except BaseException:
+        kill(process.pid)
+        out, err = process.communicate()
+        print(out, err)
+        raise
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in that order."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def kill(pid: int) -> None:
     """SIGKILLs a command that `start` has started, and its ranks."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # starts no more ranks
+        ranks = children(pid)
+        os.kill(pid, signal.SIGKILL)
+        for rank in ranks:
+            kill(rank)
+
+
+def living(run: Path) -> list[str]:
+    """The processes that name this run."""
+    found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
-                os.kill(int(entry.name), signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
+            if entry.name.isdigit() and str(run).encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
             continue
+    return found
+
+
+def traces(said: str) -> list[str]:
+    """Lines of a traceback or crash of logitmix; torchrun's own tracebacks are none."""
+    return [line for line in said.splitlines() if re.search(r'trainer/cli\.py", line|in thread|terminate called', line)]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

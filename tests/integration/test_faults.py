@@ -2,52 +2,56 @@
 
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import jobs
 import pytest
 from small_data import small_config, write_dataset
-from test_resume import SETTINGS, children, living
+from test_resume import SETTINGS
 
 from logitmix.trainer.config import dump_toml
-from logitmix.trainer.processes import STOPPED
+from logitmix.trainer.processes import LAST, SIGNALS, STOPPED
 from logitmix.trainer.run import checkpoint_paths
 
 MINUTES = float(os.environ.get("LOGITMIX_SOAK_MINUTES", "60"))
 
 
 def kill(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    jobs.kill_session(job.pid)
+    jobs.kill(job.pid)
 
 
 def kill_rank(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    os.kill(chance.choice(children(job.pid)), signal.SIGKILL)
+    os.kill(chance.choice(jobs.children(job.pid)), signal.SIGKILL)
 
 
 def stop_rank(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    os.kill(chance.choice(children(job.pid)), signal.SIGSTOP)
+    os.kill(chance.choice(jobs.children(job.pid)), signal.SIGSTOP)
 
 
 def tell(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    target = chance.choice([job.pid, *children(job.pid)])
+    target = chance.choice([job.pid, *jobs.children(job.pid)])
     os.kill(target, chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 
 
 def fill_disk(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
     """From now on, no file of a rank may grow beyond a few bytes: a write fails as on a full disk."""
-    for rank in children(job.pid):
+    for rank in jobs.children(job.pid):
         resource.prlimit(rank, resource.RLIMIT_FSIZE, (100, 100))
 
 
 def flip_bit(job: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
     """Of the newest checkpoint, once all processes are dead; an older one stays whole."""
-    jobs.kill_session(job.pid)
+    jobs.kill(job.pid)
     job.wait()
     paths = checkpoint_paths(run)
     if len(paths) > 1:
@@ -57,6 +61,8 @@ def flip_bit(job: subprocess.Popen[str], run: Path, chance: random.Random) -> No
         file.write_bytes(content)
 
 
+LAUNCHERS: dict[str, dict[str, Any]]
+LAUNCHERS = {"processes": {}, "torchrun": {"torchrun": True}, "restarts": {"torchrun": True, "restarts": 3}}
 FAULTS: list[Callable[[subprocess.Popen[str], Path, random.Random], None]]
 FAULTS = [kill, kill_rank, stop_rank, tell, fill_disk, flip_bit]
 
@@ -65,7 +71,7 @@ FAULTS = [kill, kill_rank, stop_rank, tell, fill_disk, flip_bit]
 @pytest.mark.timeout(60 * MINUTES + 3600)
 def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
     """Kills, stops, signals, full disks and flipped bits, one after the other, at random moments of a run on two
-    ranks, which save in the background or not."""
+    ranks, which --processes or torchrun starts, and which save in the background or not."""
     settings = SETTINGS | {"train.epochs": 40, "train.keep": 3, "comm.timeout_seconds": 5}
     (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))
     jobs.run(["train", "recipe.toml", "--run", "whole"], tmp_path, processes=2)
@@ -79,7 +85,27 @@ def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
         if time.monotonic() > until:
             break
     print(f"faults: {dict(met)}")
-    assert MINUTES < 10 or len(met) == len(FAULTS)
+    assert MINUTES < 10 or len(met) == len(FAULTS) + len(LAUNCHERS)
+
+
+@contextmanager
+def continuing_the_last(job: subprocess.Popen[str]) -> Iterator[None]:
+    """Continues a rank that was stopped when the other had ended, as `--processes` does: torchrun waits for it."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LAST):
+            if len(ranks := jobs.children(job.pid)) == 1:
+                with suppress(ProcessLookupError):
+                    os.kill(ranks[0], signal.SIGCONT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def disturb(run: Path, chance: random.Random, until: float, met: Counter[str]) -> None:
@@ -87,18 +113,22 @@ def disturb(run: Path, chance: random.Random, until: float, met: Counter[str]) -
     words = ["train", "recipe.toml", "--run", str(run)]
     while True:
         how = chance.choice(["--train.save-in-background", "--train.no-save-in-background"])
-        job = jobs.start([*words, how], run.parent, processes=2)
+        launcher = chance.choice(list(LAUNCHERS))
+        job = jobs.start([*words, how], run.parent, processes=2, **LAUNCHERS[launcher])
         ends = time.monotonic() > until
         if not ends:
             time.sleep(chance.uniform(5, 15))
             fault = chance.choice(FAULTS)
-            if job.poll() is None and len(children(job.pid)) == 2:
+            if job.poll() is None and len(jobs.children(job.pid)) == 2:
                 fault(job, run, chance)
-                met[fault.__name__] += 1
-        out, said = job.communicate(timeout=240)
-        assert not living(run)
+                met.update([fault.__name__, launcher])
+        with continuing_the_last(job):
+            out, said = jobs.finish(job)
+        assert not jobs.living(run)
+        assert not jobs.traces(said) and (launcher != "processes" or "Traceback" not in said), said
         if job.returncode == 0:
             return
         assert not ends, f"{out}\n{said}"
-        assert "Traceback" not in said, said
-        assert job.returncode in (1, 2, 3, STOPPED, -9, 137, 143, 130, 129), said
+        of_ranks = [int(status) for status in re.findall(r"exitcode *: (-?\d+)", said)]
+        ended = {-number for number in (signal.SIGKILL, *SIGNALS)}  # by a signal
+        assert {job.returncode, *of_ranks} <= {1, 2, 3, STOPPED, 137, 143, 130, 129} | ended, said

@@ -25,8 +25,12 @@ def start(words: list[str], folder: Path, run: Path, rows: int, torchrun: bool =
     file = run / "metrics.jsonl"
     before = _changed(file)
     process = jobs.start(words, folder, processes=2, torchrun=torchrun)
-    while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
-        time.sleep(0.01)
+    try:
+        while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
+            time.sleep(0.01)
+    except BaseException:  # the time of the test is over
+        jobs.kill(process.pid)
+        raise
     return process
 
 
@@ -37,7 +41,7 @@ def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) 
         time.sleep(delay)
         ended = process.poll() is not None
     finally:
-        jobs.kill_session(process.pid)
+        jobs.kill(process.pid)
         process.communicate()
     assert not ended or process.returncode == 0
     return not ended
@@ -103,23 +107,6 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, in that order."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def living(run: Path) -> list[str]:
-    """The processes that name this run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str(run).encode() in (entry / "cmdline").read_bytes():
-                found.append(entry.name)
-        except OSError:
-            continue
-    return found
-
-
 LAUNCHERS = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
@@ -137,10 +124,10 @@ def test_signals_to_a_job_save_the_step(
     run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
     for rows, number, to_launcher in signals:
         job = start(words, tmp_path, run, rows, torchrun)
-        os.kill(job.pid if to_launcher else children(job.pid)[-1], number)
+        os.kill(job.pid if to_launcher else jobs.children(job.pid)[-1], number)
         since = time.monotonic()
-        _, said = job.communicate(timeout=60)
-        assert time.monotonic() - since < 10 and not living(run)
+        _, said = jobs.finish(job, 60)
+        assert time.monotonic() - since < 10 and not jobs.living(run)
         assert job.returncode == (1 if torchrun else STOPPED)
         saved = checkpoint_paths(run)[-1]
         (line,) = [line for line in said.splitlines() if "go on with: logitmix train " in line]
@@ -158,10 +145,10 @@ def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path: Path, rank: int, tor
     (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))
     run = tmp_path / "run"
     job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun)
-    os.kill(children(job.pid)[rank], signal.SIGSTOP)
+    os.kill(jobs.children(job.pid)[rank], signal.SIGSTOP)
     since = time.monotonic()
-    _, said = job.communicate(timeout=60)
-    assert time.monotonic() - since < 25 and not living(run)
+    _, said = jobs.finish(job, 60)
+    assert time.monotonic() - since < 25 and not jobs.living(run)
     assert job.returncode in (1, 3, 137)
     lines = [line for line in said.splitlines() if line.startswith("logitmix:")]
     assert f"rank {1 - rank} waited 5 s for the others (comm.timeout_seconds): rank {rank}" in lines[0]
@@ -175,7 +162,7 @@ def test_ranks_end_after_their_launcher_was_killed(tmp_path: Path) -> None:
     job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun=True)
     job.kill()
     since = time.monotonic()
-    while living(run):
+    while jobs.living(run):
         assert time.monotonic() - since < 30
         time.sleep(0.1)
     job.communicate()

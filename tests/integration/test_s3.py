@@ -152,7 +152,7 @@ def test_a_killed_job_goes_on_elsewhere(
     while process.poll() is None and not any("checkpoint.json" in name for name in names(s3, RUN)):
         time.sleep(0.05)
     assert process.poll() is None
-    jobs.kill_session(process.pid)
+    jobs.kill(process.pid)
     process.communicate()
     elsewhere(tmp_path, monkeypatch, "there")
     jobs.run(words, tmp_path, processes=2, torchrun=torchrun)
