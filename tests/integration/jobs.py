@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from logitmix.common.files import file_digest
 from logitmix.trainer.run import read_rows
 
 QUIET = {"OMP_NUM_THREADS": "1"}
@@ -110,3 +111,8 @@ def results(run: Path) -> dict[str, Any]:
     """results.json without what depends on the machine."""
     found = json.loads((run / "results.json").read_text())
     return {key: value for key, value in found.items() if key not in ("seconds", "examples_per_second")}
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Of the files of a run's checkpoints that have tables, tower and optimizers' states."""
+    return {path.relative_to(run).as_posix(): file_digest(path) for path in run.rglob("part-*")}

@@ -20,11 +20,13 @@ def train(folder: Path, run: str) -> list[str]:
     return ["train", str(folder / "recipe.toml"), "--run", str(folder / run)]
 
 
-def start(words: list[str], folder: Path, run: Path, rows: int, torchrun: bool = False) -> subprocess.Popen[str]:
+def start(
+    words: list[str], folder: Path, run: Path, rows: int, torchrun: bool = False, restarts: int = 0
+) -> subprocess.Popen[str]:
     """A job that has just written that many rows, or has ended."""
     file = run / "metrics.jsonl"
     before = _changed(file)
-    process = jobs.start(words, folder, processes=2, torchrun=torchrun)
+    process = jobs.start(words, folder, processes=2, torchrun=torchrun, restarts=restarts)
     try:
         while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
             time.sleep(0.01)
@@ -152,6 +154,22 @@ def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path: Path, rank: int, tor
     assert job.returncode in (1, 3, 137)
     lines = [line for line in said.splitlines() if line.startswith("logitmix:")]
     assert f"rank {1 - rank} waited 5 s for the others (comm.timeout_seconds): rank {rank}" in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_torchrun_starts_a_job_again_that_lost_a_rank(whole: Path, tmp_path: Path, number: int) -> None:
+    """It ends by itself with the metrics and weights of an undisturbed one."""
+    run = tmp_path / "run"
+    words = ["train", str(whole / "recipe.toml"), "--run", str(run), "--comm.timeout-seconds", "10"]
+    job = start(words, tmp_path, run, 12, torchrun=True, restarts=3)
+    os.kill(jobs.children(job.pid)[1], number)
+    _, said = jobs.finish(job)
+    assert job.returncode == 0 and not jobs.living(run) and not jobs.traces(said), said
+    assert said.count(f"continuing {run} after step") == 1
+    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+    assert jobs.results(run) == jobs.results(whole / "whole")
+    assert jobs.digests(run) == jobs.digests(whole / "whole")
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jobs
 import pytest
@@ -13,7 +12,6 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 from small_data import small_config, write_dataset
 
-from logitmix.common.files import file_digest
 from logitmix.common.storage import fetched_run, path_of, push
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api
@@ -160,14 +158,10 @@ def test_a_killed_job_goes_on_elsewhere(
     run, undisturbed = fetched_run(RUN), tmp_path / "undisturbed"
     assert jobs.metrics(run) == jobs.metrics(undisturbed)
     assert jobs.results(run) == jobs.results(undisturbed)
-    assert digests(run) == digests(undisturbed)
+    assert jobs.digests(run) == jobs.digests(undisturbed)
     found = json.loads(jobs.run(["evaluate", RUN, "--json"], tmp_path, processes=2))
     assert found["mrr"] == jobs.results(undisturbed)["mrr"]
     jobs.run(["export", RUN, "--out", EXPORT], tmp_path, processes=2)
     elsewhere(tmp_path, monkeypatch, "fourth")
     answers = jobs.run(["retrieve", EXPORT, "--history", "item-1,item-2", "--json"], tmp_path, processes=2)
     assert len(json.loads(answers)) == 10
-
-
-def digests(run: Path) -> Mapping[str, Any]:
-    return {path.relative_to(run).as_posix(): file_digest(path) for path in run.rglob("part-*")}
