@@ -118,25 +118,28 @@ class Saver:
         """The checkpoint that was committed last, until the older ones are removed and the upload has begun."""
         self._upload: Future[None] | None = None
         """On every rank, while rank 0 uploads in the background."""
+        self._goes_on = True
+        """Whether training goes on after the last `save`."""
         self._writer, self._uploader = ThreadPoolExecutor(1, "checkpoint"), ThreadPoolExecutor(1, "upload")
 
     def save(self, progress: RunProgress, wait: bool = True) -> bool:
         """Saves a new checkpoint, then removes all but the best and the newest; returns whether it is saved, so far as
-        is known. Unless it is to wait, and with `train.save_in_background`, only a copy is made, `poll` commits it, and
-        the next `save` waits for that. Collective.
+        is known. Unless it is to wait, because training ends, and with `train.save_in_background`, only a copy is made,
+        `poll` commits it, and the next `save` waits for that. Collective.
 
         If the checkpoint cannot be written, nothing of it stays, and every rank raises OSError; with
         `train.on_save_failure` continue, rank 0 says so instead. The same holds if older ones cannot be removed, or if
         the run is at a URL and cannot be uploaded, but then the checkpoint stays. An upload that is under way is waited
-        for once the checkpoint is on disk.
+        for once the checkpoint is on disk, or before if there is no room until older ones are removed.
         """
+        self._goes_on = not wait
         wait = wait or not self.model.config.train.save_in_background
         self._finish()
         if self._upload is None:
             self._settle(wait=False)
-        # Nothing is removed during an upload: one that is too slow makes training wait, before the disk is full.
+        # Nothing is removed during an upload: one that is too slow makes training wait.
         in_background = not wait and self._untidied is None
-        begun = self._tried(lambda: self._begin(progress, in_background))
+        begun = self._tried(lambda: self._begin_with_room(progress, in_background))
         if in_background:
             return begun
         committed = self._finish()
@@ -168,6 +171,18 @@ class Saver:
         self._uploader.shutdown()
         if self._pending:
             self._remove(self._pending)
+
+    def _begin_with_room(self, progress: RunProgress, in_background: bool) -> None:
+        """As `_begin`; if that fails before older checkpoints could be removed, again once they are."""
+        try:
+            self._begin(progress, in_background)
+        except OSError:
+            if self._untidied is None or self._upload is None:
+                raise
+            # Whether the upload fails is told by `_settle`, once this step is saved.
+            on_first_rank_at_length(self._upload.exception, self.ranks)
+            self._tidy(self._untidied)
+            self._begin(progress, in_background)
 
     def _begin(self, progress: RunProgress, in_background: bool) -> None:
         """Makes a hidden directory for the checkpoint, and in the background begins to write. Collective."""
@@ -219,8 +234,8 @@ class Saver:
         with self._removing(pending):
             digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
             on_first_rank(publish, self.ranks)
-        self._once_saved(pending.out, sync_name)
         self._untidied = pending.out
+        self._once_saved(pending.out, sync_name)
 
     def _settle(self, wait: bool) -> bool:
         """Once the upload that was begun has ended, removes the checkpoints that are not to be kept, and uploads what
@@ -231,18 +246,22 @@ class Saver:
         saved, self._untidied = self._untidied, None
         if saved is None:
             return True
-
-        def tidy() -> None:
-            with naming(self.run):
-                _prune(self.run, self.model.config.train.keep, self.model.config.evaluate.metric)
-                note_rows(self.run)
-
-        self._tried(lambda: self._once_saved(saved, tidy))
+        self._tried(lambda: self._tidy(saved))
         if wait:
             return self._tried(lambda: upload_run(self.run, self.ranks))
         if is_copy(self.run):
             self._upload = self._uploader.submit(push, self.run) if self.ranks.rank == 0 else Future()
         return True
+
+    def _tidy(self, saved: Path) -> None:
+        """Removes the checkpoints that are not to be kept now that this one is saved. Collective."""
+
+        def tidy() -> None:
+            with naming(self.run):
+                _prune(self.run, self.model.config)
+                note_rows(self.run)
+
+        self._once_saved(saved, tidy)
 
     def _once_saved(self, out: Path, action: Callable[[], None]) -> None:
         """Rank 0 does what follows a checkpoint; an OSError says that this one stays. Collective."""
@@ -268,14 +287,7 @@ class Saver:
             shutil.rmtree(pending.staging, ignore_errors=True)
 
     def _tried(self, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except OSError as error:
-            if self.model.config.train.on_save_failure == "stop":
-                raise
-            _say(f"{error}; training goes on", self.ranks)
-            return False
-        return True
+        return _tried(action, self.model, self._goes_on)
 
 
 WRITTEN, WRITING, FAILED = range(3)
@@ -339,6 +351,20 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
         said = f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}"
         _say(shown(said), ranks)
     return opened.progress
+
+
+def prune(run: Path, model: ParallelModel) -> None:
+    """Removes what a save would have removed before the job was killed: all checkpoints but the best and the newest.
+    To be called after `restore`, which sets damaged ones aside. Collective; if it fails, every rank raises OSError, or
+    with `train.on_save_failure` continue, rank 0 says so."""
+
+    def remove() -> None:
+        try:
+            _prune(run, model.config)
+        except OSError as error:
+            raise OSError(f"{error.filename} could not be removed ({error.strerror})") from None
+
+    _tried(lambda: on_first_rank(remove, model.ranks), model)
 
 
 def restore_best(run: Path, model: ParallelModel) -> int:
@@ -430,9 +456,21 @@ def _part(number: int, count: int) -> str:
     return f"part-{number:05}-of-{count:05}.safetensors"
 
 
-def _prune(run: Path, keep: int, metric: str) -> None:
+def _tried(action: Callable[[], None], model: ParallelModel, goes_on: bool = False) -> bool:
+    """Whether an action succeeds; its OSError is raised, or with `train.on_save_failure` continue said."""
+    try:
+        action()
+    except OSError as error:
+        if model.config.train.on_save_failure == "stop":
+            raise
+        _say(f"{error}; training goes on" if goes_on else str(error), model.ranks)
+        return False
+    return True
+
+
+def _prune(run: Path, config: Config) -> None:
     found = {path: manifest for path, (manifest, _) in _manifests(run).items() if manifest}
-    kept = {*list(found)[:keep], *_by_merit(found, metric)[:1]}
+    kept = {*list(found)[: config.train.keep], *_by_merit(found, config.evaluate.metric)[:1]}
     for path in found:
         if path not in kept:
             # A name that does not count first: what is removed by half must not look like a damaged checkpoint.

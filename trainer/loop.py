@@ -94,6 +94,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
             print(start_block(dataset, model, why), file=sys.stderr)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
+        checkpoint.prune(run, model)
         _upload(run, config, ranks, "training goes on")
         if config.warm_start and done.step == 0:
             taken = warm_start(fetched_run(config.warm_start), dataset, model)

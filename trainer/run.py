@@ -213,11 +213,12 @@ def write_noted(path: Path, text: str) -> None:
 
 
 def sync_rows(run: Path) -> None:
-    """Waits until the rows of metrics so far are on disk."""
+    """Waits until the rows of metrics so far are on disk, and the name of their file."""
     path = run / "metrics.jsonl"
     if path.exists():
         with naming(path):
             sync(path)
+            sync(run)
 
 
 def note_rows(run: Path) -> None:
@@ -296,11 +297,24 @@ def checkpoint_paths(run: Path) -> list[Path]:
 
 
 def keep_rows(run: Path, last_step: int) -> None:
-    """Removes the rows of metrics of later steps, and an incomplete last line."""
+    """Removes the rows of metrics of steps later than that of a checkpoint, and what a power loss has left of them:
+    those up to a checkpoint are on disk before it. ValueError as of `read_rows` if a line that is no row has a row to
+    keep after it."""
     path = run / "metrics.jsonl"
-    if path.exists():
-        kept = [row for row in read_rows(run) if row["step"] <= last_step]
-        write_noted(path, "".join(json.dumps(row) + "\n" for row in kept))
+    if not path.exists():
+        return
+    kept, problem = [], None
+    for line, where in _lines(run):
+        try:
+            row = _row(line, where)
+        except ValueError as error:
+            problem = problem or error
+            continue
+        if row["step"] <= last_step:
+            if problem:
+                raise problem
+            kept.append(row)
+    write_noted(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -312,10 +326,15 @@ def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> N
 def read_rows(run: Path, kind: str = "") -> list[Fields]:
     """The rows of metrics in the order of writing, or those of a kind. A last line that a killed job left incomplete is
     skipped. ValueError that names the file, the line and the field if another is no row."""
+    rows = [_row(line, where) for line, where in _lines(run)]
+    return [row for row in rows if kind in ("", row["kind"])]
+
+
+def _lines(run: Path) -> list[tuple[bytes, str]]:
+    """The complete lines of the rows of metrics, and the file and number of each."""
     path = run / "metrics.jsonl"
     lines = _read_noted(path).split(b"\n")[:-1] if path.exists() or path.name in _digests(run) else []
-    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-    return [row for row in rows if kind in ("", row["kind"])]
+    return [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def _row(line: bytes, where: str) -> Fields:
@@ -417,9 +436,10 @@ def _locked(run: Path) -> Iterator[None]:
 def _locks_soon(lock: IO[str]) -> bool:
     """Whether no job holds the lock: a command that looks whether one does holds it for a moment itself."""
     for _ in range(LOOKS):
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            # A job that has failed at its start meanwhile has removed the file: the lock would keep nobody out.
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
         time.sleep(LOOK_SECONDS)
     return False
 

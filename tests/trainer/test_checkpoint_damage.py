@@ -506,6 +506,33 @@ def test_training_goes_on_from_the_checkpoint_before(
     assert capsys.readouterr().err == ""
 
 
+def test_a_start_removes_the_checkpoints_that_a_killed_job_did_not(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in favor of damaged ones, and though there is nothing to train."""
+    config, rmtree = replace_train(read_config(run), keep=1), shutil.rmtree
+    set_("validation/hr@10", 0.9)(run / "checkpoints" / "step-4")
+
+    def broken(path: Path) -> None:
+        rmtree(path)
+        raise OSError(errno.EIO, "broken", "a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", broken)
+        with pytest.raises(OSError, match=r"^a file could not be removed \(broken\)$"):
+            train(config, Path(shutil.copytree(run, run.with_name("other"))))
+        train(replace_train(config, on_save_failure="continue"), run)
+    assert "a file could not be removed (broken)\n" in capsys.readouterr().err
+    assert [path.name for path in steps(run)] == ["step-12", "step-4"]
+    run = run.with_name("other")
+    shutil.copytree(newest(run), run / "checkpoints" / "step-8")
+    set_("step", 8)(run / "checkpoints" / "step-8")
+    flip(newest(run) / PART)
+    train(config, run)
+    assert "training continues from step 8" in capsys.readouterr().err
+    assert [path.name for path in steps(run)] == ["damaged-step-12", "step-12", "step-4"]
+
+
 def test_training_ends_as_if_nothing_had_been_damaged(run: Path, finished: Path) -> None:
     flip(newest(run) / PART)
     flip(run / "checkpoints" / "step-8" / PART)
@@ -686,8 +713,9 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     with pytest.raises(OSError, match=said):
         Saver(run, model, optimizer).save(RunProgress(16))
     goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
-    Saver(run, goes_on, optimizer).save(RunProgress(16))
-    assert capsys.readouterr().err == f"{said} was kept; training goes on\n"
+    for wait in (False, True):
+        Saver(run, goes_on, optimizer).save(RunProgress(16), wait)
+        assert capsys.readouterr().err == f"{said} was kept{'' if wait else '; training goes on'}\n"
     assert steps(run) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
     Saver(run, model, optimizer).save(RunProgress(16))
@@ -706,7 +734,7 @@ def test_a_step_is_saved_though_what_follows_fails(
 
     monkeypatch.setattr(checkpoint, "note_rows", broken)
     goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
-    assert Saver(run, goes_on, optimizer).save(RunProgress(16))
+    assert Saver(run, goes_on, optimizer).save(RunProgress(16), wait=False)
     said = f"{run}/checkpoints/step-16 is saved, but rows could not be updated (broken)"
     assert capsys.readouterr().err == f"{said}; training goes on\n"
     with pytest.raises(OSError, match=re.escape(said)):

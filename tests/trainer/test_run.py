@@ -20,6 +20,7 @@ from logitmix.trainer.run import (
     run_lock,
     start_run,
     still_rising,
+    sync_rows,
 )
 
 
@@ -37,6 +38,25 @@ def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Pa
     assert file.read_text() == ""
     keep_rows(tmp_path / "new", 3)
     assert not (tmp_path / "new").exists()
+
+
+def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
+    """None up to the checkpoint, of which the last ones are on disk, but not noted if the job was killed in between."""
+    file, lost = tmp_path / "metrics.jsonl", b"\0" * 30 + b'\n{"kind": "tr\n\n'
+    append_row(tmp_path, "train", 5, {})
+    note_rows(tmp_path)
+    append_row(tmp_path, "train", 10, {})
+    up_to_10 = file.read_bytes()
+    append_row(tmp_path, "train", 15, {})
+    file.write_bytes(file.read_bytes() + lost + up_to_10.replace(b"10", b"20").splitlines(keepends=True)[1])
+    whole = file.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 4 is damaged"):
+        keep_rows(tmp_path, 20)
+    keep_rows(tmp_path, 10)
+    assert file.read_bytes() == up_to_10 and [row["step"] for row in read_rows(tmp_path)] == [5, 10]
+    file.write_bytes(whole.replace(b"5", b"\0", 1))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged \(its SHA-256"):
+        keep_rows(tmp_path, 0)
 
 
 def test_a_whole_object_without_its_line_end_is_dropped(tmp_path: Path) -> None:
@@ -60,6 +80,15 @@ def test_noted_rows_outlast_a_power_loss(tmp_path: Path, monkeypatch: pytest.Mon
             note_rows(tmp_path)
     os.truncate(file, on_disk)
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
+
+
+def test_the_file_of_rows_outlasts_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is on disk too before a checkpoint is."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    append_row(tmp_path, "train", 1, {})
+    sync_rows(tmp_path)
+    assert synced == [path.stat().st_ino for path in (tmp_path / "metrics.jsonl", tmp_path)]
 
 
 def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
@@ -88,6 +117,27 @@ def test_a_command_that_looks_whether_a_run_is_trained_keeps_no_job_out(
         fcntl.flock(look, fcntl.LOCK_SH)
         monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))
         with run_lock(tmp_path / "run", ranks):
+            pass
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_the_lock_of_a_job_that_fails_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    """It is removed; a third job may have begun anew."""
+    path = tmp_path / "run" / ".lock"
+    path.parent.mkdir()
+    with path.open("w") as failing, process_group("cpu", 60) as ranks:
+        fcntl.flock(failing, fcntl.LOCK_EX)
+
+        def fail(seconds: float) -> None:
+            path.unlink(missing_ok=True)
+            if anew:
+                path.touch()
+            fcntl.flock(failing, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", fail)
+        with pytest.raises(ValueError, match=r"^another job is training .*/run;"), run_lock(path.parent, ranks):
             pass
 
 

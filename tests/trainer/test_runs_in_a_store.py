@@ -2,6 +2,7 @@
 have a cache each. tests/integration/test_s3.py has the commands on S3."""
 
 import concurrent.futures
+import errno
 import fcntl
 import json
 import os
@@ -282,6 +283,47 @@ def test_a_step_that_cannot_be_saved_does_not_hide_an_upload_that_fails(
         assert not saver.save(RunProgress(2))
     full, gone = capsys.readouterr().err.splitlines()
     assert full.startswith("no room for ") and gone.startswith(f"{RUN} could not be written (the store is gone)")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("wait", [True, False])
+def test_where_there_is_no_room_during_an_upload_it_is_waited_for(
+    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, wait: bool, fails: bool
+) -> None:
+    """The step is saved once older ones are removed, though the upload fails."""
+    saver, full = savers(), threading.Event()
+
+    def disk_usage(path: Path) -> Any:
+        has_room = len(saved(saver)) < 2
+        if not has_room:
+            full.set()
+        return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with memory.watched(lambda *_: full.wait(5) and fails):
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        with pytest.raises(OSError, match="the store is gone") if fails else nullcontext():
+            assert saver.save(RunProgress(3), wait)
+    assert full.is_set() and saved(saver)[-1] == "step-3" and "step-1" not in saved(saver)
+
+
+def test_a_step_whose_name_could_not_be_synced_is_uploaded(
+    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    saver = savers(**{"train.on_save_failure": "continue"})
+    saver.save(RunProgress(1))
+    monkeypatch.setattr(checkpoint, "sync", broken)
+    assert not saver.save(RunProgress(2))
+    said, folder = capsys.readouterr().err, saver.run / "checkpoints"
+    assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (broken)\n"
+    assert saved(saver) == ["step-2"]
+    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
+        f"checkpoints/step-2/{name}" for name in ("checkpoint.json", PART)
+    }
 
 
 def test_where_the_store_takes_nothing_no_step_is_trained(memory: Memory, local: Path) -> None:
