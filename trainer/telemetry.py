@@ -129,7 +129,7 @@ class Telemetry:
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
-            if line := self.spikes.note(row["loss"]):
+            if line := self.spikes.note(row["loss"], epoch.is_integer()):
                 self.say(f"step {pipeline.step:,}: {line}")
             self._write("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
@@ -174,20 +174,27 @@ class Telemetry:
 
 
 class Spikes:
-    """Notes the logged losses, and finds those that stand far above the last ones."""
+    """Notes the logged losses, and finds those that stand far above the last ones.
 
-    def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=100)
+    The last batch of an epoch has fewer sequences than the others, and the mean over few varies more: it is left out,
+    unless only such batches are logged.
+    """
 
-    def note(self, loss: float) -> str:
-        """What to say of a loss that is SPIKE deviations above the median of the last ones; else nothing."""
+    def __init__(self, deviations: float = SPIKE) -> None:
+        self.deviations, self.losses, self.only_last = deviations, deque[float](maxlen=100), True
+
+    def note(self, loss: float, ends_epoch: bool = False) -> str:
+        """What to say of a loss that is so many deviations above the median of the last ones; else nothing."""
+        self.only_last = self.only_last and ends_epoch
+        if ends_epoch and not self.only_last:
+            return ""
         last = list(self.losses)
         self.losses.append(loss)
         if len(last) < LEAST_LOSSES:
             return ""
         median = statistics.median(last)
         deviation = DEVIATIONS_A_MAD * statistics.median(abs(each - median) for each in last)
-        if not loss > median + SPIKE * deviation:
+        if not loss > median + self.deviations * deviation:
             return ""
         return f"the loss, {loss:.4f}, is a spike: the median of the last {len(last)} rows is {median:.4f}"
 

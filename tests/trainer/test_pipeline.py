@@ -11,13 +11,14 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import ITEM
+from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
-from logitmix.trainer.run import RunProgress
+from logitmix.trainer.run import RunProgress, checkpoint_paths
 
 ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
 
@@ -151,17 +152,24 @@ def break_step(pipeline: Pipeline, where: str) -> None:
         next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
 
 
-def a_broken_step(config: Config, where: str, breaks: int) -> tuple[bool, int, int, list[Tensor]]:
-    """Of a pipeline whose second step is broken on rank `breaks`: whether the whole state was as before, what the
-    progress says, and the table at the end."""
+def saved(pipeline: Pipeline, run: Path) -> dict[str, bytes]:
+    """A new checkpoint's tensors, of all ranks."""
+    Saver(run, pipeline.model, pipeline.optimizer).save(pipeline.progress)
+    return {part.name: part.read_bytes() for part in checkpoint_paths(run)[-1].glob("part-*")}
+
+
+def a_broken_step(config: Config, where: str, breaks: int, run: Path) -> tuple[bool, int, int, list[Tensor]]:
+    """Of a pipeline whose second step is broken on rank `breaks`: whether the whole state was as before, in memory and
+    in a checkpoint, what the progress says, and the table at the end."""
     with a_pipeline(config, 4) as pipeline:
         pipeline.train_step()
-        before = whole_state(pipeline)
+        before, saved_before = whole_state(pipeline), saved(pipeline, run)
+        assert len(saved_before) == pipeline.model.ranks.world_size
         break_step(pipeline, where if pipeline.model.ranks.rank == breaks else "nowhere")
         pipeline.check_gradients()
         broken = pipeline.broken_rank
         pipeline.apply_gradients()
-        unchanged = all(map(torch.equal, whole_state(pipeline), before))
+        unchanged = all(map(torch.equal, whole_state(pipeline), before)) and saved(pipeline, run) == saved_before
         for _ in range(2):
             pipeline.train_step()
         assert not pipeline.skipping and not all(map(torch.equal, whole_state(pipeline), before))
@@ -170,19 +178,19 @@ def a_broken_step(config: Config, where: str, breaks: int) -> tuple[bool, int, i
 
 @pytest.mark.parametrize("where", ["loss", "rows", "dense"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_what_is_not_finite_skips_the_step(data: Path, where: str, clip: float) -> None:
+def test_what_is_not_finite_skips_the_step(data: Path, tmp_path: Path, where: str, clip: float) -> None:
     config = small_config(data, {"train.log_every": 1, "train.clip": clip, "comm.parts": 2})
-    unchanged, broken, skipped, _ = a_broken_step(config, where, 0)
+    unchanged, broken, skipped, _ = a_broken_step(config, where, 0, tmp_path)
     assert unchanged and (broken, skipped) == (0, 1)
 
 
 @pytest.mark.parametrize("where", ["loss", "rows"])
-def test_all_ranks_skip_what_is_not_finite_on_one(data: Path, where: str) -> None:
+def test_all_ranks_skip_what_is_not_finite_on_one(data: Path, tmp_path: Path, where: str) -> None:
     """Without agreement, the other rank would send gradients that nobody takes."""
     config = small_config(data, {"comm.parts": 2, "comm.timeout_seconds": 20})
     (first, *others), (second, *same) = (
         (table, unchanged, broken, skipped)
-        for unchanged, broken, skipped, table in two_ranks.run(a_broken_step, config, where, 1)
+        for unchanged, broken, skipped, table in two_ranks.run(a_broken_step, config, where, 1, tmp_path)
     )
     assert others == same == [True, 1, 1]
     assert all(map(torch.equal, first, second))

@@ -18,6 +18,7 @@ from logitmix.trainer.board import Board
 from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
+from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.plan import TablePlan
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run import RunProgress, append_row, read_rows
@@ -195,6 +196,38 @@ def test_the_first_losses_are_no_spikes() -> None:
     spikes = Spikes()
     assert not any(spikes.note(loss) for loss in [1.0] * (LEAST_LOSSES - 1) + [9.0])
     assert spikes.note(9.0)
+
+
+def test_last_batches_are_compared_where_no_others_are_logged() -> None:
+    """As with train.log_every 10 and 5 steps an epoch."""
+    only_last = Spikes()
+    assert not any(only_last.note(1.0, ends_epoch=True) for _ in range(LEAST_LOSSES))
+    assert only_last.note(9.0, ends_epoch=True)
+    assert only_last.note(1.0) == only_last.note(9.0, ends_epoch=True) == ""
+
+
+def test_clean_runs_have_no_spike_and_a_loss_that_is_doubled_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last batch of each epoch has one sequence, and the others 32."""
+    settings = {"train.batch_size": 32, "train.epochs": 15, "train.checkpoint_every": 60, "train.precision": "fp32"}
+    settings |= {"evaluate.every_epochs": 0, "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+    settings |= {"dense.lr": 1e-4, "tables.lr": 1e-4}
+    config = small_config(write_dataset(tmp_path / "data", users=97), settings)
+    of_step = Pipeline.loss
+
+    def doubled(pipeline: Pipeline) -> None:
+        of_step(pipeline)
+        if pipeline.step == 58:
+            pipeline.losses["loss"] = pipeline.losses["loss"] * 2
+
+    def spikes_of(name: str, seed: int) -> list[str]:
+        train(replace(config, train=replace(config.train, seed=seed)), tmp_path / name)
+        return re.findall(r"^step (\d+): the loss, [\d.]+, is a spike", capsys.readouterr().err, re.M)
+
+    assert [spikes_of(f"clean-{seed}", seed) for seed in range(5)] == [[]] * 5
+    monkeypatch.setattr(Pipeline, "loss", doubled)
+    assert spikes_of("doubled", 1) == ["58"]
 
 
 def test_a_full_disk_is_named_by_the_file_that_is_written(
