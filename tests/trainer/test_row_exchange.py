@@ -1,6 +1,7 @@
 """Many tables on two ranks and on one: the same losses, rows and updates, wherever the rows lie."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from hypothesis import given
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from small_data import gather_table, small_config
 from torch import Tensor
@@ -26,6 +27,7 @@ from logitmix.trainer.rows import ShardedTables
 RANKS = 2
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "auto")
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32"}
+RANDOM = [*(f"random {number}" for number in range(80)), *(f"fp8 {number}" for number in range(20))]
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.5}
 
 
@@ -113,29 +115,49 @@ def schema_of(tables: list[Table]) -> Schema:
     return Schema((Feature(ITEM, "item", "id", ITEM), *users), tuple(tables))
 
 
-def random_case(seed: int, forward: str = "fp32") -> Case:
-    """Up to five tables, of which some are tiny, of unequal widths, optimizers and shardings."""
-    choose = random.Random(seed)
-    tables = [Table(f"t{i}" if i else ITEM, choose.choice([1, 2, 3, 17, 40])) for i in range(choose.randint(1, 5))]
-    settings: dict[str, Any] = FP32 | {"comm.parts": choose.choice([1, 3]), "comm.forward": forward}
+def lists_of_ids(rows: int) -> st.SearchStrategy[list[int]]:
+    sizes = st.sampled_from([0, 1, 5, 20])
+    return sizes.flatmap(lambda size: st.lists(st.integers(0, rows - 1), min_size=size, max_size=size))
+
+
+@st.composite
+def any_case(draw: st.DrawFn, forward: str) -> Case:
+    """Up to four tables, of which some are tiny, of unequal widths, optimizers and shardings; ranks that ask for
+    nothing, or unequally much."""
+    rows = st.sampled_from([1, 2, 3, 17, 40])
+    tables = [Table(f"t{i}" if i else ITEM, draw(rows)) for i in range(draw(st.integers(1, 4)))]
+    settings: dict[str, Any] = FP32 | {"comm.parts": draw(st.sampled_from([1, 3])), "comm.forward": forward}
     for table in tables:
-        optimizer = choose.choice(["sgd", "adam", "rowwise_adagrad"])
+        optimizer = draw(st.sampled_from(["sgd", "adam", "rowwise_adagrad"]))
         whole_rows = forward == "fp8" or optimizer == "rowwise_adagrad"
         shardings = [kind for kind in SHARDINGS if not (whole_rows and kind == "column_wise")]
         settings |= {
-            f"tables.{table.name}.sharding": choose.choice(shardings),
-            f"tables.{table.name}.dim": choose.choice([4, 8, 16]),
+            f"tables.{table.name}.sharding": draw(st.sampled_from(shardings)),
+            f"tables.{table.name}.dim": draw(st.sampled_from([4, 8, 16])),
             f"tables.{table.name}.optimizer": optimizer,
-            f"tables.{table.name}.lr": choose.choice([0.1, 0.01]),
+            f"tables.{table.name}.lr": draw(st.sampled_from([0.1, 0.01])),
             # An eps that Adam's first steps feel: without, they are signs of gradients, and rounding flips those of 0.
             f"tables.{table.name}.eps": 0.1,
             f"tables.{table.name}.init_std": 0.5,
         }
-    ids = [
-        [{table.name: random_ids(choose, table.rows) for table in tables} for _ in range(RANKS)]
-        for _ in range(choose.randint(1, 3))
-    ]
-    return Case(tables, settings, ids, ahead=choose.random() < 0.5)
+    asked = {table.name: lists_of_ids(table.rows) for table in tables}
+    of_rank = st.sampled_from([dict.fromkeys(asked, st.just([])), asked, asked]).flatmap(st.fixed_dictionaries)
+    ids = [[draw(of_rank) for _ in range(RANKS)] for _ in range(draw(st.integers(1, 3)))]
+    return Case(tables, settings, ids, ahead=draw(st.booleans()))
+
+
+def examples(forward: str, count: int) -> list[Case]:
+    """The same ones each time. They are made here and run together, because ranks take seconds to start."""
+    found = []
+
+    @settings(max_examples=count, phases=[Phase.generate], deadline=None, database=None, derandomize=True)
+    @given(any_case(forward))
+    def make(case: Case) -> None:
+        assume(case not in found)
+        found.append(case)
+
+    make()
+    return found
 
 
 def random_ids(choose: random.Random, rows: int) -> list[int]:
@@ -156,9 +178,9 @@ def mixed(settings: dict[str, Any], seed: int = 0, ahead: bool = False) -> Case:
     return Case(TABLES, DIMS | {"tables.init_std": 0.5} | settings, ids, ahead)
 
 
+@functools.cache
 def cases() -> dict[str, Case]:
-    cases = {f"random {seed}": random_case(seed) for seed in range(60)}
-    cases |= {f"fp8 {seed}": random_case(seed, "fp8") for seed in range(100, 120)}
+    cases = dict(zip(RANDOM, [*examples("fp32", 80), *examples("fp8", 20)], strict=True))
     cases = {name: with_settings(case, {"comm.emulate": name.startswith("fp8")}) for name, case in cases.items()}
     for sharding in SHARDINGS:
         cases[sharding] = mixed(SGD | FP32 | {"tables.sharding": sharding})
@@ -195,9 +217,18 @@ def assert_alike(first: Seen, second: Seen, alone: Seen) -> None:
         assert (change - expected).norm() <= 1e-5 * (expected.norm() + 1e-3), name
 
 
-@pytest.mark.parametrize("name", [name for name in cases() if name.split()[0] in ("random", "fp8", *SHARDINGS)])
+@pytest.mark.parametrize("name", [*RANDOM, *SHARDINGS])
 def test_two_ranks_do_what_one_process_does(seen: dict, name: str) -> None:
     assert_alike(*seen[name])
+
+
+def test_ranks_and_steps_without_ids_are_among_them() -> None:
+    """And at least 100 cases in all."""
+    steps = [[sum(map(len, of_rank.values())) for of_rank in step] for name in RANDOM for step in cases()[name].ids]
+    assert len(RANDOM) >= 100
+    assert sum(step == [0, 0] for step in steps) >= 10
+    assert all(sum(step[rank] == 0 < step[1 - rank] for step in steps) >= 10 for rank in range(RANKS))
+    assert sum(max(step) > 2 * min(step) > 0 for step in steps) >= 10
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
