@@ -139,7 +139,7 @@ def fetch(path: Path) -> None:
 
     def take(there: dict[str, str]) -> bool:
         if UPLOADING in there:
-            if copy.path.is_dir() and copy.uploader() == copy.record().id:
+            if copy.here() and copy.uploader() == copy.record().id:
                 return False
             raise ValueError(f"an upload to {copy.url} has not ended; wait for it, or run again what was interrupted")
         return copy.take(there)
@@ -155,10 +155,12 @@ def fetch_run(path: Path) -> None:
         return
 
     def take(there: dict[str, str]) -> bool:
-        record = copy.record()
+        record, here = copy.record(), copy.here()
         ours = UPLOADING in there and copy.uploader() == record.id
         there = {name: of for name, of in there.items() if name != UPLOADING}
-        if copy.path.is_dir() and (ours or there == record.there()):
+        # From a copy that somebody has emptied, or that has names alone, an upload would empty the store.
+        is_whole = here and not record.unfetched() & here.keys()
+        if is_whole and (ours or there == record.there()):
             return copy.mend(there)
         return copy.take(there)
 
@@ -212,6 +214,10 @@ class _Record:
 
     def there(self) -> dict[str, str]:
         return {name: of[0] for name, of in self.files.items() if of[0]}
+
+    def unfetched(self) -> set[str]:
+        """What is in the store, but not in the copy, or as a name alone."""
+        return {name for name, (there, size, _) in self.files.items() if there and size is None}
 
 
 @dataclass(frozen=True)
@@ -292,41 +298,30 @@ class _Copy:
         differ = [name for name in wanted if name not in here or record.files.get(name) != (there[name], *here[name])]
         # What is not known to be the same is fetched again, should this be interrupted.
         record.files = {name: of for name, of in record.files.items() if name in there and name not in differ}
-        record.uploading = False
+        # And what it makes is not the copy whose upload was interrupted.
+        record.id, record.uploading = secrets.token_hex(8), False
         self.write(record)
         for name in _digests_last(here.keys() - wanted)[::-1]:
             self._remove(self.path / name)
-        if differ and content:
-            print(f"fetching {len(differ):,} file{'s' if len(differ) > 1 else ''} of {self.url}", file=sys.stderr)
-        written = time.monotonic()
-        for name in _digests_last(differ):
-            whole = content or Path(name).name in MANIFESTS
-            stamp = self._get(name, whole)
-            if whole:
-                record.files[name] = (there[name], *stamp)
-            if time.monotonic() - written >= RECORD_SECONDS:
-                self.write(record)
-                written = time.monotonic()
+        self._get_all(record, there, differ, content)
         record.files |= {name: (of, None, None) for name, of in there.items() if name not in record.files}
         self.write(record)
         return bool(differ)
 
     def mend(self, there: dict[str, str]) -> bool:
-        """Fetches what a run's copy lacks of a checkpoint that is in the store, because somebody has cleaned the cache;
-        whether it fetched any. The next upload would remove it there. A checkpoint of which the copy has nothing was
-        removed by a job."""
+        """Fetches what a run's copy lacks of the checkpoints that are in the store, because somebody has cleaned the
+        cache, or a job was killed after it had removed old ones; whether it fetched any. The next upload would remove
+        them there."""
         record, here = self.record(), self.here()
-        has = {found[1] for found in map(_IN_CHECKPOINT.fullmatch, here) if found}
         lacking = [
             name
             for name, of in record.files.items()
-            if (found := _IN_CHECKPOINT.fullmatch(name))
-            and found[1] in has
+            if _IN_CHECKPOINT.fullmatch(name)
             and name not in here
             and there.get(name) == of[0]
+            and not _in_half_a_checkpoint(name, there)
         ]
-        for name in _digests_last(lacking):
-            record.files[name] = (there[name], *self._get(name, content=True))
+        self._get_all(record, there, lacking)
         if lacking:
             self.write(record)
         return bool(lacking)
@@ -356,6 +351,20 @@ class _Copy:
             store.rm_file(f"{root}/{UPLOADING}")
         record.uploading = False
         self.write(record)
+
+    def _get_all(self, record: _Record, there: dict[str, str], names: list[str], content: bool = True) -> None:
+        """Fetches these files and records them; without `content`, most are made empty."""
+        if names and content:
+            print(f"fetching {len(names):,} file{'s' if len(names) > 1 else ''} of {self.url}", file=sys.stderr)
+        recorded = time.monotonic()
+        for name in _digests_last(names):
+            whole = content or Path(name).name in MANIFESTS
+            stamp = self._get(name, whole)
+            if whole:
+                record.files[name] = (there[name], *stamp)
+            if time.monotonic() - recorded >= RECORD_SECONDS:
+                self.write(record)
+                recorded = time.monotonic()
 
     def _get(self, name: str, content: bool) -> tuple[int, int]:
         """Fetches a file, or makes an empty one; returns its size and mtime_ns."""
@@ -396,7 +405,7 @@ class _Copy:
             with self._reaching("reached"):
                 return fsspec.core.url_to_fs(self.url, **options)
         except _NoDriver as error:
-            raise ValueError(f"{self.url}: {error}") from None
+            raise ValueError(str(error)) from None
 
     @contextmanager
     def _reaching(self, how: str, more: str = "") -> Iterator[None]:
@@ -405,16 +414,17 @@ class _Copy:
             yield
         except ImportError as error:
             missing = getattr(error.__cause__, "name", None)
-            raise _NoDriver(f"{error}{f': pip install {missing}' if missing else ''}") from None
+            raise _NoDriver(f"{self.url}: {error}{f': pip install {missing}' if missing else ''}") from None
         except Exception as error:
             if isinstance(error, ValueError) and "Protocol not known" in str(error):
-                raise _NoDriver("fsspec knows no such protocol; it knows s3, gs, abfs, file and others") from None
+                said = "fsspec knows no such protocol; it knows s3, gs, abfs, file and others"
+                raise _NoDriver(f"{self.url}: {said}") from None
             reason = " ".join((str(error) or type(error).__name__).split())
             raise OSError(f"{self.url} could not be {how} ({reason}){more}") from None
 
 
-class _NoDriver(Exception):
-    """fsspec has no driver for a URL."""
+class _NoDriver(OSError):
+    """fsspec has no driver for a URL, or not all that the driver needs."""
 
 
 def _copy_of(path: Path) -> _Copy | None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from stores import Memory
 
 from logitmix.common import storage
@@ -336,29 +337,69 @@ def test_a_job_may_end_while_a_run_is_looked_at(memory: Memory, monkeypatch: pyt
 
 
 def test_a_run_whose_copy_was_removed_is_fetched(memory: Memory) -> None:
+    """Or emptied but for the lock of the job that trained there, or made of names alone by a command that takes it for
+    something else: training would begin anew, and its first upload would empty the store."""
+
+    def whole() -> None:
+        fetch_run(path)
+        assert content(path).keys() - {".lock"} == {"x", "checkpoints/step_8"}
+        push(path)
+        assert memory.files("bucket/a") == {"x": b"1", "checkpoints/step_8": b"1"}
+
     path = write(path_of(URL), x="1", checkpoints__step_8="1")
     push(path)
     shutil.rmtree(path)
+    whole()
+    write(path, **{".lock": ""})
+    (path / "x").unlink()
+    shutil.rmtree(path / "checkpoints")
+    whole()
+    memory.host("elsewhere")
+    path = path_of(URL)
+    fetch_names(path)
+    assert content(path) == {"x": "", "checkpoints/step_8": ""}
+    whole()
+
+
+def test_a_removed_copy_is_no_longer_the_one_whose_upload_was_interrupted(memory: Memory) -> None:
+    path = write(path_of(URL), x="1", y="1")
+    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
+        push(path)
+    shutil.rmtree(path)
+    with memory.watched(lambda number, name, file: file.endswith("/y")), pytest.raises(OSError, match=URL):
+        fetch_run(path)
+    assert content(path) == {"x": "1"}
     fetch_run(path)
-    assert content(path) == {"x": "1", "checkpoints/step_8": "1"}
-    push(path)
-    assert memory.files("bucket/a") == {"x": b"1", "checkpoints/step_8": b"1"}
+    assert content(path) == {"x": "1", "y": "1"}
 
 
-def test_what_the_copy_of_a_run_lacks_of_a_checkpoint_is_fetched(memory: Memory) -> None:
-    """A checkpoint of which it has nothing was removed by a job."""
-    names = [f"checkpoints/step-{step}/{name}" for step in (4, 8, 12) for name in ("checkpoint.json", "part")]
+def test_what_the_copy_of_a_run_lacks_of_its_checkpoints_is_fetched(memory: Memory) -> None:
+    """A cache is cleaned of old files while the run that leads goes on."""
+    names = [f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in ("checkpoint.json", "part")]
     for name in names:
         memory.write(f"bucket/a/{name}", b"1")
     path = write(fetched_run(URL), x="1")
     shutil.rmtree(path / "checkpoints" / "step-4")
-    (path / names[2]).unlink()
-    (path / names[5]).unlink()
+    (path / names[-1]).unlink()
     with memory.watched() as done:
         fetch_run(path)
-    assert [of.removeprefix("get_file /bucket/a/") for of in done if of.startswith("get_file")] == [names[5], names[2]]
+    assert [of.removeprefix("get_file /bucket/a/") for of in done if of.startswith("get_file")] == [
+        "checkpoints/step-4/part",
+        "checkpoints/step-8/part",
+        "checkpoints/step-4/checkpoint.json",
+    ]
     push(path)
-    assert set(memory.files("bucket/a")) == set(content(path)) == {*names[2:], "x"}
+    assert set(memory.files("bucket/a")) == set(content(path)) == {*names, "x"}
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_fetched_again(memory: Memory) -> None:
+    path = write(path_of(URL), **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": "", "x": ""})
+    push(path)
+    shutil.rmtree(path / "checkpoints")
+    with memory.watched(lambda number, name, file: file.endswith("/part")), pytest.raises(OSError, match=URL):
+        push(path)
+    fetch_run(path)
+    assert content(path) == {"x": ""}
 
 
 def test_what_a_failed_upload_has_left_goes_with_the_next(memory: Memory) -> None:
@@ -470,6 +511,15 @@ def test_a_protocol_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         fetched("gs://b/x")
     with pytest.raises(ValueError, match=r"^foo://b/x: fsspec knows no such protocol; it knows s3, gs, abfs, file"):
         fetched("foo://b/x")
+
+
+def test_what_a_driver_lacks_when_it_is_used(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*arguments: object, **options: object) -> None:
+        raise ImportError("No module named 'snappy'")
+
+    monkeypatch.setattr(MemoryFileSystem, "find", lacks)
+    with pytest.raises(OSError, match=f"^{URL}: No module named 'snappy'$"):
+        fetched(URL)
 
 
 def test_fsspec_is_loaded_where_a_url_is_used() -> None:
