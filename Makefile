@@ -16,7 +16,7 @@ RUN := runs/demo-mol
 EXPORT := exports/demo-mol
 HISTORY := item-0000,item-0001,item-0002
 
-# torchx starts the torchrun that it finds here.
+# torchx starts the python that it finds here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: install train test lint soak gpu

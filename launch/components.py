@@ -4,7 +4,7 @@ The entry points in pyproject.toml name them; without an installation, `launch/c
 
 They name the program to start and the machines to start it on, and import none of it: the machine that submits a job
 need not be able to run it. Put the environment's bin folder first in PATH (or activate it), because torchx starts the
-`torchrun` that it finds there.
+`python` or `torchrun` that it finds there.
 """
 
 from argparse import ArgumentParser
@@ -21,6 +21,11 @@ _COMMAND_LINE = ArgumentParser(add_help=False, allow_abbrev=False)
 """The arguments of `logitmix train` that determine the run directory."""
 _COMMAND_LINE.add_argument("recipe", nargs="?")
 _COMMAND_LINE.add_argument("--run", nargs="?")
+
+
+_TORCHRUN = "torchrun --rdzv_backend c10d --rdzv_endpoint localhost:0 "
+"""How dist.ddp starts the processes of one node."""
+_TORCHRUN_OF_ONE_HOST = "python -P -m logitmix.launch.torchrun "
 
 
 def train(
@@ -54,7 +59,7 @@ def train(
         max_retries: how often the scheduler starts a failed job again; training resumes from the run directory
         max_restarts: how often torchrun restarts a node's processes within a job, after one has died
     """
-    _, _, processes, _ = dist.parse_nnodes(j)
+    _, nodes, processes, _ = dist.parse_nnodes(j)
     known, _ = _COMMAND_LINE.parse_known_args(args)
     run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
     # torchrun writes to disks alone.
@@ -78,7 +83,10 @@ def train(
         mounts=mounts,
         max_retries=max_retries,
     )
-    app.roles[0].name = "train"
+    (role,) = app.roles
+    role.name = "train"
+    if nodes == 1:
+        role.args = [argument.replace(_TORCHRUN, _TORCHRUN_OF_ONE_HOST) for argument in role.args]
     return app
 
 

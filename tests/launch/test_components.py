@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -21,11 +22,36 @@ sys.exit("planted failure" if "--fail" in sys.argv else 0)
 """
 
 
+# Waits, and says when it is told to end.
+WAITING_ENTRY = """
+import os, signal, sys, time
+from pathlib import Path
+def told(number, frame):
+    Path("told-" + os.environ["RANK"]).write_text("told")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, told)
+Path("started-" + os.environ["RANK"]).write_text(f"{os.environ['MASTER_ADDR']} {os.getppid()}")
+time.sleep(60)
+"""
+BIN = Path(sys.executable).parent
+
+
+def as_the_trainer(folder: Path, entry: str) -> None:
+    """Lets this program be logitmix.trainer.cli where the folder is in PYTHONPATH."""
+    file = folder / "logitmix/trainer/cli.py"
+    file.parent.mkdir(parents=True)
+    (file.parent / "__init__.py").touch()
+    file.write_text(entry)
+
+
+def before_all(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def torchx(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    scripts = Path(sys.executable).parent
     return subprocess.run(
-        [scripts / "torchx", "run", *words],
-        env={**os.environ, **env, "PATH": f"{scripts}:{os.environ['PATH']}"},
+        [BIN / "torchx", "run", *words],
+        env={**os.environ, **env, "PATH": f"{BIN}:{os.environ['PATH']}"},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -110,22 +136,56 @@ def test_train_on_kubernetes() -> None:
 def test_train_runs_on_two_processes(tmp_path: Path) -> None:
     """`--run` reaches the trainer, though torchrun has a `--run-path`; a failed job fails torchx, with its words. What
     each rank says is shown, and is in the run directory."""
-    entry = tmp_path / "logitmix/trainer/cli.py"
-    entry.parent.mkdir(parents=True)
-    (entry.parent / "__init__.py").touch()
-    entry.write_text(ENTRY)
+    as_the_trainer(tmp_path, ENTRY)
     words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b")
 
-    result = torchx(*words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    result = torchx(*words, cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         said = f"rank {rank} of 2 ['train', 'demo-mol', '--run', 'a b']"
         (log,) = tmp_path.glob(f"a b/logs/*/attempt_0/{rank}/stdout.log")
         assert said in result.stderr and log.read_text() == f"{said}\n"
 
-    result = torchx(*words, "--fail", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    result = torchx(*words, "--fail", cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
     assert result.returncode != 0
     assert "planted failure" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path: Path) -> None:
+    as_the_trainer(tmp_path, WAITING_ENTRY)
+    words = [f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol"]
+    job = subprocess.Popen(
+        [BIN / "torchx", "run", "-s", "local_cwd", *words],
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": before_all(tmp_path)},
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(tmp_path / "started-0", tmp_path / "started-1")
+        address, torchrun = (tmp_path / "started-0").read_text().split()
+        assert address == "127.0.0.1"
+        found = listening(int(torchrun))
+        assert found and all(each.startswith("0100007F:") for each in found)
+    finally:
+        job.kill()
+        job.wait()
+    wait_for(tmp_path / "told-0", tmp_path / "told-1")
+
+
+def wait_for(*files: Path) -> None:
+    until = time.monotonic() + 60
+    while not all(file.exists() and file.stat().st_size for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def listening(process: int) -> list[str]:
+    """The addresses, as in /proc, on which a process listens."""
+    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 
 
 def test_logs_stay_with_the_scheduler_where_the_run_is_at_a_url() -> None:
