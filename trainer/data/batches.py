@@ -234,9 +234,12 @@ class TrainingBatches:
 
     def _order(self, epoch: int) -> Ints:
         """The users' places in an epoch."""
-        if self._shuffled[0] != epoch:
-            self._shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
-        return self._shuffled[1]
+        # Not read twice: the thread that makes batches and the one that trains may ask for different epochs.
+        shuffled = self._shuffled
+        if shuffled[0] != epoch:
+            shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
+            self._shuffled = shuffled
+        return shuffled[1]
 
     def _part(self, bounds: Ints) -> tuple[int, int]:
         """First and last (excluded) sequence of this rank; all ranks have about equally many positions."""

@@ -151,6 +151,19 @@ def test_a_batch_follows_from_seed_and_step_alone() -> None:
     assert len(set(negatives)) == 20 and len({source.at(step).noise for step in range(20)}) == 20
 
 
+def test_two_threads_may_ask_for_the_users_of_two_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are made ahead, while the users of a step of the epoch before are asked for."""
+    source, other = batches(), batches()
+    expected = other.users_of(0)
+    other.users_of(other.steps_per_epoch)
+
+    def interrupted(self: TrainingBatches, name: str, value: object) -> None:
+        object.__setattr__(self, name, other._shuffled if name == "_shuffled" else value)
+
+    monkeypatch.setattr(TrainingBatches, "__setattr__", interrupted)
+    assert source.users_of(0).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 40])
 def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size: int) -> None:
