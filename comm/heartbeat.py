@@ -49,10 +49,12 @@ class Heartbeat:
         ANSWERS. Those of this launcher on this host are killed: it would wait for them in vain."""
         if self.store is None:
             return ""
-        before = self._entries(self.store)
-        time.sleep(LISTENS)
-        after = self._entries(self.store) if before is not None else None
+        before = after = self._entries(self.store)
+        if before is not None:
+            time.sleep(LISTENS)
+            after = self._entries(self.store)
         if before is None or after is None:
+            self._thread = None  # hangs in the store too: `stop` would wait for it in vain
             return "rank 0, or what keeps the store of the job, does not answer"
         silent = [rank for rank in range(self.world_size) if rank != self.rank and after[rank] == before[rank]]
         if not silent:

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,20 @@ def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[str, s
         out, err = process.communicate()
         print(out, err)
         raise
+
+
+def lines(process: subprocess.Popen[str], seconds: float) -> list[tuple[float, str]]:
+    """What a command says on standard error until it has ended, each line with the time at which it came; after
+    `seconds`, it is killed with its ranks."""
+    assert process.stderr
+    timer = threading.Timer(seconds, kill, [process.pid])
+    timer.start()
+    try:
+        found = [(time.monotonic(), line) for line in process.stderr]
+    finally:
+        timer.cancel()
+    process.communicate()
+    return found
 
 
 def children(pid: int) -> list[int]:
