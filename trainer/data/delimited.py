@@ -20,8 +20,8 @@ from logitmix.trainer.data.rejects import Rejects
 
 BLOCK_BYTES = 4 << 20
 LONGEST_LINE = 64 << 20
-LARGEST_SIDE_FILE = 256 << 20
-"""Bytes, decompressed: its rows are Python objects. Those of MovieLens have up to 4 MiB."""
+LARGEST_SIDE_FILE = 32 << 20
+"""Bytes, decompressed: its rows are Python objects, 30 times as large. Those of MovieLens have up to 4 MiB."""
 
 
 @dataclass(frozen=True)

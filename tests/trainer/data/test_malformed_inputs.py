@@ -8,6 +8,8 @@ import os
 import re
 import stat
 import struct
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -734,10 +736,77 @@ def test_names_that_are_not_utf_8(within: str, tmp_path: Path) -> None:
     assert "caf\\udce9.csv\t5\thas 1 fields" in (tmp_path / "out" / "rejects.tsv").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(FORMATS))
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_line_of_100_mb(kind: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    of = FORMATS[kind]
-    (tmp_path / of.file).write_bytes(pack(of.text(b"x" * 100_000_000)))
-    refused(of.name, tmp_path / of.file, tmp_path / "out", rf"^{of.file}:{of.at}: a line of more than 64 MiB; is this")
+def measured(of: Format, source: Path, out: Path) -> tuple[int, str]:
+    """The most memory of a process that prepares the source, in bytes, and what it refuses."""
+    program = Path(__file__).with_name("measured_prepare.py")
+    words = [sys.executable, str(program), of.name, str(source), str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
+    peak, said, *_ = done.stdout.split("\n")
+    return int(peak), said
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Memory for a tiny source: the program and its libraries."""
+    folder = tmp_path_factory.mktemp("usual")
+    peak, said = measured(FORMATS["table"], put(folder, {"in.csv": GOOD["table"]}), folder / "out")
+    assert not said and peak < 200 << 20
+    return peak
+
+
+BLOCKS = 32 << 20
+"""Bytes for a block of 4 MiB, and what is made of it."""
+LONG = [("sequences", 10), ("table", 10)]
+LONG_OF_ALL = [pytest.param(kind, size, marks=pytest.mark.slow) for kind in FORMATS for size in (60, 100)]
+
+
+@pytest.mark.parametrize(("kind", "size"), [*LONG, *LONG_OF_ALL])
+def test_memory_for_a_long_line(kind: str, size: int, usual: int, tmp_path: Path) -> None:
+    """Of so many MB. What is read has up to 8 copies, among them the fields and the text of the reject; what is longer
+    than 64 MiB is refused once so much of it is there, with the copy that it is added to."""
+    of, refused = FORMATS[kind], size > 64
+    content = of.text(b"x" * (size * 1_000_000))
+    source = put(tmp_path, {of.file: gzip.compress(content, 1) if refused else content})
+    peak, said = measured(of, source, tmp_path / "out")
+    assert said == (f"{of.file}:{of.at}: a line of more than 64 MiB; is this a text file?" if refused else "")
+    assert peak - usual < (2 * (64 << 20) if refused else 8_000_000 * size) + BLOCKS
+
+
+def repeated(megabytes: int, what: bytes) -> bytes:
+    """In gzip, of which each MiB has 1 KiB."""
+    return gzip.compress(what * ((1 << 20) // len(what))) * megabytes
+
+
+BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
+    "zip of one line": ("dat", "in.zip", lambda: archive({"ratings.dat": bytes(100 << 20)}), "a line of more than"),
+    "one line": ("dat", "ratings.dat", lambda: repeated(1000, b"\0"), "a line of more than"),
+    "blank lines": ("dat", "ratings.dat", lambda: repeated(200, b"\n"), "holds no actions"),
+    "blank lines of a table": ("table", "in.csv", lambda: gzip.compress(GOOD["table"]) + repeated(200, b"\n"), ""),
+    "an open quote": (
+        "table",
+        "in.csv",
+        lambda: gzip.compress(GOOD["table"] + b'"') + repeated(200, b"\n"),
+        "malformed",
+    ),
+    "malformed lines": ("dat", "ratings.dat", lambda: repeated(200, b"::\n"), "are malformed"),
+    "rows beside the ratings": (
+        "dat",
+        "in.zip",
+        lambda: archive(
+            {"ratings.dat": GOOD["dat"], "movies.dat": b"".join(b"%d::x::y\n" % n for n in range(6_000_000))}
+        ),
+        "is larger than 32 MiB",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "label", [*list(BOMBS)[:1], *(pytest.param(of, marks=pytest.mark.slow) for of in list(BOMBS)[1:])]
+)
+def test_memory_for_a_bomb(label: str, usual: int, tmp_path: Path) -> None:
+    """As for a line of 64 MiB, or for a block of 4 MiB with as many lines, whatever their number is; rows of a side
+    file are objects, of up to 400 bytes."""
+    kind, name, content, expected = BOMBS[label]
+    peak, said = measured(FORMATS[kind], put(tmp_path, {name: content()}), tmp_path / "out")
+    assert expected in said and bool(said) == bool(expected)
+    assert peak - usual < (1300 << 20 if label.startswith("rows") else 4 * (64 << 20))
