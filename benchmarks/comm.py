@@ -147,8 +147,8 @@ class Wire:
             yield processes
         finally:
             for process in processes:
-                process.kill()
-                process.wait()
+                with process:  # which closes its pipe and waits
+                    process.kill()
 
 
 @contextmanager
