@@ -1,5 +1,6 @@
 """Whole commands, started as a user would."""
 
+import atexit
 import json
 import os
 import re
@@ -26,7 +27,7 @@ def start(
     launcher += [f"--max-restarts={restarts}"] if restarts else []
     module = ["-m", "logitmix.trainer.cli", *(["--"] if launcher else []), *words]
     several = ["--processes", str(processes)] if processes > 1 and not torchrun else []
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *launcher, *module, *several],
         cwd=folder,
         env=os.environ | QUIET,
@@ -35,6 +36,9 @@ def start(
         text=True,
         start_new_session=True,
     )
+    # A test that fails in between leaves it.
+    atexit.register(lambda: process.poll() is None and kill(process.pid))
+    return process
 
 
 def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = False) -> str:

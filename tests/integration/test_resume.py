@@ -9,6 +9,7 @@ import jobs
 import pytest
 from small_data import small_config, write_dataset
 
+from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.processes import STOPPED
 from logitmix.trainer.run import checkpoint_paths
@@ -112,21 +113,25 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
 LAUNCHERS = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
-TO_LAUNCHER, TO_RANK = (3, signal.SIGINT, True), (8, signal.SIGTERM, False)
+TO_RANK = (8, signal.SIGTERM, "rank")
+SIGNALS = [(3, signal.SIGINT, "launcher"), TO_RANK, (14, signal.SIGTERM, "all")]
+"""After how many rows, which signal, and to whom; each rank is a group of its own."""
 
 
 @pytest.mark.parametrize(
     ("torchrun", "signals"),
-    [(False, [TO_RANK]), *(pytest.param(each, [TO_LAUNCHER, TO_RANK], marks=pytest.mark.slow) for each in (0, 1))],
+    [(False, [TO_RANK]), *(pytest.param(each, SIGNALS, marks=pytest.mark.slow) for each in (False, True))],
 )
 def test_signals_to_a_job_save_the_step(
-    whole: Path, tmp_path: Path, torchrun: bool, signals: list[tuple[int, int, bool]]
+    whole: Path, tmp_path: Path, torchrun: bool, signals: list[tuple[int, int, str]]
 ) -> None:
     """The job then goes on with the same losses and metrics as those of the undisturbed one."""
     run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
-    for rows, number, to_launcher in signals:
+    for rows, number, to in signals:
         job = start(words, tmp_path, run, rows, torchrun)
-        os.kill(job.pid if to_launcher else jobs.children(job.pid)[-1], number)
+        ranks = jobs.children(job.pid)
+        for pid in {"launcher": [job.pid], "rank": ranks[-1:], "all": [job.pid, *ranks]}[to]:
+            os.killpg(pid, number)
         since = time.monotonic()
         _, said = jobs.finish(job, 60)
         assert time.monotonic() - since < 10 and not jobs.living(run)
@@ -138,6 +143,31 @@ def test_signals_to_a_job_save_the_step(
             assert "Traceback" not in said
     jobs.run(words, tmp_path, processes=2, torchrun=bool(torchrun))
     assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["launcher", "rank"])
+def test_a_second_signal_harms_nothing(whole: Path, tmp_path: Path, to: str) -> None:
+    """Its process ends at once, though the other rank is stopped, and the run goes on bit-equal from what was saved."""
+    run, words = tmp_path / "run", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "run")]
+    job = start(words, tmp_path, run, 14)
+    ranks = jobs.children(job.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    target = job.pid if to == "launcher" else ranks[0]
+    os.kill(target, signal.SIGTERM)
+    time.sleep(1.5)
+    assert job.poll() is None
+    saved = checkpoint_paths(run)
+    os.kill(target, signal.SIGTERM)
+    since = time.monotonic()
+    _, said = jobs.finish(job, 60)
+    # The launcher leaves a rank that does not end 10 s.
+    assert time.monotonic() - since < (5 if to == "launcher" else 15) and not jobs.living(run)
+    assert job.returncode == 128 + signal.SIGTERM and "Traceback" not in said
+    assert checkpoint_paths(run) == saved and f"step-{load_saved(run, 'last').step}" == saved[-1].name
+    jobs.run(words, tmp_path, processes=2)
+    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+    assert jobs.digests(run) == jobs.digests(whole / "whole")
 
 
 @pytest.mark.parametrize("torchrun", LAUNCHERS, ids=["processes", "torchrun"])
