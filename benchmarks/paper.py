@@ -198,8 +198,8 @@ RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 186
 """The paper's table of ranks of the learnt phi on ML-1M, d = 50."""
 EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
 """Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
-FROM_DOT = {"train.epochs": 8, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
-            "evaluate.every_epochs": 1}  # fmt: skip
+FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
+            "evaluate.every_epochs": 2}  # fmt: skip
 """Settings of a run that starts from that of the dot product."""
 DIMENSIONS = (64, 256, 1024)
 MOST_PAIRS = 2**28
