@@ -124,6 +124,10 @@ def disturb(run: Path, chance: random.Random, until: float, met: Counter[str]) -
                 met.update([fault.__name__, launcher])
         with continuing_the_last(job):
             out, said = jobs.finish(job)
+        # A rank that the system kills after its launcher takes a moment to be gone.
+        gone = time.monotonic() + 10
+        while jobs.living(run) and time.monotonic() < gone:
+            time.sleep(0.1)
         assert not jobs.living(run)
         assert not jobs.traces(said) and (launcher != "processes" or "Traceback" not in said), said
         if job.returncode == 0:
