@@ -161,7 +161,7 @@ def fetch_run(path: Path) -> None:
         # From a copy that somebody has emptied, or that has names alone, an upload would empty the store.
         is_whole = here and not record.unfetched() & here.keys()
         if is_whole and (ours or there == record.there()):
-            return copy.mend(there)
+            return copy.mend(record, here, there)
         return copy.take(there)
 
     with copy.locked():
@@ -308,11 +308,10 @@ class _Copy:
         self.write(record)
         return bool(differ)
 
-    def mend(self, there: dict[str, str]) -> bool:
+    def mend(self, record: _Record, here: Collection[str], there: dict[str, str]) -> bool:
         """Fetches what a run's copy lacks of the checkpoints that are in the store, because somebody has cleaned the
         cache, or a job was killed after it had removed old ones; whether it fetched any. The next upload would remove
         them there."""
-        record, here = self.record(), self.here()
         lacking = [
             name
             for name, of in record.files.items()

@@ -287,7 +287,7 @@ class Saver:
             shutil.rmtree(pending.staging, ignore_errors=True)
 
     def _tried(self, action: Callable[[], None]) -> bool:
-        return _tried(action, self.model, self._goes_on)
+        return tried(action, self.model, GOES_ON if self._goes_on else "")
 
 
 WRITTEN, WRITING, FAILED = range(3)
@@ -364,7 +364,7 @@ def prune(run: Path, model: ParallelModel) -> None:
         except OSError as error:
             raise OSError(f"{error.filename} could not be removed ({error.strerror})") from None
 
-    _tried(lambda: on_first_rank(remove, model.ranks), model)
+    tried(lambda: on_first_rank(remove, model.ranks), model)
 
 
 def restore_best(run: Path, model: ParallelModel) -> int:
@@ -456,14 +456,18 @@ def _part(number: int, count: int) -> str:
     return f"part-{number:05}-of-{count:05}.safetensors"
 
 
-def _tried(action: Callable[[], None], model: ParallelModel, goes_on: bool = False) -> bool:
-    """Whether an action succeeds; its OSError is raised, or with `train.on_save_failure` continue said."""
+GOES_ON = "training goes on"
+
+
+def tried(action: Callable[[], None], model: ParallelModel, however: str = "") -> bool:
+    """Whether an action of all ranks succeeds. Its OSError is raised; with `train.on_save_failure` continue, rank 0
+    says it instead, and what holds `however`."""
     try:
         action()
     except OSError as error:
         if model.config.train.on_save_failure == "stop":
             raise
-        _say(f"{error}; training goes on" if goes_on else str(error), model.ranks)
+        _say("; ".join(filter(None, [str(error), however])), model.ranks)
         return False
     return True
 

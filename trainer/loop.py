@@ -95,7 +95,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         checkpoint.prune(run, model)
-        _upload(run, config, ranks, "training goes on")
+        checkpoint.tried(lambda: upload_run(run, ranks), model, checkpoint.GOES_ON)
         if config.warm_start and done.step == 0:
             taken = warm_start(fetched_run(config.warm_start), dataset, model)
             if ranks.rank == 0:
@@ -109,19 +109,9 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
         if ranks.rank == 0:
             write_results(run, results)
             write_results_to_board(run, config, results)
-        _upload(run, config, ranks, "the run is finished there, and the same command uploads it")
+        finished = "the run is finished there, and the same command uploads it"
+        checkpoint.tried(lambda: upload_run(run, ranks), model, finished)
     return results
-
-
-def _upload(run: Path, config: Config, ranks: Ranks, however: str) -> None:
-    """As `upload_run`; with train.on_save_failure continue, rank 0 says what has failed, and what holds `however`."""
-    try:
-        upload_run(run, ranks)
-    except OSError as error:
-        if config.train.on_save_failure == "stop":
-            raise
-        if ranks.rank == 0:
-            print(f"{error}; {however}", file=sys.stderr)
 
 
 def _steps(
