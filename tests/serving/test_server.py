@@ -265,10 +265,11 @@ def test_large_k_is_answered_apart() -> None:
 def test_a_full_queue_says_so_and_the_rest_goes_on(
     silent: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    begin, compute = threading.Event(), batcher_module.answer
+    begun, begin, compute = threading.Event(), threading.Event(), batcher_module.answer
 
     def waiting(*arguments: Any) -> Any:
-        assert begin.wait(10)
+        begun.set()
+        assert begin.wait(30)
         return compute(*arguments)
 
     monkeypatch.setattr(batcher_module, "QUEUE", 2)
@@ -277,6 +278,8 @@ def test_a_full_queue_says_so_and_the_rest_goes_on(
         found = []
         for place in range(3):
             found.append(clients.submit(silent.ask, {"history": ["id 7"]}))
+            # The first one is alone in its batch, and the others wait for it.
+            assert begun.wait(10)
             until(lambda place=place: silent.metric("logitmix_queue_requests") == place)
         response = silent.send(head(2), b"{}", head(0, "/nothing", "Connection: close"))
         assert response.startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 1\r\n" in response
