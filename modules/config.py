@@ -280,7 +280,7 @@ class LossConfig:
     in_batch: int = 0
     """M: further negatives of a group, drawn from the targets of the whole batch, so that popular items are drawn more
     often. Each candidate's score is then corrected by the log of its sampling probability (logQ)."""
-    share: Literal["position", "sequence", "group", "batch"] = "sequence"
+    share: Literal["position", "sequence", "group", "batch"] = "group"
     """What shares one set of negatives: a sequence, a group of consecutive sequences, or the batch. Where sequences are
     short, groups need the rows of far fewer items. With position, each position has its own set, as in SASRec, which
     takes several times as long and needs the rows of more items."""
