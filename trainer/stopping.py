@@ -34,6 +34,8 @@ class Stopping:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.number, self.since = ranks, 0, 0.0
+        self.cause = (0, 0)
+        """The number of the signal that the ranks have agreed on, and the rank that got it."""
         self.parent = os.getppid()
         self.handles = threading.current_thread() is threading.main_thread()
 
@@ -61,9 +63,12 @@ class Stopping:
 
     def agreed(self) -> bool:
         """Whether a rank has been told to end. Collective."""
-        if told := largest(self.number and self.number * self.ranks.world_size + self.ranks.rank, self.ranks):
-            self.number, self.rank = divmod(told, self.ranks.world_size)
-        return self.number > 0
+        # A signal that comes from here on, the other ranks do not know of: it counts the next time.
+        number = self.number
+        told = largest(number and number * self.ranks.world_size + self.ranks.rank, self.ranks)
+        if told and not self.cause[0]:
+            self.cause = divmod(told, self.ranks.world_size)
+        return told > 0
 
     def check(self) -> None:
         """Raises Stopped on all ranks if one has been told to end. Collective."""
@@ -73,8 +78,9 @@ class Stopping:
     @property
     def why(self) -> str:
         """After `agreed`: what the first such rank was told."""
-        told = "the end of its launcher" if self.number == LAUNCHER_ENDED else signal.Signals(self.number).name
-        return f"{told} (rank {self.rank})" if self.ranks.world_size > 1 else told
+        number, rank = self.cause
+        told = "the end of its launcher" if number == LAUNCHER_ENDED else signal.Signals(number).name
+        return f"{told} (rank {rank})" if self.ranks.world_size > 1 else told
 
     def _watch(self) -> None:
         while True:

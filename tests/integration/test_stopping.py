@@ -14,6 +14,7 @@ import pytest
 from jobs import metrics
 from small_data import small_config, write_dataset
 
+from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer import checkpoint, cli, loop, stopping
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, dump_toml
@@ -161,6 +162,30 @@ def start(does: str, *before: str) -> subprocess.Popen[str]:
     )
     assert process.stdout and process.stdout.readline() == "ready\n"
     return process
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks do not know of it yet, and would go on alone."""
+    with process_group("cpu", 60) as ranks, stopping.Stopping(ranks) as stop:
+
+        def largest(number: int, _: Ranks) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stop.number:
+                time.sleep(0.01)
+            return number
+
+        monkeypatch.setattr(stopping, "largest", largest)
+        assert not stop.agreed()
+        monkeypatch.undo()
+        assert stop.agreed() and stop.why == "SIGTERM"
+
+
+def test_the_rank_that_was_told_first_is_named_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with process_group("cpu", 60) as ranks:
+        stop = stopping.Stopping(replace(ranks, rank=1, world_size=2))
+        monkeypatch.setattr(stopping, "largest", lambda number, _: max(number, 2 * signal.SIGTERM))
+        for _ in range(2):
+            assert stop.agreed() and stop.why == "SIGTERM (rank 0)"
 
 
 def test_a_second_signal_ends_a_step_that_takes_too_long() -> None:
