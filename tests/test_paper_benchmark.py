@@ -39,7 +39,7 @@ def test_mol_starts_from_the_dot_product_with_its_encoder(paper: ModuleType) -> 
     cell = paper.Cell
     assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
     assert cell("ml-1m", "hstu+mol", 0).start == cell("ml-1m", "hstu+dot", 0)
-    assert cell("demo", "mol 8x4", 0).start is None and cell("ml-1m", "neumf", 0).start is None
+    assert cell("demo-features", "mol 8x4", 0).start is None and cell("ml-1m", "neumf", 0).start is None
 
 
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:

@@ -13,8 +13,8 @@ class PrepareOptions:
     """Raw files in, dataset directory out."""
 
     name: str
-    """Format of the source: demo, demo-low-rank, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY, sequences or
-    table."""
+    """Format of the source: demo, demo-low-rank, demo-features, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY,
+    sequences or table."""
     source: str = ""
     """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output,
     or into the cache if that is a URL."""

@@ -22,6 +22,7 @@ class Source:
 
 SOURCES = (
     Source("demo", ("demo", "demo-low-rank"), ()),
+    Source("demo_features", ("demo-features",), ()),
     Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
     Source(
         "amazon", ("amazon-beauty", "amazon-games", "amazon-books"), ("source", "items"), "amazon-[a-z0-9][a-z0-9-]*"

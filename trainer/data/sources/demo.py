@@ -1,20 +1,22 @@
-"""Two synthetic datasets to try things on: no download, known structure, the same data from the same seed.
+"""Synthetic datasets to try things on: no download, known structure, the same data from the same seed.
 
 `demo` is high-rank. Items belong to many small topics, and within a topic lie on a ring. A user has several interests,
 each a topic with the user's own place on its ring. The next item is near the current place of the active interest. That
 place moves on along the ring with each action, and the active interest switches as a Markov chain. So whether a user
 takes an item depends narrowly on the pair, for hundreds of places, and on the user's earlier actions.
 
-`demo-low-rank` is its control: the log-odds of an item are its log popularity plus one inner product of a user vector
+`demo-features` has the actions of `demo`, and features of items, users and actions (demo_features.py).
+
+`demo-low-rank` is the control: the log-odds of an item are its log popularity plus one inner product of a user vector
 with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn in the same way.
 
-In both, an item's popularity weight falls as a power of its rank, nobody takes an item twice, and times are seconds.
+In all, an item's popularity weight falls as a power of its rank, nobody takes an item twice, and times are seconds.
 The same seed gives the same actions on the same numpy; another processor's rounding may change a few in
 `demo-low-rank`.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +37,7 @@ USERS_AT_ONCE = 5
 
 @dataclass(frozen=True)
 class SizeParameters:
-    """Settings of both datasets."""
+    """Settings of all datasets."""
 
     users: int = 2_000
     items: int = 3_000
@@ -116,6 +118,12 @@ class Generated:
     user_ids: list[str]
     item_ids: list[str]
     titles: list[str]
+    topic_of: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the high-rank world, by item: its topic."""
+    place_of: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """Its angle on the topic's ring, in radians."""
+    interests: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """Topics by user, -1 where a user has fewer."""
 
 
 def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
@@ -126,6 +134,10 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     else:
         parameters = LowRankParameters()
         made = generate_low_rank(parameters, options.seed)
+    return raw_dataset(made, options, parameters)
+
+
+def raw_dataset(made: Generated, options: PrepareOptions, parameters: SizeParameters) -> RawDataset:
     item_ids = pa.array(made.item_ids)
     return RawDataset(
         Actions(made.users, made.items, made.timestamps, pa.array(made.user_ids), item_ids),
@@ -150,7 +162,8 @@ def generate(parameters: DemoParameters, seed: int) -> Generated:
     position_of = np.empty(parameters.items, np.int64)
     position_of[members] = np.arange(members.shape[1])
     titles = [f"topic {topic} · item {place}" for topic, place in zip(topic_of, position_of, strict=True)]
-    return _collect(parameters, choices, titles, rng)
+    made = _collect(parameters, choices, titles, rng)
+    return replace(made, topic_of=topic_of, place_of=walk.places[position_of], interests=interests)
 
 
 def generate_low_rank(parameters: LowRankParameters, seed: int) -> Generated:
