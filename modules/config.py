@@ -24,6 +24,8 @@ class SASRecConfig:
     """h: attention heads."""
     dropout: float = 0.2
     """Rate on the input, the attention output and the feed-forward layers."""
+    history_dropout: float = 0.0
+    """Share of a history's items that the encoder does not see in a training step; they are still predicted."""
     max_length: int = 200
     """L: history positions that the encoder sees."""
 
@@ -46,6 +48,8 @@ class HSTUConfig:
     heads: int = 2
     dropout: float = 0.2
     """Rate on the input and on each block's gated attention."""
+    history_dropout: float = 0.0
+    """Share of a history's items that the encoder does not see in a training step; they are still predicted."""
     max_length: int = 200
     """L: history positions that the encoder sees."""
     times: bool = False
@@ -87,7 +91,8 @@ def _require_blocks(config: SASRecConfig | HSTUConfig) -> None:
     """Checks the settings of blocks of attention."""
     require_from(1, 1024, "model.encoder.blocks", config.blocks)
     require_from(1, 1024, "model.encoder.heads", config.heads)
-    require(0 <= config.dropout < 1, "model.encoder.dropout", config.dropout, "in [0, 1)")
+    for name in ("dropout", "history_dropout"):
+        require(0 <= getattr(config, name) < 1, f"model.encoder.{name}", getattr(config, name), "in [0, 1)")
     _require_length(config.max_length)
 
 

@@ -58,6 +58,13 @@ class Noise:
         keep = lanes[:, :width].reshape(x.shape) >= drop - 32768
         return x * (keep.to(x.dtype) * (65536 / (65536 - drop)))
 
+    def without_rows(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
+        """Zero a share `rate` of the rows of x [R, C], whole, and leave the others as they are; otherwise as
+        `dropout`."""
+        if rate == 0:
+            return x
+        return x * (self.dropout(x.new_ones(len(x), 1), rate, site, rows_R) > 0)
+
 
 _LOW = 0xFFFFFFFF
 

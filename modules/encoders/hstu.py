@@ -28,7 +28,7 @@ class HSTU(Stack):
 
     def __init__(self, dim: int, config: HSTUConfig) -> None:
         blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config.max_length, config.dropout, blocks, EPSILON)
+        super().__init__(dim, config, blocks, EPSILON)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         super().reset_parameters(generator)

@@ -24,7 +24,7 @@ class SASRec(Stack):
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:
         blocks = (_Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config.max_length, config.dropout, blocks, EPSILON)
+        super().__init__(dim, config, blocks, EPSILON)
 
 
 class _Block(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import Packing
+from ..config import HSTUConfig, SASRecConfig
 from ..initialize import reset_layers
 from ..noise import Noise
 
@@ -17,10 +18,12 @@ from ..noise import Noise
 class Stack(nn.Module):
     """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise)."""
 
-    def __init__(self, dim: int, max_length: int, rate: float, blocks: Iterable[nn.Module], epsilon: float) -> None:
+    def __init__(
+        self, dim: int, config: SASRecConfig | HSTUConfig, blocks: Iterable[nn.Module], epsilon: float
+    ) -> None:
         super().__init__()
-        self.scale, self.rate = math.sqrt(dim), rate
-        self.position_LD = nn.Parameter(torch.empty(max_length, dim))
+        self.scale, self.rate, self.history_rate = math.sqrt(dim), config.dropout, config.history_dropout
+        self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(dim, eps=epsilon)
 
@@ -30,6 +33,8 @@ class Stack(nn.Module):
 
     def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
+        if noise:
+            item_TD = noise.without_rows(item_TD, self.history_rate, "history", packing.row_T)
         x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
         if noise:
             x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)

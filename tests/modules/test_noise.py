@@ -286,3 +286,12 @@ def test_initial_weights_scale_and_may_be_few_or_none() -> None:
 def test_no_two_items_start_alike() -> None:
     x = truncated_normal(KEY, torch.arange(2**16), torch.arange(4), 0.02)
     assert len(x.unique(dim=0)) == 2**16
+
+
+def test_whole_rows_are_left_out_and_the_others_stay() -> None:
+    x, rows = torch.randn(4000, 3), torch.arange(7, 4007)
+    left = Noise(KEY).without_rows(x, 0.25, "here", rows)
+    gone = (left == 0).all(1)
+    assert torch.equal(left[~gone], x[~gone]) and gone.double().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert torch.equal(Noise(KEY).without_rows(x[100:], 0.25, "here", rows[100:]), left[100:])
+    assert Noise(KEY).without_rows(x, 0.0, "here", rows) is x

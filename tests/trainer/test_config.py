@@ -323,7 +323,7 @@ def test_the_recipes_are_those_of_the_paper() -> None:
         config = load_recipe(name)
         assert (config.train.batch_size, config.model.loss.negatives) == (32, negatives)
         assert config.model.loss.kind == "softmax"
-        assert dataclasses.astuple(config.model.encoder) == ("sasrec", 2, 1, 0.2, 200)
+        assert dataclasses.astuple(config.model.encoder) == ("sasrec", 2, 1, 0.2, 0.0, 200)
         assert (config.tables.lr, config.dense.lr, config.data.path) == (1e-3, 1e-3, "data/ml-1m")
 
 

@@ -23,11 +23,24 @@ NOISE = Noise(12345)
 
 
 def make(
-    heads: int = 2, blocks: int = 2, dim: int = DIM, max_length: int = 6, dropout: float = 0.3, times: bool = True
+    heads: int = 2,
+    blocks: int = 2,
+    dim: int = DIM,
+    max_length: int = 6,
+    dropout: float = 0.3,
+    history_dropout: float = 0.4,
+    times: bool = True,
 ) -> HSTU:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    config = HSTUConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout, times=times)
+    config = HSTUConfig(
+        blocks=blocks,
+        heads=heads,
+        max_length=max_length,
+        dropout=dropout,
+        history_dropout=history_dropout,
+        times=times,
+    )
     encoder = HSTU(dim, config).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -72,6 +85,10 @@ def plain(
     def drop(x: Tensor, site: str) -> Tensor:
         return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
 
+    def left_out(x: Tensor) -> Tensor:
+        ones = torch.ones(L, 1, dtype=torch.float64)
+        return x if noise is None else x * noise.dropout(ones, encoder.history_rate, "history", row_L).sign()
+
     def norm(x: Tensor) -> Tensor:
         centred = x - x.mean(1, keepdim=True)
         return centred / ((centred**2).mean(1, keepdim=True) + 1e-6).sqrt()
@@ -79,7 +96,7 @@ def plain(
     def silu(x: Tensor) -> Tensor:
         return x / (1 + (-x).exp())
 
-    x = drop(item_LD * math.sqrt(D) + encoder.position_LD[:L], "input")
+    x = drop(left_out(item_LD) * math.sqrt(D) + encoder.position_LD[:L], "input")
     for i, block in enumerate(encoder.blocks):
         normed = norm(x)
         u = silu(normed @ block.gate.weight.T)
@@ -238,7 +255,7 @@ def test_biases_and_positions_start_from_the_truncated_normal() -> None:
 
 @torch.no_grad()
 def test_bf16_stays_close_to_full_precision() -> None:
-    encoder = make(dim=64, dropout=0.2, max_length=20).float()
+    encoder = make(dim=64, dropout=0.2, history_dropout=0.0, max_length=20).float()
     encoder.reset_parameters(torch.Generator().manual_seed(0))
     item_TD, packed = rows(46, dim=64).float() * 0.1, packing([20, 6, 1, 19])
     full = encoder(item_TD, packed, NOISE)

@@ -23,7 +23,8 @@ NOISE = Noise(12345)
 def make(heads: int = 2, blocks: int = 2, dim: int = DIM, max_length: int = 6, dropout: float = 0.3) -> SASRec:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    encoder = SASRec(dim, SASRecConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout)).double()
+    config = SASRecConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout, history_dropout=0.4)
+    encoder = SASRec(dim, config).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
@@ -49,6 +50,10 @@ def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = No
     def drop(x: Tensor, site: str) -> Tensor:
         return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
 
+    def left_out(x: Tensor) -> Tensor:
+        ones = torch.ones(L, 1, dtype=torch.float64)
+        return x if noise is None else x * noise.dropout(ones, encoder.history_rate, "history", row_L).sign()
+
     def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
         centred = x - x.mean(1, keepdim=True)
         return centred / ((centred**2).mean(1, keepdim=True) + 1e-8).sqrt() * layer.weight + layer.bias
@@ -56,7 +61,7 @@ def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = No
     def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return x @ weight.T + bias
 
-    x = drop(item_LD * math.sqrt(D) + encoder.position_LD[:L], "input")
+    x = drop(left_out(item_LD) * math.sqrt(D) + encoder.position_LD[:L], "input")
     for i, block in enumerate(encoder.blocks):
         normed = norm(x, block.attention_norm)
         q = linear(normed, block.query.weight, block.query.bias)
