@@ -133,6 +133,7 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
         "model.hindexer.dim": 4,
         "model.hindexer.weight": 0.5,
         "model.loss.negatives": 5,
+        "model.loss.share": "sequence",
         "train.device": "cpu",
         "train.batch_size": 16,
         "train.epochs": 2,
