@@ -4,6 +4,8 @@ the plain form."""
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,27 +22,13 @@ from logitmix.modules.noise import Noise
 
 DIM = 8
 NOISE = Noise(12345)
+CONFIG = HSTUConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4, times=True)
 
 
-def make(
-    heads: int = 2,
-    blocks: int = 2,
-    dim: int = DIM,
-    max_length: int = 6,
-    dropout: float = 0.3,
-    history_dropout: float = 0.4,
-    times: bool = True,
-) -> HSTU:
+def make(dim: int = DIM, **changes: Any) -> HSTU:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    config = HSTUConfig(
-        blocks=blocks,
-        heads=heads,
-        max_length=max_length,
-        dropout=dropout,
-        history_dropout=history_dropout,
-        times=times,
-    )
+    config = replace(CONFIG, **changes)
     encoder = HSTU(dim, config).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -123,7 +111,7 @@ def plain(
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
-    encoder, lengths = make(heads, times=times), [3, 1, 0, 6, 2]
+    encoder, lengths = make(heads=heads, times=times), [3, 1, 0, 6, 2]
     item_TD, packed = rows(sum(lengths)).requires_grad_(), packing(lengths, first_row=100)
     query_TD = encoder(item_TD, packed, noise)
     expected_TD = torch.cat(

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +20,13 @@ from logitmix.modules.noise import Noise
 
 DIM = 8
 NOISE = Noise(12345)
+CONFIG = SASRecConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4)
 
 
-def make(heads: int = 2, blocks: int = 2, dim: int = DIM, max_length: int = 6, dropout: float = 0.3) -> SASRec:
+def make(dim: int = DIM, **changes: Any) -> SASRec:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    config = SASRecConfig(blocks=blocks, heads=heads, max_length=max_length, dropout=dropout, history_dropout=0.4)
+    config = replace(CONFIG, **changes)
     encoder = SASRec(dim, config).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -86,7 +89,7 @@ def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = No
 @pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None) -> None:
-    encoder, lengths = make(heads), [3, 1, 0, 6, 2]
+    encoder, lengths = make(heads=heads), [3, 1, 0, 6, 2]
     item_TD = rows(sum(lengths)).requires_grad_()
     query_TD = encoder(item_TD, packing(lengths, first_row=100), noise)
     bounds = [0, 3, 4, 4, 10, 12]
