@@ -138,6 +138,7 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 
 
 def raw_dataset(made: Generated, options: PrepareOptions, parameters: SizeParameters) -> RawDataset:
+    """The actions, the titles of the items, and what generated them."""
     item_ids = pa.array(made.item_ids)
     return RawDataset(
         Actions(made.users, made.items, made.timestamps, pa.array(made.user_ids), item_ids),
