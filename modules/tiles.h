@@ -14,6 +14,11 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define X86 1
 #include <immintrin.h>
+#if defined(__linux__) && __GNUC__ >= 11 && !defined(ONLY_FP32)
+#define WITH_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -63,12 +68,27 @@ INLINE void copy_few(void *to, const void *from, int64_t bytes) {
     DO(1, columns) DO(2, columns) DO(3, columns) DO(4, columns)                                                        \
     DO(5, columns) DO(6, columns) DO(7, columns) DO(8, columns)
 
-/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers. */
+#ifdef WITH_AMX
+/* Linux gives a process the tiles' registers when it asks for them. */
+static int may_use_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+#endif
+
+/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers, 4 those of AMX. */
 static int level_of_machine(void) {
 #ifdef X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        if (!__builtin_cpu_supports("avx512bf16")) return 2;
+#ifdef WITH_AMX
+        if (may_use_tiles()) return 4;
+#endif
+        return 3;
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
     return 0;
@@ -106,6 +126,16 @@ static int level_of_machine(void) {
 #define WIDTH 16
 #define COLUMNS 4
 #include "tiles.h"
+
+#ifdef WITH_AMX
+#pragma GCC target("amx-tile,amx-bf16")
+#define AMX
+#define VARIANT amx
+#define WIDTH 16
+#define COLUMNS 4
+#include "tiles.h"
+#undef AMX
+#endif
 #undef BF16
 #endif
 #pragma GCC pop_options
@@ -323,6 +353,149 @@ static void (*const FN(tiles)[][8])(
 #undef PLACE
 #undef EACH_TILE
 
+#ifdef AMX
+/* Its registers: 0 to 3 are sums, 2 x 2 of up to 16 rows and 16 columns; 4 and 5 are rows of the left side, 6 and 7
+   columns of the right side, of up to 16 words. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} FN(Registers);
+
+INLINE void FN(set_up)(int64_t upper, int64_t lower, int64_t words) {
+    lower = MAX(lower, 1);
+    FN(Registers) r = {
+        .palette = 1,
+        .row_bytes = {64, 64, 64, 64, (uint16_t)(4 * words), (uint16_t)(4 * words), 64, 64},
+        .rows = {(uint8_t)upper, (uint8_t)upper, (uint8_t)lower, (uint8_t)lower, (uint8_t)upper, (uint8_t)lower,
+                 (uint8_t)words, (uint8_t)words},
+    };
+    _tile_loadconfig(&r);
+}
+
+/* At most 32 rows and 32 columns of c = from + a b, `words` of K at a time, in the registers as they are set up for
+   these rows. */
+INLINE void FN(square)(
+    const int lower, const int right, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b,
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    const size_t bytes = sizeof(float);
+    if (from) {
+        _tile_loadd(0, from, from_row * bytes);
+        if (right) _tile_loadd(1, from + 16, from_row * bytes);
+        if (lower) _tile_loadd(2, from + 16 * from_row, from_row * bytes);
+        if (lower && right) _tile_loadd(3, from + 16 * from_row + 16, from_row * bytes);
+    } else {
+        _tile_zero(0);
+        if (right) _tile_zero(1);
+        if (lower) _tile_zero(2);
+        if (lower && right) _tile_zero(3);
+    }
+    for (int64_t k = 0; k < K; k += words, a += words, b += words * b_k) {
+        _tile_loadd(4, a, a_row * bytes);
+        _tile_loadd(6, b, b_k * bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (lower) {
+            _tile_loadd(5, a + 16 * a_row, a_row * bytes);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        if (right) {
+            _tile_loadd(7, b + 16, b_k * bytes);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (lower && right) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_row * bytes);
+    if (right) _tile_stored(1, c + 16, c_row * bytes);
+    if (lower) _tile_stored(2, c + 16 * c_row, c_row * bytes);
+    if (lower && right) _tile_stored(3, c + 16 * c_row + 16, c_row * bytes);
+}
+
+/* Words [16, 16], the other way round. */
+INLINE void FN(turn)(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row) {
+    __m512i x[16], y[16];
+    for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + i * from_row);
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        _mm512_storeu_si512(to + i * to_row, _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * to_row, _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd));
+    }
+}
+
+/* As product below, where `words`, which are no more than 16, divide K, and the words of a's rows are dense. */
+static void FN(squares)(
+    int64_t rows, int64_t vectors, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b,
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    for (int64_t row = 0, last = 0; row < rows; row += 32) {
+        int64_t upper = MIN(16, rows - row), lower = MAX(0, MIN(16, rows - row - 16));
+        if (last != upper + lower) FN(set_up)(upper, lower, words);
+        last = upper + lower;
+        for (int64_t vector = 0; vector < vectors; vector += 2) {
+            const uint32_t *left = a + row * a_row, *right = b + vector * WIDTH;
+            const float *start = from ? from + row * from_row + vector * WIDTH : NULL;
+            float *to = c + row * c_row + vector * WIDTH;
+            if (lower && vector + 1 < vectors)
+                FN(square)(1, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+            else if (lower)
+                FN(square)(1, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+            else if (vector + 1 < vectors)
+                FN(square)(0, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+            else
+                FN(square)(0, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+        }
+    }
+    _tile_release();
+}
+
+/* The product below by the registers; 0 where they do not fit. */
+static int FN(product_in_squares)(
+    int64_t rows, int64_t vectors, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
+    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+) {
+    enum { MOST = 64 };
+    if (a_k == 1) {
+        int64_t words = MIN(K, 16);
+        while (K % words) words--;
+        if (words < 4) return 0;
+        FN(squares)(rows, vectors, K, words, a, a_row, b, b_k, from, from_row, c, c_row);
+        return 1;
+    }
+    if (a_row != 1 || K % 16 || rows % 16) return 0;
+    /* A part of the left side, with dense rows. */
+    uint32_t part[32 * MOST];
+    for (int64_t row = 0; row < rows; row += 32) {
+        int64_t count = MIN(32, rows - row);
+        const float *start = from ? from + row * from_row : NULL;
+        for (int64_t k = 0; k < K; k += MOST) {
+            int64_t deep = MIN(MOST, K - k);
+            for (int64_t i = 0; i < deep; i += 16)
+                for (int64_t j = 0; j < count; j += 16)
+                    FN(turn)(a + row + j + (k + i) * a_k, a_k, part + j * MOST + i, MOST);
+            float *to = c + row * c_row;
+            FN(squares)(count, vectors, deep, 16, part, MOST, b + k * b_k, b_k, k ? to : start, k ? c_row : from_row,
+                        to, c_row);
+        }
+    }
+    return 1;
+}
+#endif
+
 /* c [rows, vectors * WIDTH] = from + a b over K > 0 words; from: rows from_row apart (0: one row for all), or null.
    Words of b are dense along the columns: the numbers of a word lie beside each other, k, k + 1, …. Meanwhile, memory is
    requested at `lines` addresses. */
@@ -351,6 +524,9 @@ static void FN(product)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
     const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
+#ifdef AMX
+    if (FN(product_in_squares)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row)) return;
+#endif
     FN(product_ahead)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row, NULL, 0);
 }
 

@@ -36,7 +36,7 @@ typedef struct {
     double others;
 } Softmax;
 
-enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (even) */
+enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (of 32) */
 
 /* modules/noise.py's counter hash. */
 static const uint32_t GOLDEN = 0x9E3779B9u, FIRST = 0x21F0AAADu, SECOND = 0x735A2D97u;
@@ -55,13 +55,16 @@ static inline uint32_t row_hash(uint64_t key, int64_t row) {
 #define SOURCE "losses/mol.c"
 #include "../tiles.h"
 
-/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers. */
+/* What this machine can do: 0 any, 1 AVX2, 2 AVX-512, 3 its products of BF16 numbers, 4 those of AMX. */
 int mol_level(void) { return level_of_machine(); }
 
-/* Loss and gradients of positions first..last, by what a level of those that the machine has can do: at 3 the two
-   sides are BF16, else FP32. 0, or -1 for want of memory. */
+/* Loss and gradients of positions first..last, by what a level of those that the machine has can do: at 3 and 4
+   the two sides are BF16, else FP32. 0, or -1 for want of memory. */
 int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int level) {
     switch (level) {
+#ifdef WITH_AMX
+    case 4: return run_amx(problem, first, last);
+#endif
 #ifdef X86
     case 3: return run_bf16(problem, first, last);
     case 2: return run_avx512(problem, first, last);
@@ -73,9 +76,18 @@ int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int level
 
 #else /* one variant */
 
-/* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. */
+/* Sums over rows take a multiple of this many words. */
+#ifdef AMX
+#define DEEP 16
+#else
+#define DEEP 1
+#endif
+
+/* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. Words of
+   zeros follow, up to a multiple of DEEP. */
 static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, int64_t columns, uint32_t *words) {
 #ifdef BF16
+    memset(words + rows / 2 * row, 0, (UP(rows / 2, DEEP) - rows / 2) * row * sizeof(uint32_t));
     for (int64_t k = 0; k < rows / 2; k++)
         for (int64_t j = 0; j < columns; j += WIDTH) {
             VU low = __builtin_convertvector(*(const VHM *)(x + 2 * k * row + j), VU);
@@ -164,10 +176,10 @@ static uintptr_t FN(layout)(WORK *w, uintptr_t base) {
     TAKE(gate, w->pairs * w->Mp, E);
     TAKE(side_E, w->Up * w->side, E);
     TAKE(d_side, sides * w->side, E);
-    TAKE(query_words, sides / PER_WORD * w->Cp, F);
+    TAKE(query_words, UP(sides / PER_WORD, DEEP) * w->Cp, F);
     TAKE(target, UP(q->C, PER_WORD) / PER_WORD * w->Ip, F);
     TAKE(target_back, w->positions * UP(q->I, PER_WORD) / PER_WORD * w->Cp, F);
-    TAKE(words, MAX(block / 2 * 2 * (w->Mp + w->Hp), sides / PER_WORD * w->side), F);
+    TAKE(words, MAX(block / 2 * 2 * (w->Mp + w->Hp), UP(sides / PER_WORD, DEEP) * w->side), F);
     TAKE(side_F, w->Up * w->side, F);
     TAKE(phi, w->positions * UP(N1, WIDTH), F);
     TAKE(d_query_gate, w->Mp, F);
@@ -442,7 +454,7 @@ static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) 
     }
     FN(product)(rows, Mp / WIDTH, H_words, w->d_hidden, Hp / PER_WORD, 1, w->up_back, Mp, NULL, 0, w->gate_F, Mp);
 
-    int64_t even = UP(rows, PER_WORD);
+    int64_t even = UP(rows, PER_WORD), deep = UP(even / PER_WORD, DEEP);
     if (even > rows) {
         memset(w->d_gate + rows * Mp, 0, Mp * sizeof(ELEMENT));
         memset(w->d_hidden + rows * Hp, 0, Hp * sizeof(ELEMENT));
@@ -451,10 +463,10 @@ static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) 
     uint32_t *words = w->words;
     const void *logit = FN(pair_rows)(w->logit + first * Mp, Mp, even, Mp, words);
     const void *d_hidden = FN(pair_rows)(w->d_hidden, Hp, even, Hp, words += BLOCK / 2 * Mp);
-    FN(product)(w->M, Hp / WIDTH, even / PER_WORD, logit, 1, Mp, d_hidden, Hp, w->d_up, Hp, w->d_up, Hp);
+    FN(product)(w->M, Hp / WIDTH, deep, logit, 1, Mp, d_hidden, Hp, w->d_up, Hp, w->d_up, Hp);
     const void *d_gate = FN(pair_rows)(w->d_gate, Mp, even, Mp, words += BLOCK / 2 * Hp);
     const void *hidden = FN(pair_rows)(w->hidden + first * Hp, Hp, even, Hp, words += BLOCK / 2 * Mp);
-    FN(product)(w->M, Hp / WIDTH, even / PER_WORD, d_gate, 1, Mp, hidden, Hp, w->d_down, Hp, w->d_down, Hp);
+    FN(product)(w->M, Hp / WIDTH, deep, d_gate, 1, Mp, hidden, Hp, w->d_down, Hp, w->d_down, Hp);
 
     int64_t local = first / N1, n = first % N1;
     for (int64_t r = 0; r < rows; r++) {
@@ -495,7 +507,7 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
         for (int64_t m = 0; m < w->M; m++) gate[m] += d_gate[m], d_gate[m] = 0;
     }
     const void *words = FN(pair_rows)(w->d_side, w->side, count * w->Up, w->NIp, w->words);
-    FN(product)(C, w->NIp / WIDTH, count * U_words, w->query_words, 1, Cp, words, w->side, w->d_item, w->NIp,
+    FN(product)(C, w->NIp / WIDTH, UP(count * U_words, DEEP), w->query_words, 1, Cp, words, w->side, w->d_item, w->NIp,
                 w->d_item, w->NIp);
 }
 
@@ -518,7 +530,7 @@ static void FN(chunk)(
 ) {
     const Problem *q = w->q;
     int64_t N1 = w->N + 1, pairs = count * N1, blocks = (pairs + BLOCK - 1) / BLOCK;
-    int64_t size = UP((pairs + blocks - 1) / blocks, 2);
+    int64_t size = UP((pairs + blocks - 1) / blocks, 2 * DEEP);
     for (int64_t local = 0; local < count; local++) FN(logits)(w, start + local, local);
     for (int64_t first = 0; first < pairs; first += size) FN(gates)(w, start, first, MIN(first + size, pairs));
     for (int64_t local = 0; local < count; local++) {
@@ -584,5 +596,6 @@ static int FN(run)(Problem *q, int64_t first, int64_t last) {
 }
 
 #undef WORK
+#undef DEEP
 
 #endif

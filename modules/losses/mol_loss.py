@@ -111,9 +111,9 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-_BF16 = 3
-"""mol.c's level at which it computes in BF16."""
-_LEVEL = _BF16
+_BF16, _AMX = 3, 4
+"""mol.c's levels at which it computes in BF16."""
+_LEVEL = _AMX
 """The best level to use, if the machine has it."""
 
 
@@ -125,7 +125,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, dtype: torch.dtype, groups: "_Groups", dropout: GateDropout | None, *tensors: Tensor
     ) -> Tensor:
         level = _level(dtype)
-        sides = torch.bfloat16 if level == _BF16 else torch.float32
+        sides = torch.bfloat16 if level >= _BF16 else torch.float32
         dtypes = [sides] * 4 + [torch.float32] * 4
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
         loss, gradients = _run(level, inputs, groups, dropout, any(ctx.needs_input_grad))

@@ -33,20 +33,23 @@ enum { BLOCK = 24 };
 #define WITH_INT8
 #include "../tiles.h"
 
-/* Whether the machine has a level: those of level_of_machine, and 4, products of INT8 numbers. */
+/* Whether the machine has a level: those of level_of_machine, and 5, products of INT8 numbers. */
 int mol_scores_has(int level) {
 #ifdef X86
-    if (level == 4) return level_of_machine() >= 2 && __builtin_cpu_supports("avx512vnni");
+    if (level == 5) return level_of_machine() >= 2 && __builtin_cpu_supports("avx512vnni");
 #endif
     return level <= level_of_machine();
 }
 
-/* Scores of pairs first..last, by what a level that the machine has can do: at 3 products are of BF16 numbers, at 4 of
-   INT8 (see mol_scores_int8.h for its limits), else of FP32. 0, or -1 for want of memory. */
+/* Scores of pairs first..last, by what a level that the machine has can do: at 3 and 4 products are of BF16 numbers,
+   at 5 of INT8 (see mol_scores_int8.h for its limits), else of FP32. 0, or -1 for want of memory. */
 int mol_scores(const Scores *scores, int64_t first, int64_t last, int level) {
     switch (level) {
 #ifdef X86
-    case 4: return run_int8(scores, first, last);
+    case 5: return run_int8(scores, first, last);
+#ifdef WITH_AMX
+    case 4: return run_amx(scores, first, last);
+#endif
     case 3: return run_bf16(scores, first, last);
     case 2: return run_avx512(scores, first, last);
     case 1: return run_avx2(scores, first, last);

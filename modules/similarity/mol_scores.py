@@ -91,8 +91,8 @@ class _Scores(ctypes.Structure):
 
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """mol_scores.c's numbers of types."""
-_BF16, _INT8 = 3, 4
-"""mol_scores.c's levels at which products are of BF16 and INT8 numbers."""
+_BF16, _AMX, _INT8 = 3, 4, 5
+"""mol_scores.c's levels at which products are of BF16, twice, and INT8 numbers."""
 _LEVEL = _INT8
 """The best level to use, if the machine has it."""
 _PAIRS = 2048
@@ -101,7 +101,7 @@ _PAIRS = 2048
 
 def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | None]) -> int:
     """The best level that the machine has for items that are stored so."""
-    best = _BF16 if stored[0] in (_STORED[torch.bfloat16], _STORED[torch.int8]) else _BF16 - 1
+    best = _AMX if stored[0] in (_STORED[torch.bfloat16], _STORED[torch.int8]) else _BF16 - 1
     if stored == [_STORED[torch.int8], _STORED[torch.bfloat16]] and max(U, I) <= 8 and C % 4 == 0:
         best = _INT8
     return max(level for level in range(min(best, _LEVEL) + 1) if library.mol_scores_has(level))

@@ -221,9 +221,22 @@ def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
-def test_bf16_is_as_close_as_its_inputs_are(rate: float) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "N", "shape"),
+    [
+        ([100, 60], 64, (8, 8, 32, 128)),
+        ([7, 0, 30], 700, (8, 8, 32, 128)),
+        ([50, 3], 9, (8, 4, 64, 40)),
+        ([40, 41], 31, (4, 4, 32, 128)),
+        ([20, 20], 128, (9, 16, 16, 48)),
+        ([33, 5], 20, (3, 5, 20, 17)),
+    ],
+)
+def test_bf16_is_as_close_as_its_inputs_are(
+    level: int, lengths: list[int], N: int, shape: tuple[int, int, int, int], rate: float
+) -> None:
     """Loss to 2^-10, each gradient to 2^-6 of its norm, from FP32 of the same BF16 sides."""
-    case = make([100, 60], 64, shape=(8, 8, 32, 128), rate=rate).to(torch.bfloat16)
+    case = make(lengths, N, shape=shape, rate=rate).to(torch.bfloat16)
     exact = case.to(torch.float32)
     half, full = fused(case), fused(exact)
     assert half.dtype == torch.float32
@@ -238,7 +251,7 @@ def test_autocast_sets_the_precision() -> None:
     plain, half = fused(case), fused(case.to(torch.bfloat16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = fused(case)
-    rounded = LEVELS[-1] == 3
+    rounded = LEVELS[-1] >= mol_loss._BF16
     assert (not torch.equal(mixed, plain)) == rounded
     if rounded:
         sides = tuple(side.bfloat16() for side in case.tensors[:4])
@@ -261,7 +274,7 @@ def test_what_is_not_finite_is_not_hidden(level: int, at: int) -> None:
     negatives_GN = case.negatives_GN.clone()
     negatives_GN[0, 3] = 7
     case = replace(case, target_T=case.target_T.clamp(max=6), negatives_GN=negatives_GN)
-    case = case.to(torch.bfloat16 if level == 3 else torch.float32)
+    case = case.to(torch.bfloat16 if level >= mol_loss._BF16 else torch.float32)
     with torch.no_grad():
         case.tensors[at].view(-1)[-1] = torch.nan
     assert not bool(fused(case).isfinite())

@@ -93,7 +93,7 @@ def test_components_in_8_bits(shape: tuple[int, int, int, int], level: int) -> N
     found = mol_scores(query, stored, mol.pair_parameters(), item_P, bounds)
     expected = plain(mol, (query[0] / scale, query[1]), (stored[0] * scale, stored[1]), item_P, bounds).float()
     # Products of INT8 numbers round the cross gate too, which here is random: see also the test below.
-    atol = {module._BF16: 0.25, module._INT8: 0.5}.get(level, 2e-5)
+    atol = {module._BF16: 0.25, module._AMX: 0.25, module._INT8: 0.5}.get(level, 2e-5)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=atol)
     if level == module._INT8:
         assert (found - expected).abs().mean() < 0.06
@@ -149,7 +149,7 @@ def test_products_in_8_bits_have_limits(monkeypatch: pytest.MonkeyPatch) -> None
         (8, 8, 32, torch.half),
     ]
     found = [scores(*case) for case in [*beyond, (8, 8, 32, torch.bfloat16)]]
-    monkeypatch.setattr(module, "_LEVEL", module._BF16)
+    monkeypatch.setattr(module, "_LEVEL", module._AMX)
     assert [torch.equal(scores(*case), of_case) for case, of_case in zip(beyond, found, strict=False)] == [True] * 4
     assert not torch.equal(scores(8, 8, 32, torch.bfloat16), found[-1])
 
