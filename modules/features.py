@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .linear import Linear
 from .schema import Feature
 
 
@@ -97,9 +98,9 @@ class FeatureEmbeddings(nn.Module):
 
 def _map(feature: Feature, table_dims: Mapping[str, int], dim: int) -> nn.Module:
     if not feature.table:
-        return nn.Linear(feature.width, dim)
+        return Linear(feature.width, dim)
     width = table_dims[feature.table]
-    return nn.Identity() if width == dim else nn.Linear(width, dim, bias=False)
+    return nn.Identity() if width == dim else Linear(width, dim, bias=False)
 
 
 def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tensor:
@@ -148,7 +149,7 @@ class AdaptiveCompression(nn.Module):
     def __init__(self, count: int, kept: int, width: int, hidden: int) -> None:
         super().__init__()
         self.shape = (count, kept)
-        self.weights = nn.Sequential(nn.Linear(count * width, hidden), nn.SiLU(), nn.Linear(hidden, count * kept))
+        self.weights = nn.Sequential(Linear(count * width, hidden), nn.SiLU(), Linear(hidden, count * kept))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

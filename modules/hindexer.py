@@ -3,9 +3,10 @@
 Axes: T queries, N items, D width, H h-indexer width, K items that stage 1 keeps (the paper's k').
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import DotConfig, HIndexerConfig
+from .linear import Linear
 from .losses.blockwise import Side
 from .noise import Noise
 from .similarity.dot import Dot
@@ -16,8 +17,8 @@ class HIndexer(Dot):
 
     def __init__(self, dim: int, config: HIndexerConfig) -> None:
         super().__init__(config.dim, DotConfig(temperature=config.temperature))
-        self.query_projection = nn.Linear(dim, config.dim, bias=False)
-        self.item_projection = nn.Linear(dim, config.dim, bias=False)
+        self.query_projection = Linear(dim, config.dim, bias=False)
+        self.item_projection = Linear(dim, config.dim, bias=False)
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
         return super().query(self.query_projection(query_TD), row_T, noise)

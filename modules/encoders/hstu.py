@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..batch import Packing
 from ..config import HSTUConfig
+from ..linear import Linear
 from ..noise import Noise
 from .hstu_attention import TIME_BUCKETS, attend
 from .stack import Stack, reset_bias
@@ -45,9 +46,9 @@ class _Block(nn.Module):
     def __init__(self, dim: int, config: HSTUConfig, site: str) -> None:
         super().__init__()
         self.heads, self.rate, self.site = config.heads, config.dropout, site
-        self.gate = nn.Linear(dim, dim, bias=False)
-        self.value_query_key = nn.Linear(dim, 3 * dim, bias=False)
-        self.output = nn.Linear(dim, dim)
+        self.gate = Linear(dim, dim, bias=False)
+        self.value_query_key = Linear(dim, 3 * dim, bias=False)
+        self.output = Linear(dim, dim)
         self.position_L = nn.Parameter(torch.empty(config.max_length))
         self.time_K = nn.Parameter(torch.empty(TIME_BUCKETS)) if config.times else None
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ..batch import Packing
 from ..config import PooledConfig
 from ..initialize import reset_layers
+from ..linear import Linear
 from ..noise import Noise
 
 
@@ -20,8 +21,8 @@ class Pooled(nn.Module):
     def __init__(self, dim: int, config: PooledConfig) -> None:
         super().__init__()
         self.rate = config.dropout
-        self.hidden = nn.Linear(dim, config.hidden)
-        self.output = nn.Linear(config.hidden, dim)
+        self.hidden = Linear(dim, config.hidden)
+        self.output = Linear(config.hidden, dim)
         self.norm = nn.LayerNorm(dim, eps=1e-8)
 
     def reset_parameters(self, generator: torch.Generator) -> None:

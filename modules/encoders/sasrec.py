@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..batch import Packing
 from ..config import SASRecConfig
+from ..linear import Linear
 from ..noise import Noise
 from .stack import Stack
 
@@ -32,12 +33,12 @@ class _Block(nn.Module):
         super().__init__()
         self.heads, self.rate, self.site = heads, rate, site
         self.attention_norm = nn.LayerNorm(dim, eps=EPSILON)
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.output = nn.Linear(dim, dim)
+        self.query = Linear(dim, dim)
+        self.key_value = Linear(dim, 2 * dim)
+        self.output = Linear(dim, dim)
         self.feed_norm = nn.LayerNorm(dim, eps=EPSILON)
-        self.up = nn.Linear(dim, dim)
-        self.down = nn.Linear(dim, dim)
+        self.up = Linear(dim, dim)
+        self.down = Linear(dim, dim)
 
     def forward(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         q_TD = self.attention_norm(x_TD)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..features import AdaptiveCompression
+from ..linear import Linear
 
 
 class Projection(nn.Module):
@@ -18,8 +19,8 @@ class Projection(nn.Module):
     def __init__(self, dim: int, hidden: int, components: int, width: int) -> None:
         super().__init__()
         self.shape = (components, width)
-        self.gated = nn.Linear(dim, 2 * hidden) if hidden else None
-        self.output = nn.Linear(hidden or dim, components * width)
+        self.gated = Linear(dim, 2 * hidden) if hidden else None
+        self.output = Linear(hidden or dim, components * width)
 
     def forward(self, x_RD: Tensor) -> Tensor:
         """[R, D] -> [R, K, C]."""
@@ -35,7 +36,7 @@ class Compressed(nn.Module):
 
     def __init__(self, dim: int, groups: int, kept: int, width: int, hidden: int) -> None:
         super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(dim, width) for _ in range(groups))
+        self.maps = nn.ModuleList(Linear(dim, width) for _ in range(groups))
         self.compression = AdaptiveCompression(kept + groups, kept, width, hidden)
 
     def forward(self, whole_RKC: Tensor, groups: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..config import MoLConfig
 from ..features import Embedded
+from ..linear import Linear
 from ..losses.blockwise import GATES, Examples, GateDropout, Side
 from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
@@ -47,9 +48,9 @@ class MoL(Similarity):
         H, M = config.gate_hidden, U * I
         if config.gating == "joint":
             # The first layer of one MLP of [query, item, logits], in three parts.
-            self.query_gate: nn.Module = nn.Linear(dim, H)
-            self.item_gate: nn.Module = nn.Linear(dim, H, bias=False)
-            self.cross_gate = nn.Sequential(nn.Linear(M, H, bias=False), nn.SiLU(), nn.Linear(H, M))
+            self.query_gate: nn.Module = Linear(dim, H)
+            self.item_gate: nn.Module = Linear(dim, H, bias=False)
+            self.cross_gate = nn.Sequential(Linear(M, H, bias=False), nn.SiLU(), Linear(H, M))
         else:
             self.query_gate = _gate(dim, H, M, bias=False)
             self.item_gate = _gate(dim, H, M, bias=False)
@@ -222,4 +223,4 @@ def _logits_of_pairs(query: Side, item: Side) -> Tensor:
 
 
 def _gate(dim: int, hidden: int, out: int, bias: bool) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, out, bias=bias))
+    return nn.Sequential(Linear(dim, hidden), nn.SiLU(), Linear(hidden, out, bias=bias))

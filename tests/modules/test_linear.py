@@ -1,0 +1,58 @@
+"""Tests of linear layers for changing numbers of rows."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from logitmix.modules import linear
+from logitmix.modules.linear import Linear
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 300, 1000])
+def test_padding_changes_nothing(rows: int) -> None:
+    """Values and gradients are those of nn.Linear in BF16, but for the order of sums."""
+    torch.manual_seed(0)
+    layer, x = Linear(24, 40), torch.randn(rows, 24, requires_grad=True)
+    weighted = torch.randn(rows, 40)
+    found = []
+    for of in (layer.forward, lambda x: nn.Linear.forward(layer, x)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = of(x)
+        assert out.dtype == torch.bfloat16
+        gradients = torch.autograd.grad((out.float() * weighted).sum(), (x, *layer.parameters()))
+        found.append((out.detach().float(), *gradients))
+    for padded, plain in zip(*found, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=2**-7, atol=2**-7 * float(plain.abs().max()) if rows else 0)
+
+
+def test_without_autocast_or_with_more_axes_it_is_nn_linear() -> None:
+    layer, x = Linear(8, 5), torch.randn(7, 8)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 5)
+
+
+def test_few_numbers_of_rows() -> None:
+    """Products of at most eight sizes between a power of two and the next, an eighth larger at most."""
+    for octave in (256, 512, 4096):
+        sizes = {linear._padded(rows) for rows in range(octave, 2 * octave)}
+        assert len(sizes) <= 9
+    for rows in (1, 17, 100, 129, 3481, 40001):
+        assert rows <= linear._padded(rows) <= max(rows + 15, rows * 9 / 8)
+
+
+def test_products_have_the_padded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    product = F.linear
+
+    def seen(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return product(x, *rest)
+
+    monkeypatch.setattr(F, "linear", seen)
+    layer = Linear(8, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(layer(torch.randn(300, 8))) == 300
+    layer(torch.randn(300, 8))
+    assert sizes == [320, 300]
