@@ -76,9 +76,11 @@ def this_cpu() -> str:
     """What decides in which order its products are summed."""
     # The name alone does not tell Intel's models apart, whose units for BF16 differ.
     models = {line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model")}
-    bf16 = "with" if torch.cpu.get_capabilities().get("avx512_bf16") else "without"
+    has = torch.cpu.get_capabilities()
+    bf16 = "with" if has.get("avx512_bf16") else "without"
+    amx = " and AMX" if has.get("amx_bf16") else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{' '.join(sorted(models)) or platform.processor()}, {capability}, {bf16} BF16, torch {torch.__version__}"
+    return f"{' '.join(sorted(models)) or platform.processor()}, {capability}, {bf16} BF16{amx}, torch {torch.__version__}"
 
 
 def _lines(path: str) -> list[str]:
