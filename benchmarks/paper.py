@@ -307,6 +307,9 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
 def train(cell: Cell, options: Options) -> dict[str, Any]:
     if cell.start:
         result(cell.start, options)
+        if not (refit_path(Path(options.out) / cell.start.name) / "results.json").exists():
+            # Its result is known, but its run and refit, from which this cell's begin, are not here.
+            train(cell.start, options)
     run, settings = Path(options.out) / cell.name, cell.settings(options)
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)

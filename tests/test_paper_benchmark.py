@@ -42,6 +42,24 @@ def test_mol_starts_from_the_dot_product_with_its_encoder(paper: ModuleType) -> 
     assert cell("demo-features", "mol 8x4", 0).start is None and cell("ml-1m", "neumf", 0).start is None
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_left(
+    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    trained = []
+    monkeypatch.setattr(paper, "logitmix", lambda *words: trained.append(Path(words[-1]).name))
+    monkeypatch.setattr(paper, "collected", lambda run, recipe: {})
+    options = paper.Options(out=str(tmp_path / "runs"), results=str(tmp_path))
+    (tmp_path / "ml-1m-dot-1.json").write_text(json.dumps({"kept": True}))
+    if kept:
+        refit = tmp_path / "runs/ml-1m-dot-1/refit"
+        refit.mkdir(parents=True)
+        (refit / "results.json").touch()
+    paper.result(paper.Cell("ml-1m", "mol", 1), options)
+    assert trained == ([] if kept else ["ml-1m-dot-1"]) + ["ml-1m-mol-1"]
+    assert json.loads((tmp_path / "ml-1m-dot-1.json").read_text()) == {"kept": True}
+
+
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
     return {
         "settings": {}, "metric": "hr@10", "users": 400, "hours": {"run": 0.5 + seed},

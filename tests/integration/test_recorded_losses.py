@@ -80,7 +80,9 @@ def this_cpu() -> str:
     bf16 = "with" if has.get("avx512_bf16") else "without"
     amx = " and AMX" if has.get("amx_bf16") else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{' '.join(sorted(models)) or platform.processor()}, {capability}, {bf16} BF16{amx}, torch {torch.__version__}"
+    return (
+        f"{' '.join(sorted(models)) or platform.processor()}, {capability}, {bf16} BF16{amx}, torch {torch.__version__}"
+    )
 
 
 def _lines(path: str) -> list[str]:
