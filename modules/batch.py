@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,6 +37,7 @@ class Packing:
         self.row_T = torch.arange(first_row, first_row + total)
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
+        self.grouped_T, self.groups = _grouped(self.bounds)
         self.last_B = self.offset_B[1:] - 1
         self.time_T, self.asked_T = time_T, asked_T
 
@@ -61,7 +63,26 @@ class Packing:
         return _INDICES if self.time_T is None else (*_INDICES, "time_T", "asked_T")
 
 
-_INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "offset_B", "last_B")
+_INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "grouped_T", "offset_B", "last_B")
+_LIKE = 1.5
+"""The longest sequence of a group by its shortest, at most; a few positions more do not count."""
+
+
+def _grouped(bounds: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Where the positions lie if only sequences of like lengths are padded together, group after group, [T]; and the
+    groups' sequences and padded lengths."""
+    lengths = np.diff(bounds)
+    order = np.argsort(lengths, kind="stable")
+    place_T, groups, first, base = np.empty(bounds[-1], np.int64), [], 0, 0
+    while first < len(order):
+        last = first + np.searchsorted(lengths[order[first:]], _LIKE * lengths[order[first]] + 4, side="right")
+        longest = lengths[order[last - 1]]
+        for row, sequence in enumerate(order[first:last]):
+            start = base + row * longest
+            place_T[bounds[sequence] : bounds[sequence + 1]] = np.arange(start, start + lengths[sequence])
+        groups.append((int(last - first), int(longest)))
+        first, base = last, base + (last - first) * longest
+    return torch.from_numpy(place_T), groups
 
 
 class Bags(NamedTuple):

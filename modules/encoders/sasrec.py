@@ -59,12 +59,15 @@ class _Block(nn.Module):
 
 def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]."""
-    B, L = packing.shape
-    padded = packed_T3Gd.new_zeros(B * L, *packed_T3Gd.shape[1:]).index_copy(0, packing.padded_T, packed_T3Gd)
-    q, k, v = padded.unflatten(0, (B, L)).permute(2, 0, 3, 1, 4)
-    # Padding comes after the valid positions, so the causal mask alone hides it.
-    out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out_BGLd.transpose(1, 2).flatten(0, 1).index_select(0, packing.padded_T)
+    size = sum(sequences * longest for sequences, longest in packing.groups)
+    padded = packed_T3Gd.new_zeros(size, *packed_T3Gd.shape[1:]).index_copy(0, packing.grouped_T, packed_T3Gd)
+    outs = []
+    for group, shape in zip(padded.split([B * L for B, L in packing.groups]), packing.groups, strict=True):
+        q, k, v = group.unflatten(0, shape).permute(2, 0, 3, 1, 4)
+        # Padding comes after the valid positions, so the causal mask alone hides it.
+        out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        outs.append(out_BGLd.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, packing.grouped_T) if outs else packed_T3Gd[:, 0]
 
 
 def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:

@@ -177,6 +177,27 @@ def test_packing_says_where_each_position_lies() -> None:
     assert packed.last_B[[0, 2, 3]].tolist() == [1, 4, 5]
     nothing = packing([])
     assert nothing.bounds == [0] and nothing.shape == (0, 0) and len(nothing.row_T) == 0
+    assert nothing.groups == []
+
+
+def test_sequences_of_like_lengths_are_padded_together() -> None:
+    packed = packing([20, 1, 0, 30, 3])
+    assert packed.groups == [(3, 3), (2, 30)]
+    assert packed.grouped_T.tolist() == [*range(9, 29), 3, *range(39, 69), 6, 7, 8]
+    lengths = torch.randint(0, 201, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    padded = sum(sequences * longest for sequences, longest in packing(lengths).groups)
+    assert len(packing(lengths).groups) <= 8 and sum(lengths) <= padded < 1.3 * sum(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[50, 1, 0, 7, 3, 20, 2], [0, 1], [9]])
+def test_attention_of_groups_is_that_of_each_sequence(lengths: list[int]) -> None:
+    packed = packed_of(lengths, heads=2, width=8).requires_grad_()
+    together = attend_padded(packed, packing(lengths))
+    parts = [part for part in packed.split(lengths) if len(part)]
+    alone = torch.cat([together.detach()[:0], *(attend_padded(part, packing([len(part)])) for part in parts)])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(out.square().sum(), packed)[0] for out in (together, alone)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
