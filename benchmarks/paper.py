@@ -1,7 +1,7 @@
 """The paper's tables, trained by one command: this project's figures beside the published ones.
 
     python -m benchmarks.paper --table movielens [--datasets ml-1m] [--methods dot,mol] [--seeds 3] [--minutes 30]
-    python -m benchmarks.paper --table amazon | ablation | rank | components
+    python -m benchmarks.paper --table amazon | ablation | rank | components | groups
     python -m benchmarks.paper --figure popularity --plot docs/popularity.png
     python -m benchmarks.paper --table movielens --show        # trains nothing
 
@@ -9,8 +9,9 @@ A cell is a dataset, a method and a seed. It trains the method's settings on top
 checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
 looked at to choose anything. MoL's cells start from the run of the dot product, which is trained first; their minutes
 count it. A cell whose result is in --results is not trained again, an interrupted one resumes, and cells that were not
-trained stay empty. Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes bounds the training
-time of a run (and its refit takes as many epochs); without it, the recipes' epochs are trained.
+trained stay empty. The tables `rank` and `groups` are of the runs that --out has. Datasets are read from --data/NAME,
+as `logitmix prepare` writes them. --minutes bounds the training time of a run (and its refit takes as many epochs);
+without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, and the standard error over users.
@@ -20,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +34,16 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
+from logitmix.modules.losses.blockwise import Side
+from logitmix.modules.similarity.base import Similarity
+from logitmix.trainer.baselines import training_counts
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import flatten, load_recipe
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
-from logitmix.trainer.run import final_run, read_config, read_rows, refit_path
+from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -208,11 +212,13 @@ FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine",
 DIMENSIONS = (64, 256, 1024)
 MOST_PAIRS = 2**28
 """Users x items of which a matrix is made."""
+QUARTERS = 4
+"""Groups of users, as many in each."""
 
 
 @dataclass(frozen=True)
 class Options:
-    table: Literal["movielens", "amazon", "ablation", "rank", "components"] = "movielens"
+    table: Literal["movielens", "amazon", "ablation", "rank", "components", "groups"] = "movielens"
     figure: Literal["", "popularity"] = ""
     """Draw this figure, of the runs of --table, in place of the table."""
     datasets: str = ""
@@ -236,7 +242,7 @@ class Options:
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
-        table = PAPER["movielens" if self.table == "rank" else self.table]
+        table = PAPER["movielens"] if self.table in ("rank", "groups") else PAPER[self.table]
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
         if strange := set(wanted) - set(table):
             raise SystemExit(
@@ -382,8 +388,8 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
-    if options.table == "rank":
-        ranks(options)
+    if options.table in ("rank", "groups"):
+        (ranks if options.table == "rank" else analyse_groups)(options)
         return
     rows = []
     for dataset, methods in options.chosen():
@@ -447,6 +453,60 @@ def ranks(options: Options) -> None:
         Console().print(table)
 
 
+def analyse_groups(options: Options) -> None:
+    """HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits that there are."""
+    for dataset, methods in options.chosen():
+        data = load_dataset(str(Path(options.data) / dataset))
+        held_out = leave_one_out(data, validation=False)
+        users = ranking_users(data, "test", 1, held_out)
+        by = {
+            "training actions of the target": training_counts(data, held_out)[users.target],
+            "earlier actions of the user": users.seen_lengths,
+        }
+        runs = {method: refits(dataset, method, options) for method in methods}
+        for name, value_U in by.items():
+            quarters = np.array_split(np.argsort(value_U, kind="stable"), QUARTERS)
+            heads = [f"{value_U[of].min():,} to {value_U[of].max():,}" for of in quarters]
+            table = Table("method", "seeds", *heads, title=f"{dataset}: HR@10 of the refits, by {name}")
+            for method, found in runs.items():
+                if found:
+                    rates = np.mean([hit_rates(read_ranks(run), quarters) for run in found], axis=0)
+                    table.add_row(method, str(len(found)), *(f"{rate:.4f}" for rate in rates))
+            Console().print(table)
+        table = Table("run", "entropy / of even use", "least", "most", title=f"{dataset}: weights of MoL's components")
+        for run in (run for method, found in runs.items() if method.endswith("mol") for run in found):
+            entropy, use_M = use_of_components(run)
+            table.add_row(run.parent.name, f"{entropy:.3f}", *(f"{float(of):.4f}" for of in (use_M.min(), use_M.max())))
+        if table.row_count:
+            Console().print(table)
+
+
+def refits(dataset: str, method: str, options: Options) -> list[Path]:
+    """Those that are finished."""
+    paths = [refit_path(Path(options.out) / Cell(dataset, method, seed).name) for seed in range(options.seeds)]
+    return [path for path in paths if (path / "results.json").exists()]
+
+
+def hit_rates(rank_U: np.ndarray, groups: Sequence[np.ndarray]) -> list[float]:
+    """HR@10 of each group of users."""
+    return [float((rank_U[group] <= 10).mean()) for group in groups]
+
+
+@torch.no_grad()
+def use_of_components(run: Path) -> tuple[float, torch.Tensor]:
+    """Of the test part's users with their targets: the mean entropy of MoL's gates, by that of even use, and the mean
+    of each gate [M]."""
+    parts = []
+    for similarity, query, item, target_U in sides(run):
+        parts.append(similarity.diagnostics(query, tuple(part[target_U] for part in item)) | {"users": len(target_U)})
+    weights = torch.tensor([part["users"] for part in parts]).float()
+    weights /= weights.sum()
+    entropy, use = (
+        torch.stack([part[name] for part in parts]) for name in ("gates/entropy", "gates/use_of_components")
+    )
+    return float(weights @ entropy), weights @ use
+
+
 def explained(data: Dataset) -> list[float]:
     """Share of the variance of ln p(x|u) that the first singular vectors explain, where p(x|u) is proportional to the
     user's count of the item plus 1 / X: the paper does not say how it smooths unseen pairs."""
@@ -469,14 +529,22 @@ def rank_of_scores(run: Path) -> int:
 @torch.no_grad()
 def scores(run: Path) -> torch.Tensor:
     """phi of every user of the test part with every item, FP32 [U, X]."""
+    return torch.cat([similarity.all_pairs(query, item) for similarity, query, item, _ in sides(run)])
+
+
+def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, torch.Tensor]]:
+    """The similarity of a run, the queries' sides of some users of the test part, that of all items, and the users'
+    targets."""
     model = load_saved(run)
     data = load_dataset(model.config.data.path)
     users = ranking_users(data, "test", model.config.model.encoder.max_length, leave_one_out(data))
+    similarity = model.tower.similarity
     with process_group("cpu", 60) as ranks_:
         embedder = Embedder(model.tower, model.sharded_rows(ranks_), columns_of(data, model.tower.schema))
         items = model.tower.item_sides(embedder.items(np.arange(data.num_items))).similarity
-        parts = [model.tower.query_sides(embedder.queries(part)).similarity for part in users.batches(256)]
-        return torch.cat([model.tower.similarity.all_pairs(part, items) for part in parts])
+        for part in users.batches(256):
+            queries = model.tower.query_sides(embedder.queries(part)).similarity
+            yield similarity, queries, items, torch.from_numpy(part.target)
 
 
 def popularity(rows: list[dict[str, Any]], options: Options) -> None:

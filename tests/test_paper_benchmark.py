@@ -7,8 +7,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from small_data import in_memory
 
+from logitmix.modules.config import MoLConfig
+from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer.config import load_recipe, with_settings
 
 
@@ -92,3 +95,24 @@ def test_as_many_dimensions_as_there_are_items_explain_everything(paper: ModuleT
     dataset = in_memory(np.arange(0, 41 * 9, 9), random.integers(0, 300, 360), 300)
     shares = paper.explained(dataset)
     assert 0 < shares[0] <= shares[1] <= shares[2] and shares[2] == pytest.approx(1, abs=1e-4)
+
+
+def test_hit_rates_of_groups(paper: ModuleType) -> None:
+    groups = [np.array([0, 3]), np.array([1, 2, 4, 5])]
+    assert paper.hit_rates(np.array([10, 11, 1, 400, 10, 12]), groups) == [0.5, 0.5]
+
+
+def test_the_use_of_components_is_the_mean_over_all_users(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    mol = MoL(8, MoLConfig(query_components=2, item_components=3, component_dim=4))
+    mol.reset_parameters(torch.Generator().manual_seed(0))
+    query, item = mol.query(torch.randn(5, 8), torch.arange(5)), mol.item(torch.randn(7, 8), torch.arange(7))
+    target_U = torch.tensor([6, 0, 0, 2, 5])
+    cuts = [slice(0, 4), slice(4, 5)]
+    parts = [(mol, tuple(side[cut] for side in query), item, target_U[cut]) for cut in cuts]
+    monkeypatch.setattr(paper, "sides", lambda run: iter(parts))
+    entropy, use_M = paper.use_of_components(Path())
+    gates_UM = mol.gates(query, tuple(side[target_U] for side in item)).detach()
+    torch.testing.assert_close(use_M, gates_UM.mean(0))
+    expected = -(gates_UM * gates_UM.log()).sum(1).mean() / np.log(6)
+    assert entropy == pytest.approx(float(expected), rel=1e-5)
