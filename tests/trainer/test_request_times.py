@@ -48,9 +48,9 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model.dim": 16,
             "dense.lr": 1e-2,
             "tables.lr": 1e-2,
-            "train.epochs": 15 if seen else 1,
+            "train.epochs": 30 if seen else 1,
             "train.batch_size": 8,
-            "evaluate.every_epochs": 15,
+            "evaluate.every_epochs": 30,
             "model.encoder.dropout": 0.0,
         }
         settings |= {"evaluate.exclude_history": "no", "model.loss.negatives": 12, "model.encoder.max_length": L}
