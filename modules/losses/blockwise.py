@@ -28,6 +28,8 @@ class Pairs(Protocol):
     def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
     def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
     def pair_parameters(self) -> Sequence[Tensor]: ...
+    @property
+    def pair_numbers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def blockwise_loss(
             negative_TN = negative_TN - examples.log_q_V[block.negatives]
         return reduce(positive_T, negative_TN, target_T[:, None] == block.negatives)
 
-    return _Blockwise.apply(block_loss, examples, len(query), len(item), *query, *item, *similarity.pair_parameters())
+    most = _NUMBERS[examples.row_T.device.type] // max(1, N * similarity.pair_numbers)
+    blocks = _blocks(examples, max(1, min(_POSITIONS, most)))
+    tensors = (*query, *item, *similarity.pair_parameters())
+    return _Blockwise.apply(block_loss, blocks, examples, len(query), len(item), *tensors)
 
 
 def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
@@ -129,22 +134,25 @@ class _Block:
     shared: bool
 
 
-def _blocks(examples: Examples) -> list[_Block]:
-    """If all groups are single positions, blocks span groups; otherwise each group is one block or several."""
+def _blocks(examples: Examples, most: int) -> list[_Block]:
+    """If all groups are single positions, blocks span groups; otherwise each group is one block or several, of at most
+    `most` positions."""
     bounds, negatives_GN = examples.bounds, examples.negatives_GN
     if len(bounds) - 1 == bounds[-1] > 1 and all(end - start == 1 for start, end in pairwise(bounds)):
         spans = [(start, min(start + _SINGLE, bounds[-1])) for start in range(0, bounds[-1], _SINGLE)]
         return [_Block(start, end, negatives_GN[start:end], shared=False) for start, end in spans]
     blocks = []
     for group, (first, last) in enumerate(pairwise(bounds)):
-        for start in range(first, last, _POSITIONS):
-            end = min(start + _POSITIONS, last)
+        for start in range(first, last, most):
+            end = min(start + most, last)
             blocks.append(_Block(start, end, negatives_GN[group : group + 1], shared=True))
     return blocks
 
 
 _POSITIONS = 256
 """Most positions of a block. Most sequences are shorter; a batch that shares its negatives is longer."""
+_NUMBERS = {"cpu": 2**20, "cuda": 2**26}
+"""Most numbers of one kind that a block has for its pairs: to fit a core's cache, or to fill the device."""
 _SINGLE = 64
 """Most positions of a block of single positions: each of their pairs has a copied row of an item."""
 
@@ -154,7 +162,13 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, block_loss: Callable[..., Tensor], examples: Examples, queries: int, items: int, *tensors: Tensor
+        ctx: Any,
+        block_loss: Callable[..., Tensor],
+        blocks: Sequence[_Block],
+        examples: Examples,
+        queries: int,
+        items: int,
+        *tensors: Tensor,
     ) -> Tensor:
         query, item = tensors[:queries], tensors[queries : queries + items]
         learned = [at for at in range(queries + items, len(tensors)) if tensors[at].requires_grad]
@@ -162,7 +176,7 @@ class _Blockwise(torch.autograd.Function):
         # FP32, because an item's gradient is the sum of many small ones.
         gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors] if needed else []
         total = query[0].new_zeros((), dtype=torch.float32)
-        for block in _blocks(examples):
+        for block in blocks:
             rows = slice(block.start, block.end)
             indices = torch.cat([examples.target_T[rows], block.negatives.flatten()])
             leaves = [tensor[rows].detach().requires_grad_(needed) for tensor in query]
@@ -188,7 +202,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *kept_gradients(ctx, scale)
+        return None, None, None, None, None, *kept_gradients(ctx, scale)
 
 
 def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
