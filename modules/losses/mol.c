@@ -61,17 +61,21 @@ int mol_level(void) { return level_of_machine(); }
 /* Loss and gradients of positions first..last, by what a level of those that the machine has can do: at 3 and 4
    the two sides are BF16, else FP32. 0, or -1 for want of memory. */
 int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int level) {
+    unsigned before = flush_subnormals();
+    int failed;
     switch (level) {
 #ifdef WITH_AMX
-    case 4: return run_amx(problem, first, last);
+    case 4: failed = run_amx(problem, first, last); break;
 #endif
 #ifdef X86
-    case 3: return run_bf16(problem, first, last);
-    case 2: return run_avx512(problem, first, last);
-    case 1: return run_avx2(problem, first, last);
+    case 3: failed = run_bf16(problem, first, last); break;
+    case 2: failed = run_avx512(problem, first, last); break;
+    case 1: failed = run_avx2(problem, first, last); break;
 #endif
-    default: return run_any(problem, first, last);
+    default: failed = run_any(problem, first, last);
     }
+    restore_subnormals(before);
+    return failed;
 }
 
 #else /* one variant */

@@ -44,18 +44,22 @@ int mol_scores_has(int level) {
 /* Scores of pairs first..last, by what a level that the machine has can do: at 3 and 4 products are of BF16 numbers,
    at 5 of INT8 (see mol_scores_int8.h for its limits), else of FP32. 0, or -1 for want of memory. */
 int mol_scores(const Scores *scores, int64_t first, int64_t last, int level) {
+    unsigned before = flush_subnormals();
+    int failed;
     switch (level) {
 #ifdef X86
-    case 5: return run_int8(scores, first, last);
+    case 5: failed = run_int8(scores, first, last); break;
 #ifdef WITH_AMX
-    case 4: return run_amx(scores, first, last);
+    case 4: failed = run_amx(scores, first, last); break;
 #endif
-    case 3: return run_bf16(scores, first, last);
-    case 2: return run_avx512(scores, first, last);
-    case 1: return run_avx2(scores, first, last);
+    case 3: failed = run_bf16(scores, first, last); break;
+    case 2: failed = run_avx512(scores, first, last); break;
+    case 1: failed = run_avx2(scores, first, last); break;
 #endif
-    default: return run_any(scores, first, last);
+    default: failed = run_any(scores, first, last);
     }
+    restore_subnormals(before);
+    return failed;
 }
 
 #else /* one variant */

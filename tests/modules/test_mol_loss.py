@@ -260,6 +260,13 @@ def test_autocast_sets_the_precision() -> None:
     assert all(gradient.dtype == torch.float32 for gradient in case.gradients(mixed))
 
 
+def test_subnormal_numbers_are_zero_in_it_alone(level: int, threads: None) -> None:
+    torch.set_num_threads(1)
+    tiny = torch.tensor([1e-40])
+    fused(make([20], 6, scale=40.0))
+    assert float(tiny * 0.5) > 0
+
+
 def test_without_gradients_the_value_is_the_same() -> None:
     case = make([9, 4], 20, rate=0.2)
     with torch.no_grad():
