@@ -373,29 +373,61 @@ static void (*const FN(tiles)[][8])(
 #undef PLACE
 #undef EACH_TILE
 
+#ifdef AVX512
+/* to[k, j] = rows[j][from + k], 16 words of 16 rows; `row` words lie between to[k] and to[k + 1]. */
+INLINE void FN(transpose)(const uint32_t *const *rows, int64_t from, uint32_t *to, int64_t row) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + from);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    /* a[4 g + k]: words k, k + 4, k + 8 and k + 12 of rows 4 g to 4 g + 3. */
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        __m512i low = _mm512_shuffle_i32x4(a[k], a[k + 4], 0x88), more = _mm512_shuffle_i32x4(a[k], a[k + 4], 0xdd);
+        __m512i high = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0x88);
+        __m512i most = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0xdd);
+        _mm512_storeu_si512(to + k * row, _mm512_shuffle_i32x4(low, high, 0x88));
+        _mm512_storeu_si512(to + (k + 4) * row, _mm512_shuffle_i32x4(more, most, 0x88));
+        _mm512_storeu_si512(to + (k + 8) * row, _mm512_shuffle_i32x4(low, high, 0xdd));
+        _mm512_storeu_si512(to + (k + 12) * row, _mm512_shuffle_i32x4(more, most, 0xdd));
+    }
+}
+#endif
+
 #ifdef AMX
-/* Its registers: 0 to 3 are sums, 2 x 2 of up to 16 rows and 16 columns; 4 and 5 are rows of the left side, 6 and 7
-   columns of the right side, of up to 16 words. */
+/* How AMX's tile registers are used: 0 to 3 are sums, 2 x 2 of up to 16 rows and 16 columns; 4 and 5 are rows of the
+   left side, 6 and 7 columns of the right side, of up to 16 words. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
-} FN(Registers);
+} FN(AmxConfig);
 
-INLINE void FN(set_up)(int64_t upper, int64_t lower, int64_t words) {
+INLINE void FN(amx_configure)(int64_t upper, int64_t lower, int64_t words) {
     lower = MAX(lower, 1);
-    FN(Registers) r = {
+    FN(AmxConfig) config = {
         .palette = 1,
         .row_bytes = {64, 64, 64, 64, (uint16_t)(4 * words), (uint16_t)(4 * words), 64, 64},
         .rows = {(uint8_t)upper, (uint8_t)upper, (uint8_t)lower, (uint8_t)lower, (uint8_t)upper, (uint8_t)lower,
                  (uint8_t)words, (uint8_t)words},
     };
-    _tile_loadconfig(&r);
+    _tile_loadconfig(&config);
 }
 
-/* At most 32 rows and 32 columns of c = from + a b, `words` of K at a time, in the registers as they are set up for
-   these rows. */
-INLINE void FN(square)(
+/* A block of c = from + a b, `words` of K at a time: rows as the registers are configured, with those of the lower
+   registers if `lower`, and 16 columns, or 32 if `right`. */
+INLINE void FN(amx_block)(
     const int lower, const int right, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b,
     int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
@@ -431,60 +463,34 @@ INLINE void FN(square)(
     if (lower && right) _tile_stored(3, c + 16 * c_row + 16, c_row * bytes);
 }
 
-/* Words [16, 16], the other way round. */
-INLINE void FN(turn)(const uint32_t *from, int64_t from_row, uint32_t *to, int64_t to_row) {
-    __m512i x[16], y[16];
-    for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + i * from_row);
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        _mm512_storeu_si512(to + i * to_row, _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * to_row, _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd));
-    }
-}
-
 /* As product below, where `words`, which are no more than 16, divide K, and the words of a's rows are dense. */
-static void FN(squares)(
+static void FN(amx_blocks)(
     int64_t rows, int64_t vectors, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b,
     int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
     for (int64_t row = 0, last = 0; row < rows; row += 32) {
         int64_t upper = MIN(16, rows - row), lower = MAX(0, MIN(16, rows - row - 16));
-        if (last != upper + lower) FN(set_up)(upper, lower, words);
+        if (last != upper + lower) FN(amx_configure)(upper, lower, words);
         last = upper + lower;
         for (int64_t vector = 0; vector < vectors; vector += 2) {
             const uint32_t *left = a + row * a_row, *right = b + vector * WIDTH;
             const float *start = from ? from + row * from_row + vector * WIDTH : NULL;
             float *to = c + row * c_row + vector * WIDTH;
             if (lower && vector + 1 < vectors)
-                FN(square)(1, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+                FN(amx_block)(1, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
             else if (lower)
-                FN(square)(1, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+                FN(amx_block)(1, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
             else if (vector + 1 < vectors)
-                FN(square)(0, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+                FN(amx_block)(0, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
             else
-                FN(square)(0, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+                FN(amx_block)(0, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
         }
     }
     _tile_release();
 }
 
-/* The product below by the registers; 0 where they do not fit. */
-static int FN(product_in_squares)(
+/* The product below with AMX; returns 0, having done nothing, for sizes that do not fit its registers. */
+static int FN(amx_product)(
     int64_t rows, int64_t vectors, int64_t K, const uint32_t *a, int64_t a_row, int64_t a_k, const uint32_t *b,
     int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
@@ -493,7 +499,7 @@ static int FN(product_in_squares)(
         int64_t words = MIN(K, 16);
         while (K % words) words--;
         if (words < 4) return 0;
-        FN(squares)(rows, vectors, K, words, a, a_row, b, b_k, from, from_row, c, c_row);
+        FN(amx_blocks)(rows, vectors, K, words, a, a_row, b, b_k, from, from_row, c, c_row);
         return 1;
     }
     if (a_row != 1 || K % 16 || rows % 16) return 0;
@@ -504,11 +510,13 @@ static int FN(product_in_squares)(
         const float *start = from ? from + row * from_row : NULL;
         for (int64_t k = 0; k < K; k += MOST) {
             int64_t deep = MIN(MOST, K - k);
-            for (int64_t i = 0; i < deep; i += 16)
-                for (int64_t j = 0; j < count; j += 16)
-                    FN(turn)(a + row + j + (k + i) * a_k, a_k, part + j * MOST + i, MOST);
+            for (int64_t i = 0; i < deep; i += 16) {
+                const uint32_t *lines[16];
+                for (int64_t line = 0; line < 16; line++) lines[line] = a + row + (k + i + line) * a_k;
+                for (int64_t j = 0; j < count; j += 16) FN(transpose)(lines, j, part + j * MOST + i, MOST);
+            }
             float *to = c + row * c_row;
-            FN(squares)(count, vectors, deep, 16, part, MOST, b + k * b_k, b_k, k ? to : start, k ? c_row : from_row,
+            FN(amx_blocks)(count, vectors, deep, 16, part, MOST, b + k * b_k, b_k, k ? to : start, k ? c_row : from_row,
                         to, c_row);
         }
     }
@@ -545,7 +553,7 @@ static void FN(product)(
     const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
 #ifdef AMX
-    if (FN(product_in_squares)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row)) return;
+    if (FN(amx_product)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row)) return;
 #endif
     FN(product_ahead)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row, NULL, 0);
 }

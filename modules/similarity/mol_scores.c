@@ -201,38 +201,6 @@ static void FN(convert)(int64_t type, const char *from, ELEMENT *to, int64_t cou
     }
 }
 
-#ifdef AVX512
-/* to[k, j] = rows[j][from + k], 16 words of 16 rows; `row` words lie between to[k] and to[k + 1]. */
-INLINE void FN(transpose)(const uint32_t *const *rows, int64_t from, uint32_t *to, int64_t row) {
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + from);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    /* a[4 g + k]: words k, k + 4, k + 8 and k + 12 of rows 4 g to 4 g + 3. */
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        __m512i low = _mm512_shuffle_i32x4(a[k], a[k + 4], 0x88), more = _mm512_shuffle_i32x4(a[k], a[k + 4], 0xdd);
-        __m512i high = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0x88);
-        __m512i most = _mm512_shuffle_i32x4(a[k + 8], a[k + 12], 0xdd);
-        _mm512_storeu_si512(to + k * row, _mm512_shuffle_i32x4(low, high, 0x88));
-        _mm512_storeu_si512(to + (k + 4) * row, _mm512_shuffle_i32x4(more, most, 0x88));
-        _mm512_storeu_si512(to + (k + 8) * row, _mm512_shuffle_i32x4(low, high, 0xdd));
-        _mm512_storeu_si512(to + (k + 12) * row, _mm512_shuffle_i32x4(more, most, 0xdd));
-    }
-}
-#endif
-
 /* Components of the block's items as words for a product from the right. */
 static void FN(load_words)(WORK *w, const ELEMENT *const *item_N, int64_t N) {
     int64_t I = w->q->I, C = w->q->C, n = 0;
