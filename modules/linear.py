@@ -25,6 +25,6 @@ class Linear(nn.Linear):
 
 
 def _padded(rows: int) -> int:
-    """The least multiple of 16 that is at least `rows` and has at most four significant bits beyond it."""
+    """`rows`, rounded up to a multiple of an eighth of the power of two below them, but of at least 16."""
     step = max(16, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step

@@ -94,8 +94,8 @@ static int level_of_machine(void) {
     return 0;
 }
 
-/* Results near zero become zero until `restore_subnormals` is given what it returns. Subnormal numbers, such as the e^x
-   of gates that are almost zero, would take a hundred times as long as others. */
+/* Results near zero become zero until `restore_subnormals` is given what it returns. Subnormal numbers, such as products
+   with gates that are almost zero, would take a hundred times as long as others. */
 static inline unsigned flush_subnormals(void) {
 #ifdef X86
     unsigned before = _mm_getcsr();
@@ -422,7 +422,8 @@ INLINE void FN(amx_configure)(int64_t upper, int64_t lower, int64_t words) {
         .rows = {(uint8_t)upper, (uint8_t)upper, (uint8_t)lower, (uint8_t)lower, (uint8_t)upper, (uint8_t)lower,
                  (uint8_t)words, (uint8_t)words},
     };
-    _tile_loadconfig(&config);
+    /* Not the intrinsic, which in some versions of GCC does not say that it reads all of it. */
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 
 /* A block of c = from + a b, `words` of K at a time: rows as the registers are configured, with those of the lower
@@ -432,6 +433,8 @@ INLINE void FN(amx_block)(
     int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
     const size_t bytes = sizeof(float);
+    /* The loads' intrinsics do not say that they read memory. */
+    __asm__ volatile("" : : : "memory");
     if (from) {
         _tile_loadd(0, from, from_row * bytes);
         if (right) _tile_loadd(1, from + 16, from_row * bytes);
@@ -531,6 +534,11 @@ static void FN(product_ahead)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
     const float *from, int64_t from_row, float *c, int64_t c_row, const char *const *ahead, int64_t lines
 ) {
+#ifdef AMX
+    for (int64_t line = 0; line < lines; line++) __builtin_prefetch(ahead[line]);
+    lines = 0;
+    if (FN(amx_product)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row)) return;
+#endif
     for (int64_t column = 0; column < vectors * WIDTH;) {
         int64_t wide = MIN(vectors - column / WIDTH, COLUMNS), most = wide == COLUMNS ? 6 : 8;
         for (int64_t row = 0; row < rows;) {
@@ -552,9 +560,6 @@ static void FN(product)(
     int64_t rows, int64_t vectors, int64_t K, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t b_k,
     const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
-#ifdef AMX
-    if (FN(amx_product)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row)) return;
-#endif
     FN(product_ahead)(rows, vectors, K, a, a_row, a_k, b, b_k, from, from_row, c, c_row, NULL, 0);
 }
 

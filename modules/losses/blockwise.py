@@ -135,11 +135,12 @@ class _Block:
 
 
 def _blocks(examples: Examples, most: int) -> list[_Block]:
-    """If all groups are single positions, blocks span groups; otherwise each group is one block or several, of at most
-    `most` positions."""
+    """Blocks of at most `most` positions. If all groups are single positions, blocks span groups; otherwise each group
+    is one block or several."""
     bounds, negatives_GN = examples.bounds, examples.negatives_GN
     if len(bounds) - 1 == bounds[-1] > 1 and all(end - start == 1 for start, end in pairwise(bounds)):
-        spans = [(start, min(start + _SINGLE, bounds[-1])) for start in range(0, bounds[-1], _SINGLE)]
+        most = min(most, _SINGLE)
+        spans = [(start, min(start + most, bounds[-1])) for start in range(0, bounds[-1], most)]
         return [_Block(start, end, negatives_GN[start:end], shared=False) for start, end in spans]
     blocks = []
     for group, (first, last) in enumerate(pairwise(bounds)):
@@ -152,7 +153,7 @@ def _blocks(examples: Examples, most: int) -> list[_Block]:
 _POSITIONS = 256
 """Most positions of a block. Most sequences are shorter; a batch that shares its negatives is longer."""
 _NUMBERS = {"cpu": 2**20, "cuda": 2**26}
-"""Most numbers of one kind that a block has for its pairs: to fit a core's cache, or to fill the device."""
+"""Most numbers in one array of a block, all pairs of its positions: with more of them, a CPU is slower."""
 _SINGLE = 64
 """Most positions of a block of single positions: each of their pairs has a copied row of an item."""
 

@@ -36,7 +36,7 @@ typedef struct {
     double others;
 } Softmax;
 
-enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (of 32) */
+enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (a multiple of 32) */
 
 /* modules/noise.py's counter hash. */
 static const uint32_t GOLDEN = 0x9E3779B9u, FIRST = 0x21F0AAADu, SECOND = 0x735A2D97u;
@@ -87,11 +87,13 @@ int mol_sampled_softmax(Problem *problem, int64_t first, int64_t last, int level
 #define DEEP 1
 #endif
 
-/* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. Words of
-   zeros follow, up to a multiple of DEEP. */
-static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, int64_t columns, uint32_t *words) {
+/* Words that pair rows 2k and 2k + 1 of x: the right side of a product whose inner sum runs over x's rows. Zeros follow,
+   up to `deep` words of each column. */
+static const void *FN(pair_rows)(
+    const ELEMENT *x, int64_t row, int64_t rows, int64_t columns, int64_t deep, uint32_t *words
+) {
 #ifdef BF16
-    memset(words + rows / 2 * row, 0, (UP(rows / 2, DEEP) - rows / 2) * row * sizeof(uint32_t));
+    memset(words + rows / 2 * row, 0, (deep - rows / 2) * row * sizeof(uint32_t));
     for (int64_t k = 0; k < rows / 2; k++)
         for (int64_t j = 0; j < columns; j += WIDTH) {
             VU low = __builtin_convertvector(*(const VHM *)(x + 2 * k * row + j), VU);
@@ -100,7 +102,7 @@ static const void *FN(pair_rows)(const ELEMENT *x, int64_t row, int64_t rows, in
         }
     return words;
 #else
-    (void)row, (void)rows, (void)columns, (void)words;
+    (void)row, (void)rows, (void)columns, (void)deep, (void)words;
     return x;
 #endif
 }
@@ -465,11 +467,11 @@ static void FN(gates_back)(WORK *w, int64_t start, int64_t first, int64_t last) 
     }
     /* For d_up [M, H] = logit^T d_hidden and d_down [M, H] = d_gate^T hidden. */
     uint32_t *words = w->words;
-    const void *logit = FN(pair_rows)(w->logit + first * Mp, Mp, even, Mp, words);
-    const void *d_hidden = FN(pair_rows)(w->d_hidden, Hp, even, Hp, words += BLOCK / 2 * Mp);
+    const void *logit = FN(pair_rows)(w->logit + first * Mp, Mp, even, Mp, deep, words);
+    const void *d_hidden = FN(pair_rows)(w->d_hidden, Hp, even, Hp, deep, words += BLOCK / 2 * Mp);
     FN(product)(w->M, Hp / WIDTH, deep, logit, 1, Mp, d_hidden, Hp, w->d_up, Hp, w->d_up, Hp);
-    const void *d_gate = FN(pair_rows)(w->d_gate, Mp, even, Mp, words += BLOCK / 2 * Hp);
-    const void *hidden = FN(pair_rows)(w->hidden + first * Hp, Hp, even, Hp, words += BLOCK / 2 * Mp);
+    const void *d_gate = FN(pair_rows)(w->d_gate, Mp, even, Mp, deep, words += BLOCK / 2 * Hp);
+    const void *hidden = FN(pair_rows)(w->hidden + first * Hp, Hp, even, Hp, deep, words += BLOCK / 2 * Mp);
     FN(product)(w->M, Hp / WIDTH, deep, d_gate, 1, Mp, hidden, Hp, w->d_down, Hp, w->d_down, Hp);
 
     int64_t local = first / N1, n = first % N1;
@@ -491,7 +493,7 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
     const Problem *q = w->q;
     int64_t U = q->U, I = q->I, C = q->C, Cp = w->Cp, Ip = w->Ip, row = w->side / PER_WORD;
     int64_t I_words = UP(I, PER_WORD) / PER_WORD, NI_words = UP(w->N * I, PER_WORD) / PER_WORD;
-    int64_t U_words = w->Up / PER_WORD;
+    int64_t U_words = w->Up / PER_WORD, deep = UP(count * U_words, DEEP);
     for (int64_t local = 0; local < count; local++) {
         const ELEMENT *d_side = w->d_side + local * w->Up * w->side;
         float *d = w->d_target;
@@ -500,7 +502,7 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
         if (NI_words) FN(product)(U, Cp / WIDTH, NI_words, d_side, row, 1, w->item_back, Cp, d, Cp, d, Cp);
         for (int64_t u = 0; u < U; u++)
             FN(deliver)(w, q->d_query_TUC + ((start + local) * U + u) * C, d + u * Cp, C);
-        const void *words = FN(pair_rows)(d_side + w->NIp, w->side, w->Up, Ip, w->words);
+        const void *words = FN(pair_rows)(d_side + w->NIp, w->side, w->Up, Ip, U_words, w->words);
         FN(product)(C, Ip / WIDTH, U_words, w->query_words + local * U_words * Cp, 1, Cp, words, w->side, NULL, 0, d,
                     Ip);
         int64_t target = q->target_T[start + local];
@@ -510,8 +512,8 @@ static void FN(components_back)(WORK *w, int64_t start, int64_t count) {
         float *d_gate = w->d_item_gate + (w->N + local) * w->Mp;
         for (int64_t m = 0; m < w->M; m++) gate[m] += d_gate[m], d_gate[m] = 0;
     }
-    const void *words = FN(pair_rows)(w->d_side, w->side, count * w->Up, w->NIp, w->words);
-    FN(product)(C, w->NIp / WIDTH, UP(count * U_words, DEEP), w->query_words, 1, Cp, words, w->side, w->d_item, w->NIp,
+    const void *words = FN(pair_rows)(w->d_side, w->side, count * w->Up, w->NIp, deep, w->words);
+    FN(product)(C, w->NIp / WIDTH, deep, w->query_words, 1, Cp, words, w->side, w->d_item, w->NIp,
                 w->d_item, w->NIp);
 }
 

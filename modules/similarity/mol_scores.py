@@ -92,7 +92,7 @@ class _Scores(ctypes.Structure):
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """mol_scores.c's numbers of types."""
 _BF16, _AMX, _INT8 = 3, 4, 5
-"""mol_scores.c's levels at which products are of BF16, twice, and INT8 numbers."""
+"""mol_scores.c's levels at which products are of BF16 numbers, by AVX-512 and by AMX, and of INT8 numbers."""
 _LEVEL = _INT8
 """The best level to use, if the machine has it."""
 _PAIRS = 2048

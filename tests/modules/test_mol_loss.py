@@ -220,22 +220,32 @@ def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pyte
     assert not all(torch.equal(a, b) for a, b in zip(results[1], results[3], strict=True)), "one worker did it all"
 
 
+@pytest.mark.parametrize("level", [level for level in LEVELS if level >= mol_loss._BF16], indirect=True)
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 @pytest.mark.parametrize(
-    ("lengths", "N", "shape"),
+    ("lengths", "N", "shape", "tile"),
     [
-        ([100, 60], 64, (8, 8, 32, 128)),
-        ([7, 0, 30], 700, (8, 8, 32, 128)),
-        ([50, 3], 9, (8, 4, 64, 40)),
-        ([40, 41], 31, (4, 4, 32, 128)),
-        ([20, 20], 128, (9, 16, 16, 48)),
-        ([33, 5], 20, (3, 5, 20, 17)),
+        ([100, 60], 64, (8, 8, 32, 128), 1024),
+        ([7, 0, 30], 700, (8, 8, 32, 128), 1024),
+        ([7, 0, 30], 100, (8, 8, 32, 128), 33),
+        ([1] * 40, 9, (8, 8, 32, 128), 1024),
+        ([50, 3], 9, (8, 4, 64, 40), 4),
+        ([40, 41], 31, (4, 4, 32, 128), 1024),
+        ([20, 20], 128, (9, 16, 16, 48), 1024),
+        ([33, 5], 20, (3, 5, 20, 17), 1024),
     ],
 )
 def test_bf16_is_as_close_as_its_inputs_are(
-    level: int, lengths: list[int], N: int, shape: tuple[int, int, int, int], rate: float
+    level: int,
+    lengths: list[int],
+    N: int,
+    shape: tuple[int, int, int, int],
+    tile: int,
+    rate: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Loss to 2^-10, each gradient to 2^-6 of its norm, from FP32 of the same BF16 sides."""
+    monkeypatch.setattr(mol_loss, "_TILE", tile)
     case = make(lengths, N, shape=shape, rate=rate).to(torch.bfloat16)
     exact = case.to(torch.float32)
     half, full = fused(case), fused(exact)
@@ -260,7 +270,7 @@ def test_autocast_sets_the_precision() -> None:
     assert all(gradient.dtype == torch.float32 for gradient in case.gradients(mixed))
 
 
-def test_subnormal_numbers_are_zero_in_it_alone(level: int, threads: None) -> None:
+def test_the_thread_has_subnormal_numbers_afterwards(level: int, threads: None) -> None:
     torch.set_num_threads(1)
     tiny = torch.tensor([1e-40])
     fused(make([20], 6, scale=40.0))

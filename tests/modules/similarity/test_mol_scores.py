@@ -69,7 +69,7 @@ def test_fp32_is_the_similarity(shape: tuple[int, int, int, int], level: int) ->
     torch.testing.assert_close(found, plain(mol, query, item, item_P, bounds).float(), rtol=1e-5, atol=2e-5)
 
 
-def test_subnormal_numbers_are_zero_in_it_alone(level: int) -> None:
+def test_the_thread_has_subnormal_numbers_afterwards(level: int) -> None:
     mol = mol_of(*SHAPES[0])
     query, item = sides_of(mol, 1, 9)
     assert mol_scores(query, item, mol.pair_parameters(), torch.arange(9), [0, 9]) is not None
