@@ -75,7 +75,7 @@ FEATURES = {"model.encoder.kind": "pooled", "model.features": ("all",), "model.h
 ML_20M = {"model.dim": 256, "model.encoder.blocks": 4, "model.encoder.heads": 8}
 DATASETS = {
     "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}, hstu="ml-1m-hstu"),
-    "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {"train.patience": 4}),
+    "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {}),
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
     "beauty": Data("amazon-dot", "hr@200", SPARSE, {}),
     "games": Data("amazon-dot", "hr@200", SPARSE, {}),
