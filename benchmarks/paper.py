@@ -43,6 +43,7 @@ from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
+from logitmix.trainer.evaluate import means
 from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path
 
 Settings = Mapping[str, Any]
@@ -242,7 +243,7 @@ class Options:
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
-        table = PAPER["movielens"] if self.table in ("rank", "groups") else PAPER[self.table]
+        table = PAPER.get(self.table, PAPER["movielens"])
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
         if strange := set(wanted) - set(table):
             raise SystemExit(
@@ -285,12 +286,15 @@ class Cell:
             return None
         return Cell(self.dataset, f"{encoder}{plus}dot", self.seed)
 
+    def run(self, options: Options) -> Path:
+        return Path(options.out) / self.name
+
     def settings(self, options: Options) -> dict[str, Any]:
         data = DATASETS[self.dataset]
         settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
         settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
         if start := self.start:
-            settings |= FROM_DOT | {"warm_start": str(Path(options.out) / start.name)}
+            settings |= FROM_DOT | {"warm_start": str(start.run(options))}
         if self.method.endswith("mol-quarter-negatives"):
             settings["model.loss.negatives"] = FROM_DOT["model.loss.negatives"] // 4
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
@@ -313,10 +317,10 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
 def train(cell: Cell, options: Options) -> dict[str, Any]:
     if cell.start:
         result(cell.start, options)
-        if not (refit_path(Path(options.out) / cell.start.name) / "results.json").exists():
+        if not (refit_path(cell.start.run(options)) / "results.json").exists():
             # Its result is known, but its run and refit, from which this cell's begin, are not here.
             train(cell.start, options)
-    run, settings = Path(options.out) / cell.name, cell.settings(options)
+    run, settings = cell.run(options), cell.settings(options)
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     logitmix("train", cell.recipe, *words, "--run", str(run))
@@ -388,8 +392,8 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
-    if options.table in ("rank", "groups"):
-        (ranks if options.table == "rank" else analyse_groups)(options)
+    if analyse := {"rank": ranks, "groups": analyse_groups}.get(options.table):
+        analyse(options)
         return
     rows = []
     for dataset, methods in options.chosen():
@@ -447,7 +451,7 @@ def ranks(options: Options) -> None:
         Console().print(table)
         table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learnt phi")
         for method in methods:
-            run = Path(options.out) / Cell(dataset, method, 0).name
+            run = Cell(dataset, method, 0).run(options)
             if (run / "results.json").exists():
                 table.add_row(method, str(rank_of_scores(run)), str(RANK_OF_SCORES.get(method, "")))
         Console().print(table)
@@ -483,13 +487,13 @@ def analyse_groups(options: Options) -> None:
 
 def refits(dataset: str, method: str, options: Options) -> list[Path]:
     """Those that are finished."""
-    paths = [refit_path(Path(options.out) / Cell(dataset, method, seed).name) for seed in range(options.seeds)]
+    paths = [refit_path(Cell(dataset, method, seed).run(options)) for seed in range(options.seeds)]
     return [path for path in paths if (path / "results.json").exists()]
 
 
 def hit_rates(rank_U: np.ndarray, groups: Sequence[np.ndarray]) -> list[float]:
     """HR@10 of each group of users."""
-    return [float((rank_U[group] <= 10).mean()) for group in groups]
+    return [means(rank_U[group])["hr@10"] for group in groups]
 
 
 @torch.no_grad()
@@ -556,9 +560,9 @@ def popularity(rows: list[dict[str, Any]], options: Options) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     edges = np.concatenate([[0, 1], 2 ** np.arange(1, 13)])
-    drawn = [row for row in rows if (Path(options.out) / Cell(row["dataset"], row["method"], 0).name).exists()]
+    drawn = [row for row in rows if Cell(row["dataset"], row["method"], 0).run(options).exists()]
     for number, row in enumerate(drawn):
-        run = final_run(Path(options.out) / Cell(row["dataset"], row["method"], 0).name)
+        run = final_run(Cell(row["dataset"], row["method"], 0).run(options))
         best = scores(run).topk(10).indices.flatten().numpy()
         recommended = np.bincount(best, minlength=load_dataset(load_saved(run).config.data.path).num_items)
         share, _ = np.histogram(recommended, [*edges, np.inf])

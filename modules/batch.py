@@ -8,7 +8,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,7 +36,8 @@ class Packing:
         self.row_T = torch.arange(first_row, first_row + total)
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
-        self.grouped_T, self.groups = _grouped(self.bounds)
+        first_B, self.groups = _groups(lengths_B)
+        self.grouped_T = first_B[sequence_T] + self.position_T
         self.last_B = self.offset_B[1:] - 1
         self.time_T, self.asked_T = time_T, asked_T
 
@@ -68,21 +68,19 @@ _LIKE = 1.5
 """The longest sequence of a group by its shortest, at most; a few positions more do not count."""
 
 
-def _grouped(bounds: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Where the positions lie if only sequences of like lengths are padded together, group after group, [T]; and the
-    groups' sequences and padded lengths."""
-    lengths = np.diff(bounds)
-    order = np.argsort(lengths, kind="stable")
-    place_T, groups, first, base = np.empty(bounds[-1], np.int64), [], 0, 0
-    while first < len(order):
-        last = first + np.searchsorted(lengths[order[first:]], _LIKE * lengths[order[first]] + 4, side="right")
-        longest = lengths[order[last - 1]]
-        for row, sequence in enumerate(order[first:last]):
-            start = base + row * longest
-            place_T[bounds[sequence] : bounds[sequence + 1]] = np.arange(start, start + lengths[sequence])
-        groups.append((int(last - first), int(longest)))
-        first, base = last, base + (last - first) * longest
-    return torch.from_numpy(place_T), groups
+def _groups(lengths_B: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Where the sequences begin if only those of like lengths are padded together, group after group, [B]; and the
+    groups' numbers of sequences and padded lengths."""
+    sorted_B, order_B = lengths_B.sort(stable=True)
+    lengths, first_B, groups = sorted_B.numpy(), torch.empty_like(order_B), list[tuple[int, int]]()
+    start = base = 0
+    while start < len(lengths):
+        end = int(lengths.searchsorted(_LIKE * lengths[start] + 4, side="right"))
+        sequences, longest = end - start, int(lengths[end - 1])
+        first_B[order_B[start:end]] = base + longest * torch.arange(sequences)
+        groups.append((sequences, longest))
+        start, base = end, base + sequences * longest
+    return first_B, groups
 
 
 class Bags(NamedTuple):

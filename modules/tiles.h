@@ -429,8 +429,8 @@ INLINE void FN(amx_configure)(int64_t upper, int64_t lower, int64_t words) {
 /* A block of c = from + a b, `words` of K at a time: rows as the registers are configured, with those of the lower
    registers if `lower`, and 16 columns, or 32 if `right`. */
 INLINE void FN(amx_block)(
-    const int lower, const int right, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b,
-    int64_t b_k, const float *from, int64_t from_row, float *c, int64_t c_row
+    int lower, int right, int64_t K, int64_t words, const uint32_t *a, int64_t a_row, const uint32_t *b, int64_t b_k,
+    const float *from, int64_t from_row, float *c, int64_t c_row
 ) {
     const size_t bytes = sizeof(float);
     /* The loads' intrinsics do not say that they read memory. */
@@ -479,14 +479,8 @@ static void FN(amx_blocks)(
             const uint32_t *left = a + row * a_row, *right = b + vector * WIDTH;
             const float *start = from ? from + row * from_row + vector * WIDTH : NULL;
             float *to = c + row * c_row + vector * WIDTH;
-            if (lower && vector + 1 < vectors)
-                FN(amx_block)(1, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
-            else if (lower)
-                FN(amx_block)(1, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
-            else if (vector + 1 < vectors)
-                FN(amx_block)(0, 1, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
-            else
-                FN(amx_block)(0, 0, K, words, left, a_row, right, b_k, start, from_row, to, c_row);
+            FN(amx_block)(lower > 0, vector + 1 < vectors, K, words, left, a_row, right, b_k, start, from_row, to,
+                          c_row);
         }
     }
     _tile_release();

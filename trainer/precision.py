@@ -1,9 +1,9 @@
 """The precision of a run with train.precision auto: BF16 on CUDA; on a CPU the faster one.
 
-On a CPU either can be faster: BF16 speeds up large products, but oneDNN compiles BF16 products again for the shapes of
-each batch, which costs a small model more than it saves. So the run's first batches are computed in both precisions,
-each batch once in each, as in training. This does not affect the run: it uses a separate tower, random rows, and a
-separate generator of random numbers.
+On a CPU either can be faster: BF16 speeds up large products, but conversions, and products that oneDNN compiles again
+for the shapes of a batch, cost a small model more than it saves. So the run's first batches are computed in both
+precisions, each batch once in each, as in training. This does not affect the run: it uses a separate tower, random
+rows, and a separate generator of random numbers.
 """
 
 import time
