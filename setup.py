@@ -24,6 +24,13 @@ setup(
             optional=True,
         ),
         Extension(
+            "logitmix.modules._noise",
+            ["modules/noise.c"],
+            depends=["setup.py", "modules/noise.h"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
+        Extension(
             "logitmix.modules._stage1",
             ["modules/stage1.c"],
             depends=["setup.py"],
@@ -41,7 +48,7 @@ setup(
         Extension(
             "logitmix.modules.losses._mol",
             ["modules/losses/mol.c"],
-            depends=["setup.py", "modules/tiles.h"],
+            depends=["setup.py", "modules/tiles.h", "modules/noise.h"],
             extra_compile_args=FLAGS,
             libraries=["m"],
             optional=True,

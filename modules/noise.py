@@ -4,11 +4,17 @@ Initial weights and dropout masks must not depend on the sharding of tables, the
 work. So each number is a hash of (key, row, column): any rank can compute any part of the global array.
 """
 
+import ctypes
 import hashlib
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from logitmix.common.compiled import compiled_library, in_threads
 
 
 def derive_key(*parts: int | str) -> int:
@@ -51,12 +57,14 @@ class Noise:
         """
         if rate == 0 or len(x) == 0:
             return x
-        drop = threshold(rate)
+        key, drop = derive_key(self.key, site), threshold(rate)
+        if x.device.type == "cpu" and x.dtype in _COMPILED and _library() is not None:
+            return _Dropped.apply(x, rows_R, key, drop)
         width = x[0].numel()
         columns = torch.arange((width + 1) // 2, device=x.device)
-        lanes = random_bits(derive_key(self.key, site), rows_R, columns).view(torch.int16)
+        lanes = random_bits(key, rows_R, columns).view(torch.int16)
         keep = lanes[:, :width].reshape(x.shape) >= drop - 32768
-        return x * (keep.to(x.dtype) * (65536 / (65536 - drop)))
+        return x * (keep.to(x.dtype) * _scale(drop))
 
     def without_rows(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
         """Zero a share `rate` of the rows of x [R, C], whole, and leave the others as they are; otherwise as
@@ -64,6 +72,61 @@ class Noise:
         if rate == 0:
             return x
         return x * (self.dropout(x.new_ones(len(x), 1), rate, site, rows_R) > 0)
+
+
+def _scale(drop: int) -> float:
+    return 65536 / (65536 - drop)
+
+
+class _Dropped(torch.autograd.Function):
+    """The compiled form of `Noise.dropout`, bit for bit: one pass forward, one backward that makes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+        ctx.save_for_backward(rows_R)
+        ctx.mask = key, drop
+        return _dropped(x, rows_R, key, drop)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _dropped(gradient, *ctx.saved_tensors, *ctx.mask), None, None, None
+
+
+def _dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+    library = _library()
+    assert library is not None and rows_R.shape == x.shape[:1] and rows_R.dtype == torch.int64
+    x, rows_R = x.contiguous(), rows_R.contiguous()
+    out, R, W = torch.empty_like(x), len(x), x[0].numel()
+    # In the type of x, as torch multiplies by it.
+    scale = float(torch.tensor(_scale(drop), dtype=x.dtype))
+    workers = max(1, min(torch.get_num_threads(), x.numel() // _NUMBERS_A_THREAD))
+
+    def work(part: int) -> None:
+        first, end = (R * at // workers for at in (part, part + 1))
+        x_part, out_part, row_part = (tensor[first:].data_ptr() for tensor in (x, out, rows_R))
+        sizes = end - first, W, x.dtype == torch.bfloat16
+        library.noise_dropout(x_part, out_part, row_part, *sizes, key, drop - 32768, scale)
+
+    in_threads(work, workers)
+    return out
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+_NUMBERS_A_THREAD = 2**16
+"""Fewer than these are not worth another thread."""
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled form; None where it was not built (setup.py) or does not load."""
+    library = compiled_library("logitmix.modules._noise")
+    if library is not None:
+        library.noise_dropout.argtypes = [
+            *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_int, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float
+        ]  # fmt: skip
+        library.noise_dropout.restype = None
+    return library
 
 
 _LOW = 0xFFFFFFFF

@@ -13,6 +13,8 @@
 
 #include <stdint.h>
 
+#include "../noise.h"
+
 /* Mirrored in mol_loss.py. Without gradients (d_query null) only the loss is made. Gradients of the query side are
    written; all others are added to. d_* and the cross gate are FP32, the two sides are in the precision's type. */
 typedef struct {
@@ -37,20 +39,6 @@ typedef struct {
 } Softmax;
 
 enum { CHUNK = 640, BLOCK = 96 }; /* pairs of a chunk, pairs that pass through the gate's MLP at once (a multiple of 32) */
-
-/* modules/noise.py's counter hash. */
-static const uint32_t GOLDEN = 0x9E3779B9u, FIRST = 0x21F0AAADu, SECOND = 0x735A2D97u;
-
-static inline uint32_t mix(uint32_t x) {
-    x = (x ^ x >> 16) * FIRST;
-    x = (x ^ x >> 15) * SECOND;
-    return x ^ x >> 15;
-}
-
-static inline uint32_t row_hash(uint64_t key, int64_t row) {
-    uint32_t x = mix((uint32_t)row ^ (uint32_t)key);
-    return mix(x ^ (uint32_t)(row >> 32) ^ (uint32_t)(key >> 32));
-}
 
 #define SOURCE "losses/mol.c"
 #include "../tiles.h"
@@ -215,7 +203,7 @@ static void FN(load_cross_gate)(WORK *w) {
     memcpy(w->up_bias, q->up_H, q->H * sizeof(float));
     memcpy(w->down_bias, q->down_M, w->M * sizeof(float));
     for (int64_t m = 0; m < w->M; m++) {
-        w->column[m] = mix((uint32_t)(m / 2) ^ GOLDEN);
+        w->column[m] = column_hash(m);
         w->shift[m] = m % 2 ? 0 : 16;
         w->valid[m] = -1;
     }
