@@ -126,7 +126,8 @@ class TrainConfig:
     """When the best checkpoint has been chosen on validation, train anew for as many epochs on the validation actions
     too, in RUN/refit. Export and the evaluation of the test part then take that model."""
     schedule: ScheduleName = "constant"
-    """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs."""
+    """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs, or of
+    train.minutes if that comes first."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
     clip: float = 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from logitmix.comm.collectives import agreed, on_first_rank, on_first_rank_at_length
+from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, fetched_run, shown
@@ -76,7 +76,7 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
     def begin() -> Config:
         epochs = epochs_of_refit(run)
         print(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}", file=sys.stderr)
-        return refit_config(read_config(run), epochs)
+        return refit_config(run, epochs)
 
     return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks)
 
@@ -135,7 +135,7 @@ def _steps(
         Pipeline(model, optimizer, batches.at, total, done) as pipeline,
         checkpoint.Saver(run, model, optimizer) as saver,
     ):
-        finished = pipeline.step >= last or _out_of_time(pipeline)
+        finished = pipeline.step >= last or pipeline.out_of_time()
         due = done.step > 0 and (finished or done.step % evaluate_every == 0)
         if due and evaluation and config.data.validation and not done.validation:
             # A signal ended the job before this step was evaluated.
@@ -151,7 +151,7 @@ def _steps(
                 telemetry.log_skipped(pipeline, batches.users_of(pipeline.step - 1))
             saver.poll()
             stopped = stopping.agreed()
-            finished = pipeline.step == last or _out_of_time(pipeline)
+            finished = pipeline.step == last or pipeline.out_of_time()
             pipeline.apply_gradients(prefetch=not (finished or stopped))
 
             step, epoch = pipeline.step, pipeline.step / batches.steps_per_epoch
@@ -186,12 +186,6 @@ def _evaluated(pipeline: Pipeline, evaluation: Evaluation, telemetry: Telemetry,
     validation = evaluation("validation", model.tower, model.sharded_rows())
     telemetry.log_evaluation("validation", pipeline.step, epoch, validation)
     return replace(pipeline.progress, validation=validation)
-
-
-def _out_of_time(pipeline: Pipeline) -> bool:
-    """Whether the run has used up its train.minutes, on any rank. Collective."""
-    minutes = pipeline.model.config.train.minutes
-    return minutes > 0 and agreed(pipeline.clock.total >= minutes * 60, pipeline.model.ranks)
 
 
 def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> bool:

@@ -95,6 +95,8 @@ class Pipeline:
     """Norm of the dense gradients."""
     total_norm: Tensor | None
     """Norm of all gradients, including the rows', before clipping; None without clipping."""
+    time_passed: float
+    """The share of train.minutes that had passed when `out_of_time` was last asked; 0 without a limit."""
     learning_rates: dict[str, float]
     wire_counts: Tensor | None
     """The result of `Wire.pop_counts`, if the step is logged."""
@@ -113,6 +115,7 @@ class Pipeline:
         self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
         self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
         self.clock = Clock(model.ranks.device, done.seconds)
+        self.time_passed = 0.0
         self.state: State = "no rows sent"
         self.broken_rank, self._in_a_row = -1, 0
         self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
@@ -226,6 +229,13 @@ class Pipeline:
         if step := largest(int(self._first_nonfinite), self.model.ranks):
             raise ValueError(_not_finite(f"step {step}"))
 
+    def out_of_time(self) -> bool:
+        """Whether the run has used up its train.minutes, on any rank; the learning rates follow that rank's time.
+        Collective."""
+        if limit := self.model.config.train.minutes * 60_000:
+            self.time_passed = largest(round(self.clock.total * 1000), self.model.ranks) / limit
+        return self.time_passed >= 1
+
     def apply_gradients(self, prefetch: bool = True) -> None:
         """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
         each part as soon as it is updated."""
@@ -292,7 +302,8 @@ class Pipeline:
 
     def _set_learning_rates(self) -> None:
         config = self.model.config
-        factor = learning_rate_factor(config.train.schedule, config.train.warmup_steps, self.step, self.total)
+        train = config.train
+        factor = learning_rate_factor(train.schedule, train.warmup_steps, self.step, self.total, self.time_passed)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * config.dense.lr
         self.model.table_optimizers.begin_step(factor)

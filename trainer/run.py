@@ -20,6 +20,7 @@ logs/             under torchx, what each process of each job has said: JOB/atte
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -154,15 +155,27 @@ def epochs_of_refit(run: Path) -> float:
     return epochs
 
 
-def refit_config(config: Config, epochs: float) -> Config:
-    """The settings of the refit of a run with these settings: the best checkpoint was that after these epochs. It
-    starts from the refit of the run that the run started from, if that has one. ValueError if that is not finished."""
+def refit_config(run: Path, epochs: float) -> Config:
+    """The settings of the refit of a run whose best checkpoint was that after these epochs: the learning rates of the
+    run, without its limits of time and patience. It starts from the refit of the run that the run started from, if
+    that has one. ValueError if that is not finished."""
+    config = read_config(run)
+    train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs)
     return replace(
         config,
         warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "",
         data=replace(config.data, validation=False),
-        train=replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs),
+        train=replace(train, epochs=_epochs_of_schedule(run, config)),
     )
+
+
+def _epochs_of_schedule(run: Path, config: Config) -> int:
+    """The epochs over which a run's learning rates fell: all, or those that there was time for."""
+    epochs, minutes = config.train.epochs, config.train.minutes
+    if not minutes or not (run / "results.json").exists():
+        return epochs
+    done, seconds = read_rows(run)[-1]["epoch"], read_results(run)["seconds"]
+    return min(epochs, math.ceil(done * max(1.0, minutes * 60 / seconds)))
 
 
 def read_schema(run: Path) -> Schema:

@@ -59,6 +59,16 @@ def test_it_trains_for_the_epochs_of_the_best_checkpoint(tmp_path: Path) -> None
     assert read_config(run / "refit").train.stop_after_epochs == 1
 
 
+def test_rates_that_fell_with_the_time_fall_over_as_many_epochs(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    timed = {"train.epochs": 9000, "train.minutes": 0.02, "train.schedule": "linear", "train.log_every": 1}
+    train(small_config(data, FP32 | timed | {"train.refit": True}), run)
+    rates = [row["learning_rate/dense"] for row in read_rows(run, "train")]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
+    of_refit, done = read_config(run / "refit").train, read_rows(run)[-1]["epoch"]
+    assert of_refit.minutes == 0 and of_refit.stop_after_epochs <= done <= of_refit.epochs < done + 1
+
+
 def test_export_and_the_test_take_the_refit_and_validation_the_run(tmp_path: Path) -> None:
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     train(small_config(data, FP32 | {"train.epochs": 2, "train.refit": True}), run)

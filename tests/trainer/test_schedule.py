@@ -12,15 +12,15 @@ def test_every_schedule_has_a_name_that_can_be_configured() -> None:
 
 def test_a_schedule_starts_at_the_configured_rate_and_stays_within_it() -> None:
     for schedule in SCHEDULES.values():
-        factors = [schedule(step, 50) for step in range(1, 51)]
+        factors = [schedule(step / 50) for step in range(50)]
         assert factors[0] == 1 and all(0 < factor <= 1 for factor in factors)
 
 
 def test_schedules_as_they_are_defined() -> None:
-    assert [constant(step, 3) for step in (1, 2, 3)] == [1, 1, 1]
-    assert [cosine(step, 4) for step in (1, 3)] == [1, pytest.approx(0.5)]
-    assert cosine(4, 4) == pytest.approx((1 + cos(pi * 3 / 4)) / 2)
-    assert [linear(step, 4) for step in (1, 2, 3, 4)] == [1, 0.75, 0.5, 0.25]
+    quarters = (0, 0.25, 0.5, 0.75)
+    assert [constant(passed) for passed in quarters] == [1, 1, 1, 1]
+    assert [cosine(passed) for passed in quarters] == [pytest.approx((1 + cos(pi * each)) / 2) for each in quarters]
+    assert [linear(passed) for passed in quarters] == [1, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4, 100])
@@ -31,6 +31,12 @@ def test_the_warm_up_rises_linearly_from_zero(warmup_steps: int) -> None:
 
 def test_a_schedule_runs_over_the_steps_after_the_warm_up() -> None:
     factors = [learning_rate_factor("cosine", 4, step, 10) for step in range(1, 11)]
-    assert factors == [0.25, 0.5, 0.75, 1.0, *(cosine(step, 6) for step in range(1, 7))]
+    assert factors == [0.25, 0.5, 0.75, 1.0, *(cosine(step / 6) for step in range(6))]
     # All of it warm-up.
     assert learning_rate_factor("cosine", 4, 4, 4) == 1
+
+
+def test_a_schedule_ends_with_the_time_if_that_ends_before_the_steps() -> None:
+    factors = [learning_rate_factor("linear", 2, 6, 10, of_time) for of_time in (0.0, 0.375, 0.5, 1.0, 1.1)]
+    assert factors == [0.625, 0.625, 0.5, 0.0, 0.0]
+    assert learning_rate_factor("linear", 2, 2, 10, 0.9) == 1
