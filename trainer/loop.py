@@ -29,7 +29,6 @@ from logitmix.trainer.run import (
     epochs_of_refit,
     evaluations_since_best,
     peeked_best,
-    read_config,
     refit_config,
     refit_path,
     run_lock,
