@@ -40,7 +40,7 @@ $(LOCKED): $(wildcard requirements/*.txt)
 	@touch $@
 
 # Type checkers and editors do not read the mapping of an editable install: they get the folders under their namespace.
-$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard comm/*.c modules/*.[ch] modules/*/*.c)
+$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.h comm/*.c modules/*.[ch] modules/*/*.[ch])
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@mkdir -p build/namespace/logitmix
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/namespace/logitmix/$$package; done

@@ -19,14 +19,14 @@ setup(
         Extension(
             "logitmix.comm._fp8",
             ["comm/fp8.c"],
-            depends=["setup.py"],
+            depends=["setup.py", "common/cpu.h"],
             extra_compile_args=[*FLAGS, "-ffp-contract=off"],
             optional=True,
         ),
         Extension(
             "logitmix.modules._noise",
             ["modules/noise.c"],
-            depends=["setup.py", "modules/noise.h"],
+            depends=["setup.py", "common/cpu.h", "modules/noise.h"],
             extra_compile_args=FLAGS,
             optional=True,
         ),

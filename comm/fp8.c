@@ -10,14 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "../common/cpu.h"
 
-/* One library, the best instructions of the processor that it finds itself on. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
+#define INLINE static inline __attribute__((always_inline))
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -3,27 +3,25 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "../common/cpu.h"
 #include "noise.h"
-
-/* One library, the best instructions of the processor that it finds itself on. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
 
 enum { BLOCK = 512 }; /* columns at once; even, because two columns share their bits */
 
-/* x * scale where 16 random bits, as a signed number, are at least `least`, else x * 0. */
+/* The factor of a number: scale where 16 random bits, as a signed number, are at least `least`, else 0. */
+static inline __attribute__((always_inline)) float factor(
+    uint32_t column, uint32_t row, int32_t shift, int32_t least, float scale
+) {
+    return (int32_t)(mix(column ^ row) << shift) >> 16 >= least ? scale : 0;
+}
+
 FOR_EACH_CPU
 static void drop_fp32(
     const float *x, float *out, const uint32_t *column, const int32_t *shift, ptrdiff_t count, uint32_t row,
     int32_t least, float scale
 ) {
-    for (ptrdiff_t i = 0; i < count; ++i) {
-        int32_t bits = (int32_t)(mix(column[i] ^ row) << shift[i]) >> 16;
-        out[i] = x[i] * (bits >= least ? scale : 0);
-    }
+    for (ptrdiff_t i = 0; i < count; ++i)
+        out[i] = x[i] * factor(column[i], row, shift[i], least, scale);
 }
 
 /* The same in BF16, rounded to the nearest. */
@@ -33,11 +31,10 @@ static void drop_bf16(
     int32_t least, float scale
 ) {
     for (ptrdiff_t i = 0; i < count; ++i) {
-        int32_t bits = (int32_t)(mix(column[i] ^ row) << shift[i]) >> 16;
         uint32_t word = (uint32_t)x[i] << 16;
         float number;
         memcpy(&number, &word, sizeof number);
-        number *= bits >= least ? scale : 0;
+        number *= factor(column[i], row, shift[i], least, scale);
         memcpy(&word, &number, sizeof word);
         out[i] = (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
     }

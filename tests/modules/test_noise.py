@@ -6,6 +6,7 @@ million or less.
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -263,7 +264,8 @@ def test_nothing_can_be_dropped_from_nothing(shape: tuple[int, ...]) -> None:
 def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Tensor]]:
     """The result of a function with the compiled dropout and with plain torch's."""
     if noise._library() is None:
-        pytest.skip("not compiled")
+        assert not shutil.which("cc"), "the C part was not built: install again, and read what the compiler said"
+        pytest.skip("no C compiler here")
 
     def run(function: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         compiled = function()
