@@ -3,6 +3,7 @@
 Axes: R rows (queries or items), D width, K components, C their width.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ class Projection(nn.Module):
 
     def __init__(self, dim: int, hidden: int, components: int, width: int) -> None:
         super().__init__()
-        self.shape = (components, width)
+        self.dim, self.shape = dim, (components, width)
         self.gated = Linear(dim, 2 * hidden) if hidden else None
         self.output = Linear(hidden or dim, components * width)
 
@@ -46,19 +47,24 @@ class Compressed(nn.Module):
 
 
 @torch.no_grad()
-def begin_alike(query: Projection, item: Projection) -> None:
-    """Call after the random initialization of the layers: component c of the query and component c of the item begin
-    as the same map of the width D, so that queries and items are compared in one space. The map is nearly linear,
-    because the gated units begin open."""
-    paired = min(query.shape[0], item.shape[0]) * item.shape[1]
+def begin_as_dot_product(query: Projection, item: Projection, generator: torch.Generator) -> None:
+    """Call after the random initialization of the layers: the products of component c of the query with component c of
+    the item begin so that their sum is the dot product of query and item, and each is about an equal share of it.
+
+    Both sides' components c begin as the same linear map: C rows of random rotations of the width D, one rotation after
+    the other. The gated units begin as constants, so a map through hidden units is linear, too. The sum is exact where
+    the rows are whole rotations (K C is a multiple of D) and there are at least D hidden units.
+    """
+    (K, C), D = min(query.shape, item.shape), query.dim
+    rotations = [nn.init.orthogonal_(torch.empty(D, D), generator=generator) for _ in range(0, K * C, D)]
+    maps = torch.cat(rotations)[: K * C] * math.sqrt(D / (K * C))
     for projection in (query, item):
-        if projection.gated is not None:
-            projection.gated.bias[projection.output.in_features :] = 1.0
-    if query.gated is not None and item.gated is not None:
-        query.gated.weight.copy_(item.gated.weight)
-    elif query.gated is not None:
-        # The linear part of the query's map.
-        value_HD = query.gated.weight[: query.output.in_features]
-        item.output.weight[:paired] = query.output.weight[:paired] @ value_HD * F.silu(torch.ones(()))
-        return
-    query.output.weight[:paired] = item.output.weight[:paired]
+        weight = projection.output.weight[: K * C]
+        if projection.gated is None:
+            weight.copy_(maps)
+            continue
+        value, gate = projection.gated.weight.chunk(2)
+        gate.zero_()
+        projection.gated.bias.chunk(2)[1].fill_(1.0)
+        value = value * F.silu(torch.ones(()))
+        weight += (maps - weight @ value) @ torch.linalg.pinv(value)

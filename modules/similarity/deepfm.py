@@ -14,7 +14,7 @@ from ..features import Embedded
 from ..losses.blockwise import Side
 from ..noise import Noise
 from .base import PairDropout, Similarity
-from .components import Compressed, Projection, begin_alike
+from .components import Compressed, Projection, begin_as_dot_product
 
 
 class DeepFM(Similarity):
@@ -48,9 +48,9 @@ class DeepFM(Similarity):
             self.item_features = Compressed(self.dim, of_item, self.config.item_components, C, hidden)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Random layers, changed so that the factorization machine begins as a similarity."""
+        """Random layers, changed so that products of like groups begin as shares of the dot product."""
         super().reset_parameters(generator)
-        begin_alike(self.query_projection, self.item_projection)
+        begin_as_dot_product(self.query_projection, self.item_projection, generator)
         for features in (self.query_features, self.item_features):
             if features is not None:
                 features.compression.reset_parameters()

@@ -19,13 +19,13 @@ from ..losses.blockwise import GATES, Examples, GateDropout, Side
 from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
-from .components import Compressed, Projection, begin_alike
+from .components import Compressed, Projection, begin_as_dot_product
 from .dot import l2_normalize
 from .mol_scores import mol_scores
 
-PREFERENCE = 2.0
+PREFERENCE = 4.0
 """Initial bias of the cross gate for pairs of like components: with 8 x 8, SiLU and softmax give these 8 pairs about
-0.45 of the weight."""
+0.88 of the weight."""
 
 
 class MoL(Similarity):
@@ -69,14 +69,15 @@ class MoL(Similarity):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Random layers, changed so that the mixture begins as a similarity.
+        """Random layers, changed so that the mixture begins nearly as the dot product of query and item, or their
+        cosine with L2 norms: so it learns at first as the dot product does, and a warm start from one loses nothing.
 
-        Component c of the query and component c of the item begin as the same map (`begin_alike`). The cross gate
-        begins with a preference for the logits of such pairs and ignores the values of the logits: with sizes of up to
-        1/tau, they would make its choice random.
+        The products of like components begin as shares of the dot product (`begin_as_dot_product`). The cross gate
+        begins with a preference for these and ignores the values of the logits: with sizes of up to 1/tau, they would
+        make its choice random.
         """
         super().reset_parameters(generator)
-        begin_alike(self.query_projection, self.item_projection)
+        begin_as_dot_product(self.query_projection, self.item_projection, generator)
         last = cast(nn.Linear, self.cross_gate[2])
         last.weight.zero_()
         last.bias.view(self.config.query_components, -1).fill_diagonal_(PREFERENCE)

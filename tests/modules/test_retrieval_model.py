@@ -380,19 +380,6 @@ def test_one_component_is_used_wholly() -> None:
     assert [float(diagnostics[f"gates/{name}"]) for name in ("entropy", "least_used", "most_used")] == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(("U", "I"), [(4, 4), (2, 4), (4, 2)])
-def test_the_mixture_begins_as_a_similarity(U: int, I: int) -> None:
-    """Of 50 rows as they are initially, nearly all find themselves; with independent projections one in 50 would."""
-    similarity = MoLConfig(query_components=U, item_components=I, component_dim=8)
-    tower = Tower(ModelConfig(dim=16, encoder=SASRecConfig(), similarity=similarity), IDS)
-    tower.reset_parameters(torch.Generator().manual_seed(0))
-    row_XD, number_X = 0.02 * torch.randn(50, 16, generator=torch.Generator().manual_seed(1)), torch.arange(50)
-    with torch.no_grad():
-        query, item = tower.similarity.query(row_XD, number_X), tower.similarity.item(row_XD, number_X)
-        found = tower.similarity.all_pairs(query, item).argmax(1)
-    assert (found == number_X).float().mean() > 0.9
-
-
 def test_initial_weights_follow_from_the_generator_alone() -> None:
     options = config("mol")
     first, second, other = (Tower(options, IDS) for _ in range(3))
@@ -411,7 +398,8 @@ def test_initial_weights_follow_from_the_generator_alone() -> None:
         if isinstance(module, nn.Linear) and name != "similarity.cross_gate.2":
             fan_out, fan_in = module.weight.shape
             limit = (6 / (fan_in + fan_out)) ** 0.5
-            assert 0.8 * limit < float(module.weight.detach().abs().max()) <= limit, name
+            begins_linear = name.endswith(("projection.gated", "projection.output"))
+            assert begins_linear or 0.8 * limit < float(module.weight.detach().abs().max()) <= limit, name
             open_units = len(module.weight) // 2 if name.endswith("projection.gated") else 0
             assert module.bias is None or module.bias.sum() == module.bias.count_nonzero() == open_units, name
             assert f"{name}.weight" in differing

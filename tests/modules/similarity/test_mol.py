@@ -4,6 +4,7 @@ in FP64."""
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.noise import Noise
@@ -292,15 +293,29 @@ def test_components_are_ordered_alike_in_logits_and_gates() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"projection_hidden": 0}, {"item_projection_linear": True}])
-def test_components_of_small_vectors_begin_equal_on_both_sides(options: dict) -> None:
-    sizes = {"query_components": U, "item_components": I, "component_dim": C, "projection_hidden": 64}
-    mol = MoL(DIM, MoLConfig(**(sizes | options)))
+@pytest.mark.parametrize(("queries", "items"), [(4, 4), (6, 4), (4, 6)])
+def test_products_of_like_components_begin_as_the_dot_product(queries: int, items: int, options: dict) -> None:
+    dim, width = 16, 8  # Four components are two rotations.
+    sizes = {"query_components": queries, "item_components": items, "component_dim": width, "projection_hidden": 64}
+    mol = MoL(dim, MoLConfig(**(sizes | options), normalize=False, temperature=1.0))
     mol.reset_parameters(torch.Generator().manual_seed(1))
-    # The gated units are nearly linear where the gates' inputs are small.
-    small_TD = vectors(9, 1) * 1e-3
-    query, item = sides(mol, small_TD, small_TD)
-    torch.testing.assert_close(query[0][:, :I] / 20, item[0], rtol=0, atol=0.01)
-    assert float((query[0][:, I] / 20 - item[0][:, 0]).detach().abs().max()) > 0.1
+    query_TD, item_ND = vectors(50, 1, dim), vectors(50, 2, dim)
+    query, item = sides(mol, query_TD, item_ND)
+    shares_T4 = (query[0][:, :4] * item[0][:, :4]).sum(-1)
+    dot_T = (query_TD * item_ND).sum(-1)
+    torch.testing.assert_close(shares_T4.sum(1), dot_T, rtol=0, atol=1e-4)
+    # Each two components are the coordinates of a whole rotation.
+    torch.testing.assert_close(shares_T4[:, :2].sum(1), dot_T / 2, rtol=0, atol=1e-4)
+    assert not torch.allclose(shares_T4[:, 0], shares_T4[:, 2], atol=0.1)
+
+
+def test_the_mixture_begins_nearly_as_the_cosine() -> None:
+    mol = MoL(64, MoLConfig(temperature=1.0))
+    mol.reset_parameters(torch.Generator().manual_seed(1))
+    query_TD, item_ND = vectors(40, 1, 64), vectors(200, 2, 64)
+    phi_TN = mol.all_pairs(*sides(mol, query_TD, item_ND)).detach()
+    cosine_TN = F.normalize(query_TD) @ F.normalize(item_ND).T
+    assert float(torch.corrcoef(torch.stack([phi_TN.flatten(), cosine_TN.flatten()]))[0, 1]) > 0.95
 
 
 def test_nothing_scores_nothing() -> None:
