@@ -7,11 +7,11 @@
 
 A cell is a dataset, a method and a seed. It trains the method's settings on top of the dataset's recipe, with the best
 checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
-looked at to choose anything. MoL's cells start from the run of the dot product, which is trained first; their minutes
-count it. A cell whose result is in --results is not trained again, an interrupted one resumes, and cells that were not
-trained stay empty. The tables `rank` and `groups` are of the runs that --out has. Datasets are read from --data/NAME,
-as `logitmix prepare` writes them. --minutes bounds the training time of a run (and its refit takes as many epochs);
-without it, the recipes' epochs are trained.
+looked at to choose anything. The cells of all other similarities start from the run of the dot product, which is
+trained first; their minutes count it. A cell whose result is in --results is not trained again, an interrupted one
+resumes, and cells that were not trained stay empty. The tables `rank` and `groups` are of the runs that --out has.
+Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes bounds the training time of a run (and
+its refit takes as many epochs); without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, and the standard error over users.
@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,22 +50,31 @@ Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
 AMAZON = ("hr@10", "hr@50", "hr@200", "hr@500", "mrr")
 COMPONENTS = ("hr@10", "hr@50", "hr@100", "hr@200")
-SPARSE_MOL = {"projection_hidden": 0, "projection_dropout": 0.3, "gate_dropout": 0.0, "gate_input_dropout": 0.2,
-              "normalize": False}  # fmt: skip
+SPARSE_MOL = {"projection_hidden": 0, "projection_dropout": 0.5, "gate_dropout": 0.5, "gate_input_dropout": 0.5,
+              "temperature": 0.1}  # fmt: skip
+"""With the norm and more dropout than the paper, which lose less of the dot product's HR@200 (docs/results.md)."""
 DENSE = {"mol": {"gate_dropout": 0.2}, "mlp": (512, 0.1), "hidden": 256, "k": 8, "fm": (256, 0.2), "neumf": 0.1}
 SPARSE = {"mol": SPARSE_MOL, "mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (128, 0.3), "neumf": 0.2}
+FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
+            "evaluate.every_epochs": 2}  # fmt: skip
+"""Settings of a run that starts from that of the dot product."""
+SPARSE_FROM_DOT = FROM_DOT | {"train.epochs": 2, "model.loss.negatives": 512, "evaluate.every_epochs": 1,
+                              "tables.lr": 1e-5, "dense.lr": 3e-4}  # fmt: skip
+"""The tables hardly change: rare items, which a new similarity would fit too well, keep their rows."""
 
 
 @dataclass(frozen=True)
 class Data:
     """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder, where it has its own), the
-    metric that chooses, and appendix A's sizes of methods."""
+    metric that chooses, appendix A's sizes of methods, and what differs from the recipe: in all runs, and in those that
+    start from the dot product's."""
 
     recipe: str
     metric: str
     sizes: Mapping[str, Any]
     settings: Settings
     hstu: str = ""
+    from_dot: Settings = field(default_factory=lambda: FROM_DOT)
 
 
 BOOKS = {"model.encoder.blocks": 4, "model.encoder.heads": 4}
@@ -78,9 +87,9 @@ DATASETS = {
     "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}, hstu="ml-1m-hstu"),
     "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {}),
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
-    "beauty": Data("amazon-dot", "hr@200", SPARSE, {}),
-    "games": Data("amazon-dot", "hr@200", SPARSE, {}),
-    "books": Data("amazon-dot", "hr@200", DENSE, BOOKS),
+    "beauty": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
+    "games": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
+    "books": Data("amazon-dot", "hr@200", DENSE | {"mol": {"gate_dropout": 0.2, "temperature": 0.1}}, BOOKS),
     "demo-features": Data("demo-mol", "hr@10", DENSE, FEATURES),
 }
 
@@ -207,9 +216,6 @@ RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 186
 """The paper's table of ranks of the learnt phi on ML-1M, d = 50."""
 EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
 """Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
-FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
-            "evaluate.every_epochs": 2}  # fmt: skip
-"""Settings of a run that starts from that of the dot product."""
 DIMENSIONS = (64, 256, 1024)
 MOST_PAIRS = 2**28
 """Users x items of which a matrix is made."""
@@ -279,10 +285,10 @@ class Cell:
 
     @property
     def start(self) -> "Cell | None":
-        """The cell whose run gives the first weights: for MoL, that of the dot product with the same encoder. It learns
-        slowly from random ones."""
+        """The cell whose run gives the first weights: that of the dot product with the same encoder, because the other
+        similarities learn slowly from random ones. The two baselines themselves have none."""
         encoder, plus, name = self.method.rpartition("+")
-        if self.dataset == "demo-features" or not name.startswith("mol"):
+        if self.dataset == "demo-features" or name in ("bce", "dot"):
             return None
         return Cell(self.dataset, f"{encoder}{plus}dot", self.seed)
 
@@ -294,9 +300,9 @@ class Cell:
         settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
         settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
         if start := self.start:
-            settings |= FROM_DOT | {"warm_start": str(start.run(options))}
+            settings |= data.from_dot | {"warm_start": str(start.run(options))}
         if self.method.endswith("mol-quarter-negatives"):
-            settings["model.loss.negatives"] = FROM_DOT["model.loss.negatives"] // 4
+            settings["model.loss.negatives"] = data.from_dot["model.loss.negatives"] // 4
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
         return settings | {"train.refit": True}
 

@@ -34,15 +34,16 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         assert (config.model.encoder.kind == "hstu") == ("hstu" in cell.method)
         assert config.warm_start == (f"runs/paper/{cell.start.name}" if cell.start else "")
         if "quarter" in cell.method:
-            assert config.model.loss.negatives == paper.FROM_DOT["model.loss.negatives"] // 4
+            assert config.model.loss.negatives == data.from_dot["model.loss.negatives"] // 4
         assert config.train.refit and config.evaluate.metric == data.metric
 
 
-def test_mol_starts_from_the_dot_product_with_its_encoder(paper: ModuleType) -> None:
+def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
     cell = paper.Cell
     assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
     assert cell("ml-1m", "hstu+mol", 0).start == cell("ml-1m", "hstu+dot", 0)
-    assert cell("demo-features", "mol 8x4", 0).start is None and cell("ml-1m", "neumf", 0).start is None
+    assert cell("ml-1m", "neumf", 1).start == cell("ml-1m", "dot", 1)
+    assert all(cell(*of, 0).start is None for of in (("demo-features", "mol 8x4"), ("ml-1m", "dot"), ("ml-1m", "bce")))
 
 
 @pytest.mark.parametrize("kept", [False, True])
