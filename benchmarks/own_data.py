@@ -2,10 +2,11 @@
 
     python -m benchmarks.own_data [--datasets ml-100k,demo,beauty] [--arms "auto,start,2048 shared + lr 0.003"]
 
-An arm is the recipe `auto`, or changes to the arm `start`, joined by +. Every run has one process with one thread,
-FP32, and `--minutes` of training, evaluation not counted, and uses the checkpoint that is best on validation. The table
-gives validation HR@10, by which to choose, and test metrics, each as the mean over the seeds (with several, HR@10 with
-its range), and popularity and item-kNN for the same users. A run whose results.json is in --out is not repeated.
+An arm is the recipe `auto`, the arm `start`, or changes to one of them, joined by + (to `start` if neither is named).
+Every run has one process with one thread, FP32, and `--minutes` of training, evaluation not counted, and uses the
+checkpoint that is best on validation. The table gives validation HR@10, by which to choose, and test metrics, each as
+the mean over the seeds (with several, HR@10 with its range), and popularity and item-kNN for the same users. A run
+whose results.json is in --out is not repeated.
 `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip and amazon-beauty/beauty.txt.gz, lines of `user item`.
 """
 
@@ -30,7 +31,6 @@ MOL = ["--model.similarity.kind", "mol", "--model.similarity.query-components", 
 SHARED = ["--model.loss.share", "batch", "--model.loss.negatives"]
 GROUP = ["--model.loss.negatives", "512", "--model.loss.share", "group", "--model.loss.group-positions"]
 CHANGES = {
-    "start": [],
     "mol 4x4": MOL,
     "D 128": ["--model.dim", "128"],
     "batch 128": ["--train.batch-size", "128"],
@@ -46,6 +46,8 @@ CHANGES = {
     "pooled": ["--model.encoder.kind", "pooled"],
     "1 block": ["--model.encoder.blocks", "1"],
     "item features": ["--model.features", "genres", "year"],
+    "linear": ["--train.schedule", "linear"],
+    "cosine": ["--train.schedule", "cosine"],
 }
 """Arguments by an arm's name; "N shared" stands for N negatives shared by the batch, "N positions" for 512 shared by
 groups of so many positions."""
@@ -54,7 +56,7 @@ DATASETS = {
     "demo": ("demo", "", ["--model.encoder.max-length", "50", "--evaluate.every-epochs", "2"]),
     "beauty": ("sequences", "amazon-beauty/beauty.txt.gz", ["--model.encoder.max-length", "50"]),
 }
-"""For each dataset its name for prepare, the file under --source, and the arguments of every arm but auto."""
+"""For each dataset its name for prepare, the file under --source, and the arguments of the arm `start`."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def train(options: Options, dataset: str, arm: str, seed: int) -> dict[str, floa
     """Test metrics of a run, which is trained if there is none yet, and its best validation metric."""
     run = Path(options.out) / f"{dataset}-{arm}-{options.minutes:g}-{seed}".replace(" ", "")
     if not (run / "results.json").exists():
-        changes = [word for part in arm.split(" + ") for word in CHANGES[part]] if arm != "auto" else []
-        words = ["auto"] if arm == "auto" else [*START, *DATASETS[dataset][2], *changes]
+        parts = arm.split(" + ")
+        words = ["auto"] if "auto" in parts else [*START, *DATASETS[dataset][2]]
+        words += [word for part in parts if part not in ("auto", "start") for word in CHANGES[part]]
         words += ["--data.path", str(Path(options.out) / "data" / dataset), "--run", str(run)]
         words += ["--train.minutes", str(options.minutes), "--train.seed", str(seed), "--train.precision", "fp32"]
         logitmix("train", *words, "--evaluate.users", str(options.users), "--train.device", "cpu")
