@@ -310,7 +310,7 @@ def test_products_of_like_components_begin_as_the_dot_product(queries: int, item
 
 
 def test_the_mixture_begins_nearly_as_the_cosine() -> None:
-    mol = MoL(64, MoLConfig(temperature=1.0))
+    mol = MoL(64, MoLConfig())
     mol.reset_parameters(torch.Generator().manual_seed(1))
     query_TD, item_ND = vectors(40, 1, 64), vectors(200, 2, 64)
     phi_TN = mol.all_pairs(*sides(mol, query_TD, item_ND)).detach()
