@@ -70,7 +70,7 @@ class MoL(Similarity):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Random layers, changed so that the mixture begins nearly as the dot product of query and item, or their
-        cosine with L2 norms: so it learns at first as the dot product does, and a warm start from one loses nothing.
+        cosine with L2 norms: a warm start from a dot product's run begins with about its quality.
 
         The products of like components begin as shares of the dot product (`begin_as_dot_product`). The cross gate
         begins with a preference for these and ignores the values of the logits: with sizes of up to 1/tau, they would
