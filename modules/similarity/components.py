@@ -66,5 +66,6 @@ def begin_as_dot_product(query: Projection, item: Projection, generator: torch.G
         value, gate = projection.gated.weight.chunk(2)
         gate.zero_()
         projection.gated.bias.chunk(2)[1].fill_(1.0)
-        value = value * F.silu(torch.ones(()))
-        weight += (maps - weight @ value) @ torch.linalg.pinv(value)
+        # Orthonormal columns, so that their transpose inverts them.
+        nn.init.orthogonal_(value, generator=generator)
+        weight += (maps / F.silu(torch.ones(())) - weight @ value) @ value.t()
