@@ -106,8 +106,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     users have too few actions to be trained on."""
     folder = tmp_path_factory.mktemp("users")
     write(folder / "data", [*([0, own(user)] * (LENGTH // 2) for user in range(USERS)), [0, 3, 0], [0, 4, 0]])
-    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": 60, "evaluate.every_epochs": 60}
-    settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12, "evaluate.exclude_history": "no"}
+    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": 120}
+    settings |= {"evaluate.every_epochs": 120, "evaluate.exclude_history": "no"}
+    settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12}
     for name, features in (("with", [USER]), ("without", [])):
         settings |= {"model.features": features, "model.user_id_dropout": 0.2}
         train(small_config(folder / "data", settings), folder / name)
