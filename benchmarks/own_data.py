@@ -30,7 +30,9 @@ MOL = ["--model.similarity.kind", "mol", "--model.similarity.query-components", 
        "--model.similarity.gate-hidden", "64", "--model.hindexer.weight", "0.3"]  # fmt: skip
 SHARED = ["--model.loss.share", "batch", "--model.loss.negatives"]
 GROUP = ["--model.loss.negatives", "512", "--model.loss.share", "group", "--model.loss.group-positions"]
-CHANGES = {
+CHANGES: dict[str, list[str]] = {
+    "auto": [],
+    "start": [],
     "mol 4x4": MOL,
     "D 128": ["--model.dim", "128"],
     "batch 128": ["--train.batch-size", "128"],
@@ -102,7 +104,7 @@ def train(options: Options, dataset: str, arm: str, seed: int) -> dict[str, floa
     if not (run / "results.json").exists():
         parts = arm.split(" + ")
         words = ["auto"] if "auto" in parts else [*START, *DATASETS[dataset][2]]
-        words += [word for part in parts if part not in ("auto", "start") for word in CHANGES[part]]
+        words += [word for part in parts for word in CHANGES[part]]
         words += ["--data.path", str(Path(options.out) / "data" / dataset), "--run", str(run)]
         words += ["--train.minutes", str(options.minutes), "--train.seed", str(seed), "--train.precision", "fp32"]
         logitmix("train", *words, "--evaluate.users", str(options.users), "--train.device", "cpu")
