@@ -33,8 +33,9 @@ SCHEMA = '[features.genres]\nowner = "item"\nkind = "ids"\n\n[features.year]\now
 COMMON = ["--model.features", "genres", "year", "--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
 MODELS = {
     "dot": ["ml-1m-dot"],
-    "mol": ["ml-1m-mol", "--model.similarity.query-components", "4", "--model.similarity.item-components", "4",
-            "--model.similarity.projection-hidden", "128", "--model.similarity.gate-hidden", "64"],
+    "mol": ["ml-1m-mol", "--no-start", "--model.similarity.query-components", "4",
+            "--model.similarity.item-components", "4", "--model.similarity.projection-hidden", "128",
+            "--model.similarity.gate-hidden", "64"],
 }  # fmt: skip
 
 

@@ -36,7 +36,8 @@ FEATURES: dict[str, tuple[Owner, ...]] = {
 LENGTH = {"ml-100k": "100", "ml-1m": "200"}
 MOL = ["--model.similarity.query-components", "4", "--model.similarity.item-components", "4"]
 MOL += ["--model.similarity.projection-hidden", "128", "--model.similarity.gate-hidden", "64"]
-MODELS = {"dot": ["ml-1m-dot"], "mol 4x4x32": ["ml-1m-mol", *MOL], "mol 8x8x32": ["ml-1m-mol"]}
+MODELS = {"dot": ["ml-1m-dot"], "mol 4x4x32": ["ml-1m-mol", "--no-start", *MOL],
+          "mol 8x8x32": ["ml-1m-mol", "--no-start"]}  # fmt: skip
 
 
 @dataclass(frozen=True)

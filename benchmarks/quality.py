@@ -42,7 +42,7 @@ METRICS = ("hr@10", "mrr")
 ML_100K = ["--model.encoder.max-length", "100", "--train.batch-size", "32"]
 RECIPES = {
     "ml-100k": ["ml-1m-dot", *ML_100K, "--train.epochs", "24", "--evaluate.every-epochs", "24"],
-    "ml-100k-mol": ["ml-1m-mol", *ML_100K, "--train.epochs", "16", "--evaluate.every-epochs", "16"],
+    "ml-100k-mol": ["ml-1m-mol", "--no-start", *ML_100K, "--train.epochs", "16", "--evaluate.every-epochs", "16"],
     "demo": ["demo-mol"],
 }
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

@@ -54,6 +54,7 @@ def _rate(options: Options, arm: str, processes: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
         words = ["--data.path", options.data, "--train.minutes", str(options.minutes), "--train.log-every", "10"]
+        words += ["--no-start"]
         threads = ["--train.threads", str(CORES // processes), "--train.device", "cpu"]
         logitmix("train", options.recipe, *words, *threads, *ARMS[arm], "--run", str(run), processes=processes)
         rates = [row["examples_per_second"] for row in read_rows(run, "train")]

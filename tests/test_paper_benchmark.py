@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,7 @@ from small_data import in_memory
 
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.similarity.mol import MoL
-from logitmix.trainer.config import load_recipe, with_settings
+from logitmix.trainer.config import flatten, load_recipe, with_settings
 
 
 @pytest.fixture
@@ -36,6 +37,15 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         if "quarter" in cell.method:
             assert config.model.loss.negatives == data.from_dot["model.loss.negatives"] // 4
         assert config.train.refit and config.evaluate.metric == data.metric
+
+
+@pytest.mark.parametrize("cell, recipe", [("ml-1m hstu+mol", "ml-1m-hstu-mol"), ("beauty mol", "amazon-mol")])
+def test_recipes_of_mol_are_the_cells(paper: ModuleType, cell: str, recipe: str) -> None:
+    of = paper.Cell(*cell.split(), 0)
+    trained = flatten(with_settings(load_recipe(of.recipe), of.settings(paper.Options())))
+    alone = flatten(replace(load_recipe(recipe), start={}))
+    differ = {name for name in trained if trained[name] != alone[name]}
+    assert "warm_start" in differ and differ <= {"warm_start", "data.path", "train.refit", "evaluate.baselines"}
 
 
 def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:

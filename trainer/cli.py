@@ -31,7 +31,9 @@ from logitmix.trainer.config import (
     Config,
     HistoryRule,
     recipe_names,
+    take_start_words,
     take_table_words,
+    with_start,
     with_tables_by_name,
 )
 from logitmix.trainer.data.config import PrepareOptions
@@ -78,9 +80,14 @@ TRAIN_USAGE = """\
 usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
        logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
 
+       --start.section.field VALUE     settings of a run that is trained first and gives the initial weights; recipes
+                                       of MoL have one, the dot product's; --no-start leaves it out
+
 logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
 
+NO_START = "--no-start"
+"""Train from random weights, also where the recipe has a run that is trained first."""
 BASE = ("fsspec", "numpy", "pyarrow", "safetensors", "tomli_w", "torch")
 EXTRAS = {"train": ("torchrec", "fbgemm_gpu", "tensorboard"), "serve": ("fastapi", "uvicorn", "prometheus_client")}
 """Modules that `pip install logitmix` brings, and those that its extras add."""
@@ -336,15 +343,19 @@ def _train(words: list[str]) -> None:
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
-    recipe = _with_kinds(recipe, words[1:])
-    others, by_name = take_table_words(words[1:])
-    # tyro would make flags of its own for the recipe's settings of single tables.
-    tables = dataclasses.replace(recipe.tables, by_name={})
-    default = TrainCommand(**vars(dataclasses.replace(recipe, tables=tables)))
+    others, first = take_start_words(words[1:])
+    if NO_START in others:
+        others = [word for word in others if word != NO_START]
+        recipe = replace(recipe, start={})
+    recipe = _with_kinds(recipe, others)
+    default = TrainCommand(**vars(_parsed(recipe)))
+    others, by_name = take_table_words(others)
     command = _parse(TrainCommand, f"train {words[0]}", others, default)
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
-    config = with_tables_by_name(config, recipe.tables.by_name)
+    config = replace(with_tables_by_name(config, recipe.tables.by_name), start=recipe.start)
     config = with_tables_by_name(config, by_name)
+    if first:
+        config = _with_start(config, first, words[0])
     run = path_of(command.run or f"runs/{Path(words[0]).stem}")
     # As they were given, for a rank says with them how to go on.
     _start_ranks("train", given, command.processes)
@@ -366,6 +377,19 @@ def _train(words: list[str]) -> None:
     if _is_main():
         trained = shown(refit_path(run) if config.train.refit else run)
         _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
+
+
+def _parsed(config: Config) -> Config:
+    """What tyro parses: it would make flags of its own for the names in these dictionaries."""
+    return replace(config, start={}, tables=replace(config.tables, by_name={}))
+
+
+def _with_start(config: Config, words: list[str], recipe: str) -> Config:
+    """The configuration with these words, which came after --start, as settings of the run that is trained first."""
+    if config.warm_start:
+        raise ValueError("--start has settings of a run that is trained first, in place of --warm-start: give only one")
+    first = _with_kinds(config.first or config.inherited(), words)
+    return with_start(config, _parse(Config, f"train {recipe} --start", words, _parsed(first)))
 
 
 def _words_of_refit(words: list[str]) -> list[str]:

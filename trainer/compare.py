@@ -55,6 +55,7 @@ from logitmix.trainer.run import (
     read_rows,
     require_one_host,
     require_same_dataset,
+    start_path,
     still_rising,
     upload_run,
     write_noted,
@@ -74,6 +75,9 @@ LEARNT: Mapping[str, dict[str, Any]] = {
         # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
         "model.loss.share": "group",
         "model.loss.negatives": 128,
+        # Half of the minutes, because it learns slowly from random weights.
+        "start.model.similarity.kind": "dot",
+        "start.model.loss.share": "batch",
     },
     "hstu": {"model.encoder.kind": "hstu"},
 }
@@ -134,11 +138,16 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "data.path": path,
         "train.minutes": float(minutes),
         "train.threads": threads,
+        # Better than constant rates with patience in the same time (docs/results.md).
+        "train.schedule": "linear",
+        "train.patience": 0,
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,
     }
     # Another kind of encoder has the same depth, heads and history.
     common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
+    if name == "mol":
+        common["start.model.loss.negatives"] = config.model.loss.negatives
     return with_settings(config, common | LEARNT[name])
 
 
@@ -257,6 +266,8 @@ def _learnt_row(out: Path, name: str) -> dict[str, Any]:
     run = out / name
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
+    if saved.config.first:
+        results["seconds"] += read_results(start_path(run))["seconds"]
     results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
     # A single evaluation does not tell.

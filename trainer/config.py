@@ -4,7 +4,7 @@ import dataclasses
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import inf
 from pathlib import Path
@@ -209,6 +209,10 @@ class EvaluateConfig:
             )
 
 
+STARTED = ("model", "tables", "dense", "train", "evaluate")
+"""Sections whose settings may differ in the run that is trained first."""
+
+
 @dataclass(frozen=True)
 class Config:
     """A named run: defaults < recipe < command line."""
@@ -216,6 +220,10 @@ class Config:
     warm_start: str = ""
     """Run whose best checkpoint gives the initial weights, even if the dataset has grown since. Rows of tables are
     matched by raw ids and values of features, so that run's dataset must still be in its place."""
+    start: dict[str, Any] = field(default_factory=dict)
+    """A run that is trained first, in RUN/start, and whose best checkpoint gives the initial weights: its settings that
+    differ from this run's, --start.SECTION.SETTING or a section [start]. With train.minutes, it has half of them. A
+    warm_start takes its place."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
@@ -239,6 +247,30 @@ class Config:
             raise ValueError(
                 "train.refit is set, but evaluate.every_epochs is 0, so no checkpoint is chosen; set it to 1"
             )
+        if first := self.first:
+            least, most = first.train.minutes > 0, self.train.minutes
+            fits = not most or (least and first.train.minutes < most)
+            require(fits, "start.train.minutes", first.train.minutes, f"above 0 and below train.minutes ({most:g})")
+
+    @property
+    def first(self) -> "Config | None":
+        """The settings of the run that is trained first; None where there is none."""
+        if not self.start or self.warm_start:
+            return None
+        for name in self.start:
+            require(name in STARTED, "start", name, f"settings of {', '.join(STARTED)}")
+        return with_settings(self.inherited(), flatten(self.start), "start")
+
+    def inherited(self) -> "Config":
+        """What that run takes over from this one where `start` has nothing else."""
+        train = replace(self.train, minutes=self.train.minutes / 2, stop_after_epochs=0.0)
+        evaluate = replace(self.evaluate, baselines=False)
+        return Config("", {}, self.data, self.model, self.tables, self.dense, self.comm, train, evaluate)
+
+    @property
+    def own_minutes(self) -> float:
+        """train.minutes without those of the run that is trained first; 0 trains all epochs."""
+        return self.train.minutes and self.train.minutes - (self.first.train.minutes if self.first else 0.0)
 
 
 def recipe_names() -> list[str]:
@@ -314,9 +346,29 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     return left, by_name
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line without `--start.SECTION.SETTING VALUE …`, and these as `--SECTION.SETTING VALUE …`,
+    settings of the run that is trained first."""
+    left: list[str] = []
+    first: list[str] = []
+    taken = left
+    for word in words:
+        if word.startswith("-"):
+            taken = first if word.startswith("--start.") else left
+        taken.append(word.replace("--start.", "--", 1) if taken is first else word)
+    return left, first
+
+
+def with_start(config: Config, first: Config) -> Config:
+    """The configuration whose run that is trained first has these settings."""
+    before = flatten(config.first or config.inherited())
+    changed = {name: value for name, value in flatten(first).items() if name not in before or before[name] != value}
+    return with_settings(config, {f"start.{name}": value for name, value in changed.items()}, "--start")
+
+
+def with_settings(config: Config, settings: Mapping[str, Any], source: str = "settings") -> Config:
     """The configuration with these settings on top: {"train.epochs": 8}. If the kind of a similarity or encoder
-    changes, its other settings take their defaults.
+    changes, its other settings take their defaults. `source` is for errors.
 
     Raises ValueError for an unknown setting or an impossible value.
     """
@@ -331,14 +383,14 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
         if name in ("model.similarity.kind", "model.encoder.kind") and node.get(key) != value:
             node.clear()
         node[key] = list(value) if isinstance(value, tuple) else value
-    return from_mapping(Config, tree, "settings")
+    return from_mapping(Config, tree, source)
 
 
 def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -> Config:
     """The configuration with these settings of single tables on top of its own."""
     before = config.tables.by_name
     merged = before | {name: before.get(name, {}) | settings for name, settings in by_name.items()}
-    return dataclasses.replace(config, tables=dataclasses.replace(config.tables, by_name=merged))
+    return replace(config, tables=replace(config.tables, by_name=merged))
 
 
 def _table_value(flag: str, setting: str, text: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetch_run, fetched_run, shown
+from logitmix.common.storage import fetch_run, shown
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
 from logitmix.trainer.board import write_projector, write_results_to_board
@@ -26,12 +26,15 @@ from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.processes import Stopped, cores
 from logitmix.trainer.run import (
     RunProgress,
+    checkpoint_paths,
     epochs_of_refit,
     evaluations_since_best,
     peeked_best,
     refit_config,
     refit_path,
     run_lock,
+    source_of,
+    start_path,
     start_run,
     still_rising,
     upload_run,
@@ -60,7 +63,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
         raise ValueError(f"{run} is in the dataset directory {dataset.path}, which may be replaced; give another --run")
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
         results = train_run(config, run, dataset, ranks)
-        return _refit(run, dataset, ranks) if config.train.refit else results
+        return _refit(config, run, dataset, ranks) if config.train.refit else results
 
 
 def _require_threads(threads: int) -> None:
@@ -69,8 +72,11 @@ def _require_threads(threads: int) -> None:
     require(threads <= most, "train.threads", threads, f"at most {most} here")
 
 
-def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
-    """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
+def _refit(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    """Trains or resumes the refit of a run, after that of the run that it started from. Collective. ValueError as of
+    `epochs_of_refit`."""
+    if config.first:
+        _refit(config.first, start_path(run), dataset, ranks)
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
@@ -81,8 +87,12 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
 
 
 def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
-    """Trains or resumes a run, without its refit; returns the test metrics of its best checkpoint. Collective; raises
-    Stopped as `train` does."""
+    """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
+    best checkpoint. Collective; raises Stopped as `train` does."""
+    if config.first and on_first_rank(lambda: not checkpoint_paths(run), ranks):
+        if ranks.rank == 0:
+            print(f"first, the run that gives the initial weights: {shown(start_path(run))}", file=sys.stderr)
+        train_run(config.first, start_path(run), dataset, ranks)
     with run_lock(run, ranks), Stopping(ranks) as stopping:
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
@@ -95,8 +105,8 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
         done = checkpoint.restore(run, model, optimizer)
         checkpoint.prune(run, model)
         checkpoint.tried(lambda: upload_run(run, ranks), model, checkpoint.GOES_ON)
-        if config.warm_start and done.step == 0:
-            taken = warm_start(fetched_run(config.warm_start), dataset, model)
+        if done.step == 0 and (source := source_of(run, config)):
+            taken = warm_start(source, dataset, model)
             if ranks.rank == 0:
                 print(shown(taken), file=sys.stderr)
         evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None

@@ -232,7 +232,7 @@ class Pipeline:
     def out_of_time(self) -> bool:
         """Whether the run has used up its train.minutes, on any rank; the learning rates follow that rank's time.
         Collective."""
-        if limit := self.model.config.train.minutes * 60_000:
+        if limit := self.model.config.own_minutes * 60_000:
             self.time_passed = largest(round(self.clock.total * 1000), self.model.ranks) / limit
         return self.time_passed >= 1
 

@@ -12,6 +12,7 @@ digests.json      bytes and SHA-256 of config.toml, dataset.json, results.json a
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
 test_ranks.json   rank of each user's target in that test
+start/            where the settings have a section [start], the run that was trained first
 refit/            with train.refit, the run that then trained on the validation actions too
 logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
 .lock             held by the job that trains
@@ -128,6 +129,11 @@ def refit_path(run: Path) -> Path:
     return run / "refit"
 
 
+def start_path(run: Path) -> Path:
+    """The run directory of the run that is trained first, where there is one."""
+    return run / "start"
+
+
 def final_run(run: Path) -> Path:
     """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished, or if
     the run has been trained on and another epoch is the best since."""
@@ -160,18 +166,27 @@ def refit_config(run: Path, epochs: float) -> Config:
     run, without its limits of time and patience. It starts from the refit of the run that the run started from, if
     that has one. ValueError if that is not finished."""
     config = read_config(run)
+    source = source_of(run, config)
     train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs)
     return replace(
         config,
-        warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "",
+        warm_start=shown(final_run(source)) if source else "",
+        start={},
         data=replace(config.data, validation=False),
         train=replace(train, epochs=_epochs_of_schedule(run, config)),
     )
 
 
+def source_of(run: Path, config: Config) -> Path | None:
+    """The run whose weights a run with these settings starts from; None if it starts from random ones."""
+    if config.warm_start:
+        return fetched_run(config.warm_start)
+    return start_path(run) if config.first else None
+
+
 def _epochs_of_schedule(run: Path, config: Config) -> int:
     """The epochs over which a run's learning rates fell: all, or those that there was time for."""
-    epochs, minutes = config.train.epochs, config.train.minutes
+    epochs, minutes = config.train.epochs, config.own_minutes
     if not minutes or not (run / "results.json").exists():
         return epochs
     done, seconds = read_rows(run)[-1]["epoch"], read_results(run)["seconds"]

@@ -58,11 +58,11 @@ def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for minutes, remaining in ((0.0, "0:02:40"), (2.0, "0:00:40"), (1.0, "0:00:00"), (60.0, "0:02:40")):
         now[0] = 100.0
-        pace = Pace(TrainConfig(epochs=5, minutes=minutes), RunProgress(step=4, seconds=60), 10)
+        pace = Pace(Config(train=TrainConfig(epochs=5, minutes=minutes)), RunProgress(step=4, seconds=60), 10)
         now[0] = 180.0
         line = pace.line(6, 100, 2.5, "loss 1  ")
         assert line == f"epoch 3/5  step 6/10  loss 1  0:01:20 elapsed  {remaining} remaining"
-    early = Pace(TrainConfig(epochs=5, stop_after_epochs=3.5), RunProgress(), 10)
+    early = Pace(Config(train=TrainConfig(epochs=5, stop_after_epochs=3.5)), RunProgress(), 10)
     assert early.line(6, 100, 2.5, "").startswith("epoch 3/4  step 6/10")
 
 

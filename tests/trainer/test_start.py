@@ -1,0 +1,191 @@
+"""A run that is trained first and gives another its first weights: the section [start]."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import api, cli
+from logitmix.trainer.checkpoint import load_saved
+from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, load_toml, recipe_names, with_settings
+from logitmix.trainer.loop import train
+from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.run import checkpoint_paths, read_config, read_rows
+
+BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
+DOT = {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0, "dense.lr": 0.003}
+START = {f"start.{name}": value for name, value in DOT.items()}
+
+
+def weights(run: Path) -> list[torch.Tensor]:
+    saved = load_saved(run)
+    return [*saved.tower.parameters(), saved.read_rows("item", 0, saved.num_items)]
+
+
+def same(run: Path, other: Path) -> bool:
+    return all(torch.equal(*pair) for pair in zip(weights(run), weights(other), strict=True))
+
+
+def metrics(run: Path) -> dict[str, Any]:
+    found = json.loads((run / "results.json").read_text())
+    return {name: value for name, value in found.items() if "second" not in name}
+
+
+def by_hand(data: Path, folder: Path) -> None:
+    """The two runs one after the other, and then their refits."""
+    refit = {"train.refit": True}
+    train(small_config(data, BOTH | DOT | refit), folder / "dot")
+    train(small_config(data, BOTH | {"warm_start": str(folder / "dot")} | refit), folder / "mol")
+
+
+def test_it_is_as_trained_by_hand_and_so_is_the_refit(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    by_hand(data, tmp_path)
+    tested = train(small_config(data, BOTH | START | {"train.refit": True}), run)
+    for ours, theirs in (("", "mol"), ("refit", "mol/refit"), ("start", "dot"), ("start/refit", "dot/refit")):
+        assert same(run / ours, tmp_path / theirs) and metrics(run / ours) == metrics(tmp_path / theirs)
+    assert tested["hr@10"] == metrics(run / "refit")["hr@10"]
+    assert read_config(run / "start").model.similarity.kind == "dot"
+    assert read_config(run / "refit").warm_start == str(run / "start" / "refit")
+
+
+def test_two_ranks_train_the_same(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", ring=True)
+    plain = {"comm.forward": "fp32", "comm.backward": "fp32", "tables.optimizer": "sgd", "dense.optimizer": "sgd"}
+    config = small_config(data, BOTH | START | plain | {"model.encoder.dropout": 0.0})
+    of_two, other = two_ranks.run(train, config, tmp_path / "two")
+    train(config, tmp_path / "one")
+    assert of_two["hr@10"] == other["hr@10"]
+    for pair in zip(weights(tmp_path / "one"), weights(tmp_path / "two"), strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
+
+
+def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    config = small_config(data, BOTH | START)
+    train(config, tmp_path / "undisturbed")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        apply = Pipeline.apply_gradients
+
+        def killed(pipeline: Pipeline, prefetch: bool = True) -> None:
+            if pipeline.step == 6:
+                raise KeyboardInterrupt
+            apply(pipeline, prefetch)
+
+        patch.setattr(Pipeline, "apply_gradients", killed)
+        train(config, run)
+    assert [path.name for path in checkpoint_paths(run / "start")] == ["step-4"] and not checkpoint_paths(run)
+    capsys.readouterr()
+    train(config, run)
+    said = capsys.readouterr().err
+    assert f"continuing {run}/start after step 4" in said and f"warm start from {run}/start, step" in said
+    assert same(run, tmp_path / "undisturbed")
+    (run / "start").rename(tmp_path / "gone")
+    train(config, run)
+    assert "warm start" not in capsys.readouterr().err and not (run / "start").exists()
+
+
+def test_each_has_half_of_the_minutes(tmp_path: Path) -> None:
+    minutes = {"train.minutes": 10.0}
+    config = with_settings(Config(), minutes | START)
+    assert config.first and (config.first.train.minutes, config.own_minutes, config.first.own_minutes) == (5, 5, 5)
+    share = with_settings(config, {"start.train.minutes": 4.0})
+    assert share.first and (share.first.train.minutes, share.own_minutes) == (4, 6)
+    assert with_settings(Config(), START).own_minutes == 0
+    first_alone = with_settings(Config(), START | {"start.train.minutes": 4.0})
+    assert first_alone.first and (first_alone.first.train.minutes, first_alone.own_minutes) == (4, 0)
+    # The schedule follows the time: the rates of both fall to 0.
+    run, timed = tmp_path / "run", BOTH | START | {"train.epochs": 9000, "train.minutes": 0.06, "train.log_every": 1}
+    train(small_config(write_dataset(tmp_path / "data"), timed | {"train.schedule": "linear"}), run)
+    for each in (run / "start", run):
+        rates = [row["learning_rate/dense"] for row in read_rows(each, "train")]
+        assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
+        assert 1.8 <= json.loads((each / "results.json").read_text())["seconds"] < 3.4
+
+
+def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
+    config = with_settings(
+        load_recipe("demo-mol"), START | {"train.seed": 3, "train.epochs": 5, "train.stop_after_epochs": 2.0}
+    )
+    first = config.first
+    assert first
+    changed = {name for name, value in flatten(first).items() if flatten(config).get(name, value) != value}
+    assert changed == {*DOT, "train.stop_after_epochs", "evaluate.baselines"}
+    assert (first.train.seed, first.train.epochs, first.train.stop_after_epochs) == (3, 5, 0)
+    assert load_toml(dump_toml(config), "here") == config
+    assert with_settings(config, {"warm_start": "runs/other"}).first is None
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"start.model.dimm": 8}, "start: unknown key model.dimm (did you mean dim?)"),
+        ({"start.data.path": "other"}, "start is data; it must be settings of model, tables, dense, train, evaluate"),
+        ({"start.train.epochs": 0}, "start: train.epochs is 0; it must be from 1 to 2,147,483,647"),
+        (
+            {"train.minutes": 3.0, "start.train.minutes": 3.0},
+            "start.train.minutes is 3.0; it must be above 0 and below train.minutes (3)",
+        ),
+        (
+            {"train.minutes": 3.0, "start.train.minutes": 0.0},
+            "start.train.minutes is 0.0; it must be above 0 and below train.minutes (3)",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        with_settings(Config(), settings)
+    assert str(raised.value).endswith(said)
+
+
+def test_the_command_line_changes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
+    recipe.write_text(dump_toml(small_config(data, BOTH | START)))
+    words = ["train", str(recipe), "--run", str(tmp_path / "run"), "--train.seed", "4", "--train.epochs", "1"]
+    cli.main([*words, "--start.train.epochs", "3", "--start.model.encoder.dropout=0.25", "--start.train.no-refit"])
+    main, first = read_config(tmp_path / "run"), read_config(tmp_path / "run" / "start")
+    assert (main.train.seed, main.train.epochs, main.model.encoder.dropout) == (4, 1, 0.2)
+    assert (first.train.seed, first.train.epochs, first.model.encoder.dropout) == (4, 3, 0.25)
+    assert first.model.similarity.kind == "dot" and first.dense.lr == 0.003
+
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "cold"), "--no-start"])
+    assert not (tmp_path / "cold" / "start").exists() and read_config(tmp_path / "cold").start == {}
+
+    bare = small_config(data, BOTH)
+    recipe.write_text(dump_toml(bare))
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "other"), "--start.model.similarity.kind", "dot"])
+    assert read_config(tmp_path / "other" / "start").model.similarity.kind == "dot"
+    capsys.readouterr()
+    for given, said in (
+        (["--start.train.epoch", "3"], "--train.epoch"),
+        (["--start.train.epochs", "x"], "--train.epochs"),
+        (["--start.model.similarity.kind", "dott"], "did you mean dot?"),
+        (["--start.data.path", "other"], "start is data; it must be settings of model"),
+        (["--start.train.epochs", "3", "--warm-start", "runs/a"], "in place of --warm-start: give only one"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["train", str(recipe), "--run", str(tmp_path / "none"), *given])
+        assert said in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_from_python(tmp_path: Path) -> None:
+    data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
+    recipe.write_text(dump_toml(small_config(data, BOTH)))
+    api.train(str(recipe), tmp_path / "run", START | {"start.train.epochs": 1})
+    assert read_config(tmp_path / "run" / "start").train.epochs == 1
+
+
+def test_the_recipes_start_as_the_dot_products_recipes_train() -> None:
+    starting = {name: load_recipe(name).first for name in recipe_names()}
+    pairs = {"ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu", "amazon-mol": "amazon-dot"}
+    assert {name for name, first in starting.items() if first} == pairs.keys()
+    for name, dot in pairs.items():
+        first, alone = flatten(starting[name]), flatten(load_recipe(dot))
+        differ = {setting for setting in first if first[setting] != alone.get(setting)} - {"evaluate.baselines"}
+        assert differ == ({"train.epochs", "evaluate.every_epochs"} if name == "ml-1m-mol" else set())
