@@ -171,7 +171,6 @@ def refit_config(run: Path, epochs: float) -> Config:
     return replace(
         config,
         warm_start=shown(final_run(source)) if source else "",
-        start={},
         data=replace(config.data, validation=False),
         train=replace(train, epochs=_epochs_of_schedule(run, config)),
     )

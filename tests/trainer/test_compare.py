@@ -20,7 +20,7 @@ from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users,
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
-from logitmix.trainer.run import read_ranks
+from logitmix.trainer.run import read_config, read_ranks
 
 
 @pytest.fixture
@@ -200,6 +200,13 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
     for word in ("popularity", "item-kNN", "EASE", "MoL", "HSTU", "validation", "HR@50", "still", " to "):
         assert word in said.out
     assert (out / "compare.txt").read_text() == said.out
+    config, first = (read_config(run) for run in (out / "mol", out / "mol" / "start"))
+    assert (first.model.similarity.kind, first.train.minutes, config.own_minutes) == ("dot", 2.5, 2.5)
+    for of in (config, first, read_config(out / "dot")):
+        assert (of.train.schedule, of.train.patience) == ("linear", 0)
+    seconds = [json.loads((of / "results.json").read_text())["seconds"] for of in (out / "mol", out / "mol" / "start")]
+    mol = next(of for of in json.loads((out / "compare.json").read_text())["methods"] if of["method"] == "mol")
+    assert mol["minutes"] == sum(seconds) / 60
     with pytest.raises(SystemExit):
         cli.main(["compare", str(data), "--minutes", "3", "--out", str(out)])
     assert "was trained for 5 minutes; give --minutes 5 or more, or another --out" in capsys.readouterr().err
