@@ -61,14 +61,15 @@ FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine",
 """Settings of a run that starts from that of the dot product."""
 SPARSE_FROM_DOT = FROM_DOT | {"train.epochs": 2, "model.loss.negatives": 512, "evaluate.every_epochs": 1,
                               "tables.lr": 1e-5, "dense.lr": 3e-4}  # fmt: skip
-"""The tables hardly change: rare items, which a new similarity would fit too well, keep their rows."""
+"""Those of MoL, which begins as the dot product. The tables hardly change: rare items, which it would fit too well,
+keep their rows."""
 
 
 @dataclass(frozen=True)
 class Data:
     """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder, where it has its own), the
-    metric that chooses, appendix A's sizes of methods, and what differs from the recipe: in all runs, and in those that
-    start from the dot product's."""
+    metric that chooses, appendix A's sizes of methods, and what differs from the recipe: in all runs, and in those of
+    MoL, which start from the dot product's."""
 
     recipe: str
     metric: str
@@ -301,7 +302,9 @@ class Cell:
         settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
         settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
         if start := self.start:
-            settings |= data.from_dot | {"warm_start": str(start.run(options))}
+            settings |= FROM_DOT | {"model.loss.negatives": data.from_dot["model.loss.negatives"]}
+            settings |= data.from_dot if "mol" in self.method else {}
+            settings["warm_start"] = str(start.run(options))
         if self.method.endswith("mol-quarter-negatives"):
             settings["model.loss.negatives"] = data.from_dot["model.loss.negatives"] // 4
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}

@@ -9,7 +9,7 @@ from math import cos, pi
 from typing import Literal
 
 Schedule = Callable[[float], float]
-ScheduleName = Literal["constant", "cosine", "linear", "late"]
+ScheduleName = Literal["constant", "cosine", "linear", "wsd"]
 
 
 def constant(passed: float) -> float:
@@ -26,13 +26,13 @@ def linear(passed: float) -> float:
     return 1 - passed
 
 
-def late(passed: float) -> float:
-    """1, and then a straight line to almost 0 over the last LATE of training (as in "warmup-stable-decay")."""
-    return min(1.0, (1 - passed) / LATE)
+def wsd(passed: float) -> float:
+    """Warmup-stable-decay: 1, and then a straight line to almost 0 over the last DECAY of training."""
+    return min(1.0, (1 - passed) / DECAY)
 
 
-LATE = 0.4
-SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine, "linear": linear, "late": late}
+DECAY = 0.4
+SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine, "linear": linear, "wsd": wsd}
 
 
 def learning_rate_factor(name: ScheduleName, warmup_steps: int, step: int, total: int, of_time: float = 0.0) -> float:
