@@ -696,6 +696,26 @@ def test_a_warm_start_from_there(memory: Memory, local: Path, capsys: pytest.Cap
     assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
 
 
+def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(local / "data", DATA)
+    settings = {"train.epochs": 1, "start.train.epochs": 2, "train.refit": True}
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logitmix.trainer.loop.warm_start", interrupted)
+        train(config(**settings), path_of(RUN))
+    memory.host("elsewhere")
+    train(config(**settings), path_of(RUN))
+    assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
+    memory.host("a third one")
+    saved = load_saved(final_run(fetched_run(RUN)))
+    assert (saved.config.warm_start, saved.step) == (f"{RUN}/start/refit", 4)
+    rows = read_rows(fetched_run(RUN) / "start", "validation")
+    assert [row["step"] for row in rows] == [4, 8]
+
+
+def interrupted(*_: Any) -> str:
+    raise KeyboardInterrupt
+
+
 def test_a_refit_there(
     memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
