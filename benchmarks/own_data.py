@@ -50,6 +50,7 @@ CHANGES: dict[str, list[str]] = {
     "item features": ["--model.features", "genres", "year"],
     "linear": ["--train.schedule", "linear"],
     "cosine": ["--train.schedule", "cosine"],
+    "wsd": ["--train.schedule", "wsd"],
 }
 """Arguments by an arm's name; "N shared" stands for N negatives shared by the batch, "N positions" for 512 shared by
 groups of so many positions."""

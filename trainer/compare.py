@@ -138,8 +138,8 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "data.path": path,
         "train.minutes": float(minutes),
         "train.threads": threads,
-        # Better than constant rates with patience in the same time (docs/results.md).
-        "train.schedule": "linear",
+        # All of the time is used, and the rates have fallen at its end.
+        "train.schedule": "wsd",
         "train.patience": 0,
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,

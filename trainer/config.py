@@ -127,7 +127,7 @@ class TrainConfig:
     too, in RUN/refit. Export and the evaluation of the test part then take that model."""
     schedule: ScheduleName = "constant"
     """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs, or of
-    train.minutes if that comes first, and wsd stays for the first 60 % and then falls linearly."""
+    train.minutes if that comes first, and wsd falls linearly over the last fifth."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
     clip: float = 0.0

@@ -31,7 +31,7 @@ def wsd(passed: float) -> float:
     return min(1.0, (1 - passed) / DECAY)
 
 
-DECAY = 0.4
+DECAY = 0.2
 SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine, "linear": linear, "wsd": wsd}
 
 

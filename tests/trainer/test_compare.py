@@ -203,7 +203,7 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
     config, first = (read_config(run) for run in (out / "mol", out / "mol" / "start"))
     assert (first.model.similarity.kind, first.train.minutes, config.own_minutes) == ("dot", 2.5, 2.5)
     for of in (config, first, read_config(out / "dot")):
-        assert (of.train.schedule, of.train.patience) == ("linear", 0)
+        assert (of.train.schedule, of.train.patience) == ("wsd", 0)
     seconds = [json.loads((of / "results.json").read_text())["seconds"] for of in (out / "mol", out / "mol" / "start")]
     mol = next(of for of in json.loads((out / "compare.json").read_text())["methods"] if of["method"] == "mol")
     assert mol["minutes"] == sum(seconds) / 60
