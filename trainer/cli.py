@@ -30,9 +30,11 @@ from logitmix.trainer.config import (
     BESIDE,
     Config,
     HistoryRule,
+    flatten,
     recipe_names,
     take_start_words,
     take_table_words,
+    with_settings,
     with_start,
     with_tables_by_name,
 )
@@ -150,8 +152,7 @@ class CompareCommand:
     dataset: tyro.conf.Positional[str]
     """Dataset directory."""
     minutes: float
-    """Training time of each method, evaluation not counted. A learnt method ends before where five evaluations bring
-    no improvement."""
+    """Training time of each method, evaluation not counted."""
     methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
     """Learnt methods; the simple ones are always there."""
     out: str = ""
@@ -345,6 +346,8 @@ def _train(words: list[str]) -> None:
     recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
     others, first = take_start_words(words[1:])
     if NO_START in others:
+        if first:
+            raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
         others = [word for word in others if word != NO_START]
         recipe = replace(recipe, start={})
     recipe = _with_kinds(recipe, others)
@@ -352,10 +355,8 @@ def _train(words: list[str]) -> None:
     others, by_name = take_table_words(others)
     command = _parse(TrainCommand, f"train {words[0]}", others, default)
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
-    config = replace(with_tables_by_name(config, recipe.tables.by_name), start=recipe.start)
-    config = with_tables_by_name(config, by_name)
-    if first:
-        config = _with_start(config, first, words[0])
+    config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
+    config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
     run = path_of(command.run or f"runs/{Path(words[0]).stem}")
     # As they were given, for a rank says with them how to go on.
     _start_ranks("train", given, command.processes)
@@ -384,12 +385,18 @@ def _parsed(config: Config) -> Config:
     return replace(config, start={}, tables=replace(config.tables, by_name={}))
 
 
-def _with_start(config: Config, words: list[str], recipe: str) -> Config:
-    """The configuration with these words, which came after --start, as settings of the run that is trained first."""
+def _with_start(config: Config, start: Mapping[str, Any], words: list[str], recipe: str) -> Config:
+    """The configuration with the recipe's section [start] and these words, which came after --start."""
     if config.warm_start:
         raise ValueError("--start has settings of a run that is trained first, in place of --warm-start: give only one")
-    first = _with_kinds(config.first or config.inherited(), words)
-    return with_start(config, _parse(Config, f"train {recipe} --start", words, _parsed(first)))
+    try:
+        first = _with_kinds(with_settings(config.inherited(), flatten(start)), words)
+        others, by_name = take_table_words(words)
+        given = _parse(Config, f"train {recipe}", others, _parsed(first))
+        given = with_tables_by_name(with_tables_by_name(given, first.tables.by_name), by_name)
+    except ValueError as error:
+        raise ValueError(f"--start: {error}") from None
+    return with_start(config, given)
 
 
 def _words_of_refit(words: list[str]) -> list[str]:

@@ -266,7 +266,7 @@ def _learnt_row(out: Path, name: str) -> dict[str, Any]:
     run = out / name
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
-    if saved.config.first:
+    if saved.config.first and (start_path(run) / "results.json").is_file():
         results["seconds"] += read_results(start_path(run))["seconds"]
     results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())

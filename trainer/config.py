@@ -259,18 +259,17 @@ class Config:
             return None
         for name in self.start:
             require(name in STARTED, "start", name, f"settings of {', '.join(STARTED)}")
-        return with_settings(self.inherited(), flatten(self.start), "start")
+        first = with_settings(self.inherited(), flatten(self.start), "start")
+        for name in ("refit", "threads", "device"):
+            value, own = getattr(first.train, name), getattr(self.train, name)
+            require(value == own, f"start.train.{name}", value, f"that of the run itself ({own})")
+        return first
 
     def inherited(self) -> "Config":
         """What that run takes over from this one where `start` has nothing else."""
         train = replace(self.train, minutes=self.train.minutes / 2, stop_after_epochs=0.0)
         evaluate = replace(self.evaluate, baselines=False)
         return Config("", {}, self.data, self.model, self.tables, self.dense, self.comm, train, evaluate)
-
-    @property
-    def own_minutes(self) -> float:
-        """train.minutes without those of the run that is trained first; 0 trains all epochs."""
-        return self.train.minutes and self.train.minutes - (self.first.train.minutes if self.first else 0.0)
 
 
 def recipe_names() -> list[str]:
@@ -360,10 +359,28 @@ def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_start(config: Config, first: Config) -> Config:
-    """The configuration whose run that is trained first has these settings."""
-    before = flatten(config.first or config.inherited())
-    changed = {name: value for name, value in flatten(first).items() if name not in before or before[name] != value}
-    return with_settings(config, {f"start.{name}": value for name, value in changed.items()}, "--start")
+    """The configuration whose run that is trained first has these settings and no others."""
+    inherited = config.inherited()
+    before = flatten(inherited)
+    # Another kind resets the other settings of its section, so all of them are said.
+    said = tuple(
+        f"model.{part}."
+        for part in ("similarity", "encoder")
+        if getattr(inherited.model, part).kind != getattr(first.model, part).kind
+    )
+    own = {
+        name: value
+        for name, value in flatten(first).items()
+        if name not in before or before[name] != value or name.startswith(said)
+    }
+    tree: dict[str, Any] = {}
+    for name, value in (own or {"train.epochs": first.train.epochs}).items():
+        *sections, key = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return replace(config, start=tree)
 
 
 def with_settings(config: Config, settings: Mapping[str, Any], source: str = "settings") -> Config:
@@ -380,7 +397,7 @@ def with_settings(config: Config, settings: Mapping[str, Any], source: str = "se
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
-        if name in ("model.similarity.kind", "model.encoder.kind") and node.get(key) != value:
+        if name.removeprefix("start.") in ("model.similarity.kind", "model.encoder.kind") and node.get(key) != value:
             node.clear()
         node[key] = list(value) if isinstance(value, tuple) else value
     return from_mapping(Config, tree, source)

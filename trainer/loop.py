@@ -29,7 +29,9 @@ from logitmix.trainer.run import (
     checkpoint_paths,
     epochs_of_refit,
     evaluations_since_best,
+    own_minutes,
     peeked_best,
+    read_config,
     refit_config,
     refit_path,
     run_lock,
@@ -44,7 +46,7 @@ from logitmix.trainer.run import (
 )
 from logitmix.trainer.stopping import Stopping
 from logitmix.trainer.telemetry import Telemetry, start_block
-from logitmix.trainer.warm_start import warm_start
+from logitmix.trainer.warm_start import require_fit, warm_start
 
 THREADS_A_CORE = 4
 
@@ -63,7 +65,7 @@ def train(config: Config, run: Path) -> dict[str, float]:
         raise ValueError(f"{run} is in the dataset directory {dataset.path}, which may be replaced; give another --run")
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
         results = train_run(config, run, dataset, ranks)
-        return _refit(config, run, dataset, ranks) if config.train.refit else results
+        return _refit(run, dataset, ranks) if config.train.refit else results
 
 
 def _require_threads(threads: int) -> None:
@@ -72,11 +74,8 @@ def _require_threads(threads: int) -> None:
     require(threads <= most, "train.threads", threads, f"at most {most} here")
 
 
-def _refit(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
-    """Trains or resumes the refit of a run, after that of the run that it started from. Collective. ValueError as of
-    `epochs_of_refit`."""
-    if config.first:
-        _refit(config.first, start_path(run), dataset, ranks)
+def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+    """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
@@ -90,9 +89,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
     if config.first and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-        if ranks.rank == 0:
-            print(f"first, the run that gives the initial weights: {shown(start_path(run))}", file=sys.stderr)
-        train_run(config.first, start_path(run), dataset, ranks)
+        _train_first(config.first, config, run, dataset, ranks)
     with run_lock(run, ranks), Stopping(ranks) as stopping:
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
@@ -123,6 +120,20 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
     return results
 
 
+def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> None:
+    """Trains or resumes the run that gives another one its initial weights. Collective. ValueError before anything is
+    trained if they would not fit."""
+    require_fit(first, config, dataset.schema)
+    path = start_path(run)
+    if ranks.rank == 0:
+        print(f"first, the run that gives the initial weights: {shown(path)}", file=sys.stderr)
+    if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks) and "precision" not in config.start.get("train", {}):
+        # The run itself may have chosen another precision since.
+        noted = on_first_rank(lambda: read_config(path).train.precision, ranks)
+        first = replace(first, train=replace(first.train, precision=noted))
+    train_run(first, path, dataset, ranks)
+
+
 def _steps(
     run: Path,
     batches: TrainingBatches,
@@ -139,9 +150,10 @@ def _steps(
     last = max(1, round(stop_after * batches.steps_per_epoch))
     evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
     save_every = config.train.checkpoint_every or evaluate_every
+    minutes = on_first_rank(lambda: own_minutes(run, config), model.ranks)
     with (
-        Telemetry(run, model, done, last) as telemetry,
-        Pipeline(model, optimizer, batches.at, total, done) as pipeline,
+        Telemetry(run, model, done, last, minutes) as telemetry,
+        Pipeline(model, optimizer, batches.at, total, done, minutes) as pipeline,
         checkpoint.Saver(run, model, optimizer) as saver,
     ):
         finished = pipeline.step >= last or pipeline.out_of_time()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from math import inf
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -96,7 +97,7 @@ class Pipeline:
     total_norm: Tensor | None
     """Norm of all gradients, including the rows', before clipping; None without clipping."""
     time_passed: float
-    """The share of train.minutes that had passed when `out_of_time` was last asked; 0 without a limit."""
+    """The share of the run's minutes that had passed when `out_of_time` was last asked; 0 without a limit."""
     learning_rates: dict[str, float]
     wire_counts: Tensor | None
     """The result of `Wire.pop_counts`, if the step is logged."""
@@ -108,14 +109,15 @@ class Pipeline:
         make_batch: Callable[[int], Batch],
         total: int,
         done: RunProgress | None = None,
+        minutes: float = inf,
     ) -> None:
         """`make_batch` returns this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
-        is the run's progress so far."""
+        is the run's progress so far, and `minutes` what it has for training in all."""
         done = done or RunProgress()
         self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
         self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
         self.clock = Clock(model.ranks.device, done.seconds)
-        self.time_passed = 0.0
+        self.minutes, self.time_passed = minutes, 0.0
         self.state: State = "no rows sent"
         self.broken_rank, self._in_a_row = -1, 0
         self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
@@ -230,10 +232,10 @@ class Pipeline:
             raise ValueError(_not_finite(f"step {step}"))
 
     def out_of_time(self) -> bool:
-        """Whether the run has used up its train.minutes, on any rank; the learning rates follow that rank's time.
+        """Whether the run has used up its minutes, on any rank; the learning rates follow that rank's time.
         Collective."""
-        if limit := self.model.config.own_minutes * 60_000:
-            self.time_passed = largest(round(self.clock.total * 1000), self.model.ranks) / limit
+        if (limit := self.minutes * 60_000) < inf:
+            self.time_passed = largest(round(self.clock.total * 1000), self.model.ranks) / max(1.0, limit)
         return self.time_passed >= 1
 
     def apply_gradients(self, prefetch: bool = True) -> None:

@@ -51,7 +51,7 @@ from logitmix.common.files import (
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import fetched_run, is_copy, push, shown
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.config import Config, dump_toml, flatten, load_toml, with_start
 from logitmix.trainer.data.dataset import Dataset
 
 DIGESTS = "digests.json"
@@ -163,17 +163,23 @@ def epochs_of_refit(run: Path) -> float:
 
 def refit_config(run: Path, epochs: float) -> Config:
     """The settings of the refit of a run whose best checkpoint was that after these epochs: the learning rates of the
-    run, without its limits of time and patience. It starts from the refit of the run that the run started from, if
-    that has one. ValueError if that is not finished."""
+    run, without its limits of time and patience. Where a run is trained first, so is its refit; a warm start is from
+    the refit of the run that the run started from, if that has one. ValueError if that is not finished."""
     config = read_config(run)
-    source = source_of(run, config)
+    refit = _without_validation(config, run, epochs)
+    if first := config.first:
+        # As it was trained, but for what may have changed since.
+        path, noted = start_path(run), read_config(start_path(run)).train
+        train = replace(first.train, epochs=noted.epochs, minutes=noted.minutes, precision=noted.precision)
+        first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
+        return with_start(replace(refit, start={}), first)
+    return replace(refit, warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "")
+
+
+def _without_validation(config: Config, run: Path, epochs: float) -> Config:
     train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs)
-    return replace(
-        config,
-        warm_start=shown(final_run(source)) if source else "",
-        data=replace(config.data, validation=False),
-        train=replace(train, epochs=_epochs_of_schedule(run, config)),
-    )
+    train = replace(train, epochs=_epochs_of_schedule(run, config))
+    return replace(config, data=replace(config.data, validation=False), train=train, start={})
 
 
 def source_of(run: Path, config: Config) -> Path | None:
@@ -183,10 +189,21 @@ def source_of(run: Path, config: Config) -> Path | None:
     return start_path(run) if config.first else None
 
 
+def own_minutes(run: Path, config: Config) -> float:
+    """What is left of train.minutes by the run that is trained first; infinity without a limit."""
+    first, start = config.first, start_path(run)
+    if not config.train.minutes:
+        return math.inf
+    if not first:
+        return config.train.minutes
+    done = (start / "results.json").is_file()
+    return max(0.0, config.train.minutes - (read_results(start)["seconds"] / 60 if done else first.train.minutes))
+
+
 def _epochs_of_schedule(run: Path, config: Config) -> int:
     """The epochs over which a run's learning rates fell: all, or those that there was time for."""
-    epochs, minutes = config.train.epochs, config.own_minutes
-    if not minutes or not (run / "results.json").exists():
+    epochs, minutes = config.train.epochs, own_minutes(run, config)
+    if minutes == math.inf or not (run / "results.json").exists():
         return epochs
     done, seconds = read_rows(run)[-1]["epoch"], read_results(run)["seconds"]
     return min(epochs, math.ceil(done * max(1.0, minutes * 60 / seconds)))

@@ -25,7 +25,7 @@ from logitmix.comm.exchange import QUALITY
 from logitmix.common.files import naming
 from logitmix.common.storage import shown
 from logitmix.trainer.board import Board
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.pipeline import Pipeline
@@ -43,14 +43,16 @@ SECONDS_BETWEEN_LINES = 15.0
 class Telemetry:
     """Writes rows on rank 0; on other ranks it only takes part in the sums."""
 
-    def __init__(self, run: Path, model: ParallelModel, done: RunProgress, total_steps: int) -> None:
+    def __init__(
+        self, run: Path, model: ParallelModel, done: RunProgress, total_steps: int, minutes: float = math.inf
+    ) -> None:
         """Rows after `done`, which a killed attempt may have left, are dropped first."""
         self.run, self.model, self.ranks = run, model, model.ranks
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
         self.spikes = Spikes()
-        self.pace = Pace(model.config, done, total_steps)
+        self.pace = Pace(model.config.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             keep_rows(run, done.step)
@@ -202,9 +204,9 @@ class Spikes:
 class Pace:
     """Progress and remaining time of training, as one line."""
 
-    def __init__(self, config: Config, done: RunProgress, total_steps: int) -> None:
-        self.done, self.total_steps, self.minutes = done, total_steps, config.own_minutes
-        self.epochs = math.ceil(config.train.stop_after_epochs or config.train.epochs)
+    def __init__(self, config: TrainConfig, done: RunProgress, total_steps: int, minutes: float = math.inf) -> None:
+        self.done, self.total_steps, self.minutes = done, total_steps, minutes
+        self.epochs = math.ceil(config.stop_after_epochs or config.epochs)
         self.start()
 
     def start(self) -> None:
@@ -215,8 +217,7 @@ class Pace:
         includes evaluation and checkpoints, at their share so far."""
         elapsed, spent = time.monotonic() - self.started, trained - self.done.seconds
         left = (self.total_steps - step) * spent / (step - self.done.step)
-        if self.minutes:
-            left = min(left, max(0.0, self.minutes * 60 - trained))
+        left = min(left, max(0.0, self.minutes * 60 - trained))
         return (
             f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.total_steps:,}  {shown}"
             f"{_clock(elapsed)} elapsed  {_clock(left * elapsed / spent)} remaining"

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks
 from logitmix.common.storage import fetched, path_of
+from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import Dataset, read_description, stored_values
-from logitmix.trainer.parallelize import ParallelModel
+from logitmix.trainer.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run import noted_dataset, read_schema
 from logitmix.trainer.tensor_files import BLOCK_BYTES
 
@@ -45,6 +46,14 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
     without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
     return f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
+
+
+def require_fit(first: Config, config: Config, schema: Schema) -> None:
+    """ValueError if a run with the one configuration would give weights that do not fit the other."""
+    with torch.device("meta"):
+        before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
+    if _common(before) != _common(now):
+        raise ValueError(f"the weights of the run that is trained first would not fit: {_differences(first, config)}")
 
 
 _OWN = ("similarity.", "hindexer.")
@@ -98,6 +107,7 @@ def _common(tower: Tower) -> dict[str, object]:
 def _differences(before: Config, now: Config) -> str:
     old, new = flatten(before), flatten(now)
     names = [name for name in old | new if name.startswith(("model.", "tables.")) and old.get(name) != new.get(name)]
+    names = [name for name in names if not name.startswith(("model.similarity.", "model.hindexer.", "model.loss."))]
     said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
     return "; ".join(said) or "the datasets have other features"
 

@@ -1,6 +1,8 @@
 """A run that is trained first and gives another its first weights: the section [start]."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ import torch
 import two_ranks
 from small_data import small_config, write_dataset
 
-from logitmix.trainer import api, cli
+from logitmix.trainer import api, cli, loop
 from logitmix.trainer.checkpoint import load_saved
-from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, load_toml, recipe_names, with_settings
+from logitmix.trainer.config import (
+    Config,
+    dump_toml,
+    flatten,
+    load_recipe,
+    load_toml,
+    recipe_names,
+    with_settings,
+    with_start,
+)
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.run import checkpoint_paths, read_config, read_rows
+from logitmix.trainer.run import checkpoint_paths, own_minutes, read_config, read_rows
 
 BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
 DOT = {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0, "dense.lr": 0.003}
@@ -46,11 +57,36 @@ def test_it_is_as_trained_by_hand_and_so_is_the_refit(tmp_path: Path) -> None:
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     by_hand(data, tmp_path)
     tested = train(small_config(data, BOTH | START | {"train.refit": True}), run)
-    for ours, theirs in (("", "mol"), ("refit", "mol/refit"), ("start", "dot"), ("start/refit", "dot/refit")):
+    for ours, theirs in (("", "mol"), ("refit", "mol/refit"), ("start", "dot"), ("refit/start", "dot/refit")):
         assert same(run / ours, tmp_path / theirs) and metrics(run / ours) == metrics(tmp_path / theirs)
     assert tested["hr@10"] == metrics(run / "refit")["hr@10"]
     assert read_config(run / "start").model.similarity.kind == "dot"
-    assert read_config(run / "refit").warm_start == str(run / "start" / "refit")
+    assert {path.name for path in run.iterdir() if path.is_dir()} == {"checkpoints", "refit", "start", "tensorboard"}
+
+
+def test_a_refit_goes_on_where_run_and_dataset_have_been_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    train(small_config(data, BOTH | START), run)
+    data.rename(tmp_path / "moved")
+    words = ["train", "--data.path", str(tmp_path / "moved"), "--train.keep", "1"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(loop, "warm_start", interrupted)
+        cli.main([words[0], "--refit", str(run), *words[1:]])
+    run.rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    cli.main([words[0], "--refit", "elsewhere", *words[1:]])
+    assert "warm start from elsewhere/refit/start, step" in capsys.readouterr().err
+    refit = read_config(tmp_path / "elsewhere" / "refit")
+    assert refit.first and refit.first.train.keep == 1
+    assert not refit.data.validation and not refit.first.data.validation
+    by_hand(tmp_path / "moved", tmp_path)
+    assert same(tmp_path / "elsewhere" / "refit", tmp_path / "mol" / "refit")
+
+
+def interrupted(*_: Any) -> str:
+    raise KeyboardInterrupt
 
 
 def test_two_ranks_train_the_same(tmp_path: Path) -> None:
@@ -94,19 +130,70 @@ def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
 def test_each_has_half_of_the_minutes(tmp_path: Path) -> None:
     minutes = {"train.minutes": 10.0}
     config = with_settings(Config(), minutes | START)
-    assert config.first and (config.first.train.minutes, config.own_minutes, config.first.own_minutes) == (5, 5, 5)
+    run = tmp_path / "run"
+    assert config.first and config.first.train.minutes == own_minutes(run, config) == 5
     share = with_settings(config, {"start.train.minutes": 4.0})
-    assert share.first and (share.first.train.minutes, share.own_minutes) == (4, 6)
-    assert with_settings(Config(), START).own_minutes == 0
+    assert share.first and (share.first.train.minutes, own_minutes(run, share)) == (4, 6)
+    assert own_minutes(run, with_settings(Config(), START)) == math.inf
     first_alone = with_settings(Config(), START | {"start.train.minutes": 4.0})
-    assert first_alone.first and (first_alone.first.train.minutes, first_alone.own_minutes) == (4, 0)
+    assert first_alone.first and (first_alone.first.train.minutes, own_minutes(run, first_alone)) == (4, math.inf)
     # The schedule follows the time: the rates of both fall to 0.
-    run, timed = tmp_path / "run", BOTH | START | {"train.epochs": 9000, "train.minutes": 0.06, "train.log_every": 1}
+    timed = BOTH | START | {"train.epochs": 9000, "train.minutes": 0.06, "train.log_every": 1}
     train(small_config(write_dataset(tmp_path / "data"), timed | {"train.schedule": "linear"}), run)
     for each in (run / "start", run):
         rates = [row["learning_rate/dense"] for row in read_rows(each, "train")]
         assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
-        assert 1.8 <= json.loads((each / "results.json").read_text())["seconds"] < 3.4
+    spent = [json.loads((each / "results.json").read_text())["seconds"] for each in (run / "start", run)]
+    assert spent[0] >= 1.8 and 3.6 <= sum(spent) < 5.3
+
+
+def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) -> None:
+    config = with_settings(Config(), {"train.minutes": 10.0} | START)
+    (tmp_path / "start").mkdir()
+    for seconds, left in ((90.0, 8.5), (700.0, 0.0)):
+        (tmp_path / "start" / "results.json").write_text(json.dumps({"seconds": seconds}))
+        assert own_minutes(tmp_path, config) == left
+    data, run, settings = write_dataset(tmp_path / "data"), tmp_path / "run", BOTH | START
+    settings |= {"train.schedule": "constant", "start.train.minutes": 4e-7}
+    train(small_config(data, settings | {"train.epochs": 1}), run)
+    # None is left: it ends before another step.
+    train(small_config(data, settings | {"train.epochs": 9, "train.minutes": 1e-6}), run)
+    assert [row["step"] for row in read_rows(run, "validation")] == [4]
+
+
+def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    with pytest.raises(ValueError) as raised:
+        train(small_config(data, BOTH | START | {"start.model.dim": 16}), run)
+    said = "the weights of the run that is trained first would not fit: model.dim was 16, is 8"
+    assert str(raised.value) == said and not run.exists()
+
+
+def test_a_first_run_keeps_its_precision(tmp_path: Path) -> None:
+    """Also where the run itself has chosen another one since."""
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    settings = BOTH | START | {"train.epochs": 1}
+    train(small_config(data, settings | {"train.refit": True}), run)
+    shutil.rmtree(run / "checkpoints")
+    train(small_config(data, settings | {"train.precision": "bf16"}), run)
+    assert read_config(run).train.precision == "bf16" and read_config(run / "start").train.precision == "fp32"
+
+
+@pytest.mark.parametrize("before", [{}, START, {"start.model.similarity.kind": "dot"}])
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"model.similarity.kind": "dot", "model.similarity.temperature": 0.2},
+        {"model.similarity.kind": "mlp", "model.similarity.dropout": 0.2},
+        {"model.similarity.kind": "mol", "model.encoder.kind": "pooled"},
+        {"train.epochs": 40},
+        {},
+    ],
+)
+def test_it_has_the_settings_that_it_is_given(before: dict[str, Any], first: dict[str, Any]) -> None:
+    config = with_settings(load_recipe("demo-mol"), before | {"model.similarity.temperature": 0.2})
+    given = with_settings(config.inherited(), first)
+    assert with_start(config, given).first == given
 
 
 def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
@@ -127,6 +214,7 @@ def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
     [
         ({"start.model.dimm": 8}, "start: unknown key model.dimm (did you mean dim?)"),
         ({"start.data.path": "other"}, "start is data; it must be settings of model, tables, dense, train, evaluate"),
+        ({"start.train.threads": 2}, "start.train.threads is 2; it must be that of the run itself (1)"),
         ({"start.train.epochs": 0}, "start: train.epochs is 0; it must be from 1 to 2,147,483,647"),
         (
             {"train.minutes": 3.0, "start.train.minutes": 3.0},
@@ -148,14 +236,20 @@ def test_the_command_line_changes_them(tmp_path: Path, capsys: pytest.CaptureFix
     data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
     recipe.write_text(dump_toml(small_config(data, BOTH | START)))
     words = ["train", str(recipe), "--run", str(tmp_path / "run"), "--train.seed", "4", "--train.epochs", "1"]
-    cli.main([*words, "--start.train.epochs", "3", "--start.model.encoder.dropout=0.25", "--start.train.no-refit"])
+    cli.main([*words, "--start.train.epochs", "3", "--start.model.encoder.dropout=0.25", "--start.tables.item.lr=0.5"])
     main, first = read_config(tmp_path / "run"), read_config(tmp_path / "run" / "start")
     assert (main.train.seed, main.train.epochs, main.model.encoder.dropout) == (4, 1, 0.2)
     assert (first.train.seed, first.train.epochs, first.model.encoder.dropout) == (4, 3, 0.25)
     assert first.model.similarity.kind == "dot" and first.dense.lr == 0.003
+    assert (first.tables.of("item").lr, main.tables.of("item").lr) == (0.5, main.tables.lr)
 
     cli.main(["train", str(recipe), "--run", str(tmp_path / "cold"), "--no-start"])
     assert not (tmp_path / "cold" / "start").exists() and read_config(tmp_path / "cold").start == {}
+
+    recipe.write_text(dump_toml(small_config(data, BOTH | START | {"train.minutes": 6.0, "start.train.minutes": 4.0})))
+    less = ["--train.epochs", "1", "--train.minutes", "4", "--start.train.minutes", "2"]
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "less"), *less])
+    assert read_config(tmp_path / "less" / "start").train.minutes == 2
 
     bare = small_config(data, BOTH)
     recipe.write_text(dump_toml(bare))
@@ -163,9 +257,11 @@ def test_the_command_line_changes_them(tmp_path: Path, capsys: pytest.CaptureFix
     assert read_config(tmp_path / "other" / "start").model.similarity.kind == "dot"
     capsys.readouterr()
     for given, said in (
-        (["--start.train.epoch", "3"], "--train.epoch"),
-        (["--start.train.epochs", "x"], "--train.epochs"),
+        (["--start.train.epoch", "3"], "--start: Unrecognized options: --train.epoch"),
+        (["--start.train.epochs", "x"], "--start: "),
+        (["--start.train.epochs", "0"], "--start: train.epochs is 0; it must be"),
         (["--start.model.similarity.kind", "dott"], "did you mean dot?"),
+        (["--start.train.epochs", "3", "--no-start"], "--no-start leaves out the run that --start has settings of"),
         (["--start.data.path", "other"], "start is data; it must be settings of model"),
         (["--start.train.epochs", "3", "--warm-start", "runs/a"], "in place of --warm-start: give only one"),
     ):

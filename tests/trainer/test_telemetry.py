@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -56,13 +57,13 @@ def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPa
     """4 of 10 steps before this process; then a step takes 20 s, and evaluation as much again."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for minutes, remaining in ((0.0, "0:02:40"), (2.0, "0:00:40"), (1.0, "0:00:00"), (60.0, "0:02:40")):
+    for minutes, remaining in ((math.inf, "0:02:40"), (2.0, "0:00:40"), (1.0, "0:00:00"), (60.0, "0:02:40")):
         now[0] = 100.0
-        pace = Pace(Config(train=TrainConfig(epochs=5, minutes=minutes)), RunProgress(step=4, seconds=60), 10)
+        pace = Pace(TrainConfig(epochs=5), RunProgress(step=4, seconds=60), 10, minutes)
         now[0] = 180.0
         line = pace.line(6, 100, 2.5, "loss 1  ")
         assert line == f"epoch 3/5  step 6/10  loss 1  0:01:20 elapsed  {remaining} remaining"
-    early = Pace(Config(train=TrainConfig(epochs=5, stop_after_epochs=3.5)), RunProgress(), 10)
+    early = Pace(TrainConfig(epochs=5, stop_after_epochs=3.5), RunProgress(), 10)
     assert early.line(6, 100, 2.5, "").startswith("epoch 3/4  step 6/10")
 
 
