@@ -369,18 +369,11 @@ def with_start(config: Config, first: Config) -> Config:
         if getattr(inherited.model, part).kind != getattr(first.model, part).kind
     )
     own = {
-        name: value
+        f"start.{name}": value
         for name, value in flatten(first).items()
         if name not in before or before[name] != value or name.startswith(said)
     }
-    tree: dict[str, Any] = {}
-    for name, value in (own or {"train.epochs": first.train.epochs}).items():
-        *sections, key = name.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[key] = value
-    return replace(config, start=tree)
+    return with_settings(replace(config, start={}), own or {"start.train.epochs": first.train.epochs}, "--start")
 
 
 def with_settings(config: Config, settings: Mapping[str, Any], source: str = "settings") -> Config:
