@@ -40,7 +40,7 @@ from logitmix.trainer.baselines import (
     users_of_both,
 )
 from logitmix.trainer.checkpoint import load_saved
-from logitmix.trainer.config import BASELINES, Config, with_settings
+from logitmix.trainer.config import BASELINES, Config, with_settings, with_start
 from logitmix.trainer.data.batches import Split
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
@@ -75,9 +75,6 @@ LEARNT: Mapping[str, dict[str, Any]] = {
         # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
         "model.loss.share": "group",
         "model.loss.negatives": 128,
-        # Half of the minutes, because it learns slowly from random weights.
-        "start.model.similarity.kind": "dot",
-        "start.model.loss.share": "batch",
     },
     "hstu": {"model.encoder.kind": "hstu"},
 }
@@ -146,9 +143,9 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
     }
     # Another kind of encoder has the same depth, heads and history.
     common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
-    if name == "mol":
-        common["start.model.loss.negatives"] = config.model.loss.negatives
-    return with_settings(config, common | LEARNT[name])
+    config = with_settings(config, common | LEARNT[name])
+    # MoL learns slowly from random weights.
+    return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config
 
 
 def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:

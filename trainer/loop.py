@@ -31,7 +31,6 @@ from logitmix.trainer.run import (
     evaluations_since_best,
     own_minutes,
     peeked_best,
-    read_config,
     refit_config,
     refit_path,
     run_lock,
@@ -88,8 +87,8 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
 def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
-    if config.first and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-        _train_first(config.first, config, run, dataset, ranks)
+    if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
+        _train_first(first, config, run, dataset, ranks)
     with run_lock(run, ranks), Stopping(ranks) as stopping:
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
@@ -128,9 +127,8 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     if ranks.rank == 0:
         print(f"first, the run that gives the initial weights: {shown(path)}", file=sys.stderr)
     if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks) and "precision" not in config.start.get("train", {}):
-        # The run itself may have chosen another precision since.
-        noted = on_first_rank(lambda: read_config(path).train.precision, ranks)
-        first = replace(first, train=replace(first.train, precision=noted))
+        # The run itself may have chosen another precision since; auto keeps that which the first run began with.
+        first = replace(first, train=replace(first.train, precision="auto"))
     train_run(first, path, dataset, ranks)
 
 

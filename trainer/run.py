@@ -172,7 +172,7 @@ def refit_config(run: Path, epochs: float) -> Config:
         path, noted = start_path(run), read_config(start_path(run)).train
         train = replace(first.train, epochs=noted.epochs, minutes=noted.minutes, precision=noted.precision)
         first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
-        return with_start(replace(refit, start={}), first)
+        return with_start(refit, first)
     return replace(refit, warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "")
 
 
