@@ -67,6 +67,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   train RECIPE [--section.field VALUE ...] [--run DIR]
                                                     alone, on N ranks of this host with --processes N, or under
                                                     torchrun or torchx with the same words
+  plan RECIPE [--world-size 8] [--device cuda]      where a job's tables would be placed, and the memory of its ranks
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
   compare DATASET --minutes M                       simple and learnt methods in equal time, with intervals
   report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
@@ -74,6 +75,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
+  doctor                                            what this machine has, and what is missing or does not work
 
 datasets: {names}
 recipes:  {recipes}"""
@@ -86,6 +88,14 @@ usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
                                        of MoL have one, the dot product's; --no-start leaves it out
 
 logitmix train RECIPE --help lists every setting with the recipe's value
+recipes: {recipes}, or the path of a TOML file"""
+
+PLAN_USAGE = """\
+usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu-gib GIB] [--json]
+                            [--section.field VALUE ...]
+
+It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
+rank would hold; logitmix plan RECIPE --help lists every setting
 recipes: {recipes}, or the path of a TOML file"""
 
 NO_START = "--no-start"
@@ -101,6 +111,7 @@ BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,21 @@ class TrainCommand(Config):
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print the results as JSON."""
+
+
+@dataclass(frozen=True)
+class PlanCommand(Config):
+    """Where the tables of a job would be placed, and the memory that each rank would need, without its machines."""
+
+    world_size: int = 8
+    """Ranks of the job."""
+    per_host: int = 0
+    """Ranks of each host; all, but 8 at most, when 0."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpu_gib: float = 80.0
+    """Memory of a GPU in GiB."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +304,14 @@ class UpdateItemsCommand:
     """Print JSON."""
 
 
+@dataclass(frozen=True)
+class DoctorCommand:
+    """What this machine has, and what is missing or does not work. Exit status 1 if something does not work."""
+
+    json: bool = False
+    """Print JSON."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = COMMANDS.get(words[0]) if words else None
@@ -343,20 +377,7 @@ def _train(words: list[str]) -> None:
             raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
-    recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
-    others, first = take_start_words(words[1:])
-    if NO_START in others:
-        if first:
-            raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
-        others = [word for word in others if word != NO_START]
-        recipe = replace(recipe, start={})
-    recipe = _with_kinds(recipe, others)
-    default = TrainCommand(**vars(_parsed(recipe)))
-    others, by_name = take_table_words(others)
-    command = _parse(TrainCommand, f"train {words[0]}", others, default)
-    config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
-    config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
-    config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
+    command, config, sizes = _of_recipe(TrainCommand, "train", words)
     run = path_of(command.run or f"runs/{Path(words[0]).stem}")
     # As they were given, for a rank says with them how to go on.
     _start_ranks("train", given, command.processes)
@@ -378,6 +399,41 @@ def _train(words: list[str]) -> None:
     if _is_main():
         trained = shown(refit_path(run) if config.train.refit else run)
         _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
+
+
+def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, str]:
+    """The command whose words are a recipe and its settings, these settings, and what `load_sized` says of them."""
+    recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
+    others, first = take_start_words(words[1:])
+    if NO_START in others:
+        if first:
+            raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
+        others = [word for word in others if word != NO_START]
+        recipe = replace(recipe, start={})
+    recipe = _with_kinds(recipe, others)
+    others, by_name = take_table_words(others)
+    command = _parse(kind, f"{name} {words[0]}", others, kind(**vars(_parsed(recipe))))
+    config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
+    config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
+    config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
+    return command, config, sizes
+
+
+def _plan(words: list[str]) -> None:
+    if not words or words[0].startswith("-"):
+        if words and words[0] not in ("-h", "--help"):
+            raise ValueError("plan needs a recipe first: logitmix plan RECIPE --world-size 8 --device cuda")
+        print(PLAN_USAGE.format(recipes=", ".join(recipe_names())))
+        return
+    command, config, _ = _of_recipe(PlanCommand, "plan", words)
+    from logitmix.trainer.job_plan import plan_job
+    from logitmix.trainer.plan import Devices
+
+    require(command.gpu_gib > 0, "gpu-gib", command.gpu_gib, "above 0")
+    per_host = command.per_host or min(command.world_size, 8)
+    memory = int(command.gpu_gib * 2**30) if command.device == "cuda" else None
+    plan = plan_job(config, Devices(command.world_size, per_host, command.device, memory))
+    print(json.dumps(dataclasses.asdict(plan)) if command.json else plan.text())
 
 
 def _parsed(config: Config) -> Config:
@@ -583,6 +639,26 @@ def _update_items(words: list[str]) -> None:
         )
 
 
+def _doctor(words: list[str]) -> None:
+    command = _parse(DoctorCommand, "doctor", words)
+    from logitmix.trainer import doctor
+
+    if launched():
+        doctor.meet()
+        return
+    findings = []
+    for finding in doctor.examine():
+        findings.append(finding)
+        if not command.json:
+            remedy = f" ({finding.remedy})" if finding.remedy else ""
+            print(f"{finding.state:<6}  {finding.subject:<11}  {finding.said}{remedy}", flush=True)
+    broken = [finding.subject for finding in findings if finding.state == "broken"]
+    if command.json:
+        print(json.dumps({"broken": broken, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+    if broken:
+        raise SystemExit(1)
+
+
 def _start_ranks(command: str, words: list[str], count: int) -> None:
     """Starts the ranks that `words` ask for, and ends with their exit status; does nothing within a rank, or for one
     rank."""
@@ -676,6 +752,7 @@ def _plainly(problem: str, command: str) -> str:
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "prepare": _prepare,
     "train": _train,
+    "plan": _plan,
     "evaluate": _evaluate,
     "compare": _compare,
     "report": _report,
@@ -683,6 +760,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "retrieve": _retrieve,
     "serve": _serve,
     "update-items": _update_items,
+    "doctor": _doctor,
 }
 
 

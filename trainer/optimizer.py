@@ -34,8 +34,9 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 """TorchRec's classes for FBGEMM's fused optimizers."""
 
 
-def table_kernel(settings: TableSettings, device: torch.device) -> EmbeddingComputeKernel:
-    if settings.optimizer == "adam" and device.type == "cpu":
+def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel:
+    """`device`: cpu or cuda."""
+    if settings.optimizer == "adam" and device == "cpu":
         return EmbeddingComputeKernel.DENSE
     return EmbeddingComputeKernel.FUSED
 
@@ -68,6 +69,11 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
         zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
     return optimizer
+
+
+def bytes_per_weight(config: DenseConfig) -> int:
+    """Of the dense part: the weight, its gradient and the optimizer's state, in FP32."""
+    return 4 * (2 + (0 if config.optimizer == "sgd" else len(_MOMENTS)))
 
 
 class TableOptimizers:

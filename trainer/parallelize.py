@@ -34,7 +34,7 @@ from logitmix.trainer.bags import PooledTable
 from logitmix.trainer.clipping import LookupCuts
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.optimizer import TableOptimizers, set_fused_optimizer, table_name
-from logitmix.trainer.plan import Plans, TablePlan, describe, plan_tables
+from logitmix.trainer.plan import Devices, Plans, TablePlan, describe, plan_tables
 from logitmix.trainer.rows import RowExchange, ShardedTables
 from logitmix.trainer.sharded_rows import ShardedRows
 
@@ -97,11 +97,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     `schema` named in `model.features`. The weights depend only on the seed. Raises ValueError for settings of an
     unknown table, settings that the device does not support, and settings that leave the planner no room.
     """
-    schema = model_schema(schema, config)
-    embedded = embedding_tables(schema.tables, config, ranks.device)
-    with torch.device("meta"):
-        model = RetrievalModel(embedded, schema, config.model)
-    plans = plan_tables(embedded, config.tables, ranks)
+    model, embedded = unsharded(schema, config, ranks.device)
+    plans = plan_tables(embedded, config.tables, Devices.of(ranks), ranks.group)
     collections = _shard(model.tables, plans, config.tables, ranks)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
     sharded, pooled = [], []
@@ -124,6 +121,15 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, stream)
     _initialise(parallel.shards(), config)
     return parallel
+
+
+def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[RetrievalModel, list[EmbeddingTable]]:
+    """The model on the meta device, and its tables. Raises ValueError for settings of an unknown table and settings
+    that the device does not support."""
+    schema = model_schema(schema, config)
+    embedded = embedding_tables(schema.tables, config, device)
+    with torch.device("meta"):
+        return RetrievalModel(embedded, schema, config.model), embedded
 
 
 def model_schema(schema: Schema, config: Config) -> Schema:

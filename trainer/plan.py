@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -59,22 +60,41 @@ Plans = Mapping[str, ParameterSharding]
 """TorchRec's plan of each table."""
 
 
-def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks) -> Plans:
-    """The planner's choice within the configuration's limits; the same on all ranks, collective. Raises ValueError if
-    the devices have no room.
+@dataclass(frozen=True)
+class Devices:
+    """What the tables are placed on, a device for each rank."""
+
+    world_size: int
+    per_host: int
+    kind: str
+    """cpu or cuda."""
+    bytes: int | None = None
+    """Memory of a GPU."""
+
+    @staticmethod
+    def of(ranks: Ranks) -> "Devices":
+        """Those of a job."""
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
+        return Devices(ranks.world_size, get_local_size(ranks.world_size), ranks.device.type, memory)
+
+
+def plan_tables(
+    tables: Sequence[EmbeddingTable], config: TablesConfig, devices: Devices, group: dist.ProcessGroup | None = None
+) -> Plans:
+    """The planner's choice within the configuration's limits. With a group, collective: rank 0's choice, on all ranks.
+    Raises ValueError if the devices have no room.
     """
-    hbm_bytes = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
     planner = EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=ranks.world_size,
-            local_world_size=get_local_size(ranks.world_size),
-            compute_device=ranks.device.type,
-            hbm_cap=hbm_bytes,
+            world_size=devices.world_size,
+            local_world_size=devices.per_host,
+            compute_device=devices.kind,
+            hbm_cap=devices.bytes,
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
-        constraints=_constraints(tables, config, ranks),
+        constraints=_constraints(tables, config, devices.world_size),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
     # EmbeddingBagCollection exists.
@@ -82,7 +102,8 @@ def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: R
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, config.of(table_name(key)))
     try:
-        whole = planner.collective_plan(collections, [EmbeddingCollectionSharder()], ranks.group)
+        sharders = [EmbeddingCollectionSharder()]
+        whole = planner.collective_plan(collections, sharders, group) if group else planner.plan(collections, sharders)
     except PlannerError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -92,7 +113,7 @@ def plan_tables(tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: R
     for collection in collections:
         plans |= cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
     for name, plan in plans.items():
-        plan.compute_kernel = table_kernel(config.of(name), ranks.device).value
+        plan.compute_kernel = table_kernel(config.of(name), devices.kind).value
     return plans
 
 
@@ -123,6 +144,15 @@ def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) ->
     )
 
 
+def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[int]:
+    """Bytes of rows and their optimizers' state that each rank holds."""
+    held = [0] * world_size
+    for table in plan.values():
+        for shard in table.shards:
+            held[shard.rank] += table.bytes * shard.rows * shard.columns // (table.rows * table.dim)
+    return held
+
+
 def plan_summary(plan: Mapping[str, TablePlan]) -> str:
     """A line for each table."""
     lines = []
@@ -139,14 +169,14 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
 
 
 def _constraints(
-    tables: Sequence[EmbeddingTable], config: TablesConfig, ranks: Ranks
+    tables: Sequence[EmbeddingTable], config: TablesConfig, world_size: int
 ) -> dict[str, ParameterConstraints]:
     sizes = {table.name: _bytes(table, config.of(table.name)) for table in tables}
-    share = sum(sizes.values()) / ranks.world_size
+    share = sum(sizes.values()) / world_size
     return {
         table.name: ParameterConstraints(
-            sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, ranks.world_size),
-            min_partition=_columns_per_rank(table.dim, ranks),
+            sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, world_size),
+            min_partition=_columns_per_rank(table.dim, world_size),
             pooling_factors=[float(min(table.rows, _IDS))],
             batch_sizes=[1],
         )
@@ -163,9 +193,9 @@ def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool,
     return ["row_wise"] if settings.sharding == "row_wise" or large else ["row_wise", "table_wise"]
 
 
-def _columns_per_rank(dim: int, ranks: Ranks) -> int:
+def _columns_per_rank(dim: int, world_size: int) -> int:
     """Width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for FBGEMM."""
-    return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * ranks.world_size >= dim)
+    return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * world_size >= dim)
 
 
 def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:

@@ -83,6 +83,16 @@ def test_a_run_says_where_its_tables_lie(folder: Path) -> None:
     assert [shard["rank"] for shard in plan["item"]["shards"]] == [0, 1]
     assert sum(shard["rows"] for shard in plan["item"]["shards"]) == plan["item"]["rows"]
 
+    words = ["plan", "ring.toml", "--world-size", "2", "--device", "cpu", "--json"]
+    foreseen = json.loads(jobs.run(words, folder))
+    assert foreseen["tables"] == plan
+    saved = load_saved(folder / "runs/ring")
+    assert foreseen["tower_parameters"] == sum(weight.numel() for weight in saved.tower.parameters())
+    # Weight, gradient and Adam's two moments of the tower; of a row, 16 weights and two moments each.
+    assert foreseen["tower_bytes"] == 16 * foreseen["tower_parameters"]
+    rows = [shard["rows"] for shard in plan["item"]["shards"]]
+    assert foreseen["table_bytes"] == [of * 16 * 12 for of in rows]
+
 
 def test_a_run_is_watched(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "runs/ring/metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,8 @@
-from types import SimpleNamespace
-
 import pytest
 
 from logitmix.modules.embeddings import EmbeddingTable
 from logitmix.trainer.config import TablesConfig
-from logitmix.trainer.plan import ShardPlace, TablePlan, _constraints, plan_summary
+from logitmix.trainer.plan import ShardPlace, TablePlan, _constraints, bytes_by_rank, plan_summary
 
 TABLES = [EmbeddingTable("item", 1000, 8), EmbeddingTable("brand", 400, 8), EmbeddingTable("city", 9, 8)]
 
@@ -33,8 +31,7 @@ EITHER = "row_wise table_wise"
     ],
 )
 def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, expected: list[str]) -> None:
-    ranks = SimpleNamespace(world_size=world_size)
-    found = _constraints(TABLES, TablesConfig(**settings), ranks)  # type: ignore[arg-type]
+    found = _constraints(TABLES, TablesConfig(**settings), world_size)
     assert [" ".join(found[table.name].sharding_types) for table in TABLES] == expected
 
 
@@ -47,6 +44,15 @@ def test_a_plan_is_a_line_for_each_table() -> None:
         "table item  1,000 x 64  row_wise on 2 ranks, adam, 3.0 MiB",
         "table zip   9 x 16  table_wise on rank 1, pooled, sgd, 0.0 MiB",
     ]
+
+
+def test_a_rank_holds_its_rows_and_columns() -> None:
+    halves = (ShardPlace(0, 0, 100, 0, 4), ShardPlace(2, 0, 100, 4, 4))
+    plan = {
+        "item": TablePlan(100, 8, "column_wise", "adam", "fp32", False, 100 * 8 * 12, halves),
+        "zip": TablePlan(9, 8, "table_wise", "sgd", "fp32", False, 9 * 8 * 4, (ShardPlace(1, 0, 9, 0, 8),)),
+    }
+    assert bytes_by_rank(plan, 4) == [100 * 4 * 12, 9 * 8 * 4, 100 * 4 * 12, 0]
 
 
 def _place(rank: int) -> ShardPlace:
