@@ -10,10 +10,22 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 
 from .batch import Bags
 
+_PREFIX = "table_"
+
+
+def torchrec_name(table: str) -> str:
+    """Torchrec keeps tables in a ModuleDict, whose own names a table must not have: type, values, keys, float, …"""
+    return _PREFIX + table
+
+
+def own_name(torchrec_name: str) -> str:
+    return torchrec_name.removeprefix(_PREFIX)
+
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """A table [rows, dim]; the torchrec feature that looks it up has the same name."""
+    """A table [rows, dim]. The torchrec feature that looks it up has the same name, and torchrec's table
+    `torchrec_name`."""
 
     name: str
     rows: int
@@ -24,7 +36,7 @@ class EmbeddingTable:
 
     def _config(self) -> dict[str, Any]:
         return {
-            "name": self.name,
+            "name": torchrec_name(self.name),
             "num_embeddings": self.rows,
             "embedding_dim": self.dim,
             "feature_names": [self.name],

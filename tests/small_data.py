@@ -93,14 +93,14 @@ FEATURES = Schema(
         Feature("favorites", "user", "ids", "brand"),
         Feature("age", "user", "number", mean=-1.0),
         Feature("taste", "user", "vector", width=2),
-        Feature("action", "event", "id", "action"),
+        Feature("action", "event", "id", "type"),
         Feature("query", "event", "ids", "tags"),
         Feature("rating", "event", "number", mean=3.0, deviation=0.5),
         Feature("place", "event", "vector", width=2, deviation=4.0),
     ),
-    (Table("item", ITEMS + 1), Table("brand", 7), Table("tags", 11), Table("country", 4), Table("action", 3)),
+    (Table("item", ITEMS + 1), Table("brand", 7), Table("tags", 11), Table("country", 4), Table("type", 3)),
 )
-"""Every owner with every kind; two tables are shared."""
+"""Every owner with every kind; two tables are shared, and one has the name of an attribute of torch's modules."""
 
 
 def random_column(feature: Feature, schema: Schema, rows: int, random: np.random.Generator) -> Column:

@@ -12,7 +12,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
-from logitmix.modules.embeddings import bag_lookup
+from logitmix.modules.embeddings import bag_lookup, own_name
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PooledTable:
     @classmethod
     def of(cls, module: ShardedEmbeddingBagCollection) -> "PooledTable":
         (config,) = module._embedding_bag_configs
-        return cls(module, config.name, config.embedding_dim)
+        return cls(module, own_name(config.name), config.embedding_dim)
 
 
 def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) -> Any:

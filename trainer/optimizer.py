@@ -22,6 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from logitmix.modules.embeddings import own_name
 from logitmix.trainer.config import DenseConfig, TablesConfig, TableSettings
 
 ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
@@ -92,7 +93,8 @@ class TableOptimizers:
             weights = {table_name(key): weight for key, weight in collection.state_dict().items()}
             for name, parameter in cast(dict[str, Any], collection.module_sharding_plan).items():
                 if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-                    self.adam[name] = TouchedRowsAdam(weights[name], config.of(name))
+                    table = own_name(name)
+                    self.adam[table] = TouchedRowsAdam(weights[table], config.of(table))
             for kernel in kernels(collection):
                 if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
                     _take_over(kernel, self.adam)
@@ -130,8 +132,8 @@ class TableOptimizers:
 
 
 def table_name(key: str) -> str:
-    """The table of a name in a state dict, such as "embeddings.TABLE.weight"."""
-    return key.split(".")[-2]
+    """The table of a name in a state dict, such as "embeddings.table_TABLE.weight"."""
+    return own_name(key.split(".")[-2])
 
 
 class TouchedRowsAdam:
@@ -269,7 +271,7 @@ def _take_over(
 ) -> None:
     """Turn the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
-    owners = [optimizers[table.name] for table in kernel.config.embedding_tables]
+    owners = [optimizers[own_name(table.name)] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
     # TorchRec builds its kernels itself and has no option for another class. The optimizers stay out of its module
     # tree, so that its state dict keeps the sharded names.

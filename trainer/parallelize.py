@@ -25,7 +25,7 @@ from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import nearest
 from logitmix.modules.batch import Bags, Batch
-from logitmix.modules.embeddings import EmbeddingTable
+from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema, Table
@@ -181,7 +181,7 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks
         bags = isinstance(each, EmbeddingBagCollection)
         sharder: Any = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()
         tables = [table_name(key) for key, _ in each.named_parameters()]
-        plan = EmbeddingModuleShardingPlan({table: plans[table] for table in tables})
+        plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
         sharded[name] = sharder.shard(each, plan, env, ranks.device)
     return sharded
 

@@ -22,7 +22,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import ParameterSharding
 
 from logitmix.comm.process_group import Ranks
-from logitmix.modules.embeddings import EmbeddingTable, embedding_collections
+from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
 from logitmix.trainer.config import TablesConfig, TableSettings
 from logitmix.trainer.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 
@@ -111,7 +111,8 @@ def plan_tables(
         ) from None
     plans: dict[str, ParameterSharding] = {}
     for collection in collections:
-        plans |= cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
+        found = cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
+        plans |= {own_name(name): plan for name, plan in found.items()}
     for name, plan in plans.items():
         plan.compute_kernel = table_kernel(config.of(name), devices.kind).value
     return plans
@@ -174,7 +175,7 @@ def _constraints(
     sizes = {table.name: _bytes(table, config.of(table.name)) for table in tables}
     share = sum(sizes.values()) / world_size
     return {
-        table.name: ParameterConstraints(
+        torchrec_name(table.name): ParameterConstraints(
             sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, world_size),
             min_partition=_columns_per_rank(table.dim, world_size),
             pooling_factors=[float(min(table.rows, _IDS))],

@@ -14,7 +14,7 @@ from torchrec.distributed.types import Awaitable
 
 from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
-from logitmix.modules.embeddings import lookup
+from logitmix.modules.embeddings import lookup, own_name
 from logitmix.trainer.bags import PooledRows, PooledTable, receive_ids
 from logitmix.trainer.clipping import CutLookup, LookupCuts
 
@@ -56,22 +56,22 @@ class ShardedTables:
     @classmethod
     def of(cls, module: ShardedEmbeddingCollection, parts: int) -> "ShardedTables":
         configs = module._embedding_configs
-        ranges: dict[str, list[tuple[int, int]]] = {config.name: [] for config in configs}
+        ranges: dict[str, list[tuple[int, int]]] = {own_name(config.name): [] for config in configs}
         exchanges = []
         for sharding in cast(Any, module._sharding_type_to_sharding).values():
             shards = []
             for groups in sharding._grouped_embedding_configs_per_rank:
                 for table in (table for group in groups for table in group.embedding_tables):
-                    place = table.local_metadata
+                    place, name = table.local_metadata, own_name(table.name)
                     (row, column), (rows, columns) = place.shard_offsets, place.shard_sizes
-                    if (row, rows) not in ranges[table.name]:
-                        ranges[table.name].append((row, rows))
-                    owner = ranges[table.name].index((row, rows))
-                    shards.append(Shard(table.name, owner, slice(column, column + columns)))
+                    if (row, rows) not in ranges[name]:
+                        ranges[name].append((row, rows))
+                    owner = ranges[name].index((row, rows))
+                    shards.append(Shard(name, owner, slice(column, column + columns)))
             exchanges.append(shards)
         part = torch.arange(parts + 1)
         cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
-        return cls(module, {config.name: config.embedding_dim for config in configs}, exchanges, cuts)
+        return cls(module, {own_name(config.name): config.embedding_dim for config in configs}, exchanges, cuts)
 
     @property
     def parts(self) -> int:

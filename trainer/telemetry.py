@@ -24,6 +24,7 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.files import naming
 from logitmix.common.storage import shown
+from logitmix.modules.embeddings import own_name
 from logitmix.trainer.board import Board
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
@@ -127,7 +128,8 @@ class Telemetry:
         row |= {f"learning_rate/{name}": value for name, value in pipeline.learning_rates.items()}
         row |= {"examples_per_second": (pipeline.examples - self.last_examples) / seconds, "time/step": seconds / steps}
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
-        row |= wire_metrics(self.model.wire.tables, sums[len(names) :].view(wire_counts.shape), steps)
+        tables = [own_name(name) for name in self.model.wire.tables]
+        row |= wire_metrics(tables, sums[len(names) :].view(wire_counts.shape), steps)
         row["memory/peak_gib"] = _peak_memory(self.ranks.device)
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:

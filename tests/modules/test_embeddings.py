@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from logitmix.modules.batch import Bags
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, lookup
+from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, lookup, own_name
 from logitmix.modules.model import RetrievalModel
 from logitmix.modules.schema import Schema
 
@@ -11,7 +11,7 @@ TABLES = [EmbeddingTable("item", 10**12, 64), EmbeddingTable("zip", 5, 16), Embe
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name.split(".")[-2]: w for name, w in module.named_parameters()}
+    return {own_name(name.split(".")[-2]): w for name, w in module.named_parameters()}
 
 
 def test_tables_have_no_rows_before_they_are_sharded() -> None:
@@ -43,6 +43,15 @@ def test_a_pooled_table_is_a_collection_by_itself_that_sums_bags() -> None:
         next(bags.parameters()).copy_(row_R1.expand(-1, 4))
     found = bags(bag_lookup("tags", Bags(torch.tensor([3, 0, 3, 1]), torch.tensor([0, 3, 3, 4]))))
     assert found["tags"][:, 0].tolist() == [2001.0, 0.0, 10.0]
+
+
+def test_a_table_may_have_any_name_that_a_feature_may_have() -> None:
+    """A catalog has columns such as type, values and items, and torch's modules have attributes of these names."""
+    names = [name for name in dir(nn.ModuleDict()) if name.isidentifier()]
+    assert {"type", "values", "items", "float"} <= set(names)
+    for pooled in (False, True):
+        collections = embedding_collections([EmbeddingTable(name, 3, 4, pooled=pooled) for name in names])
+        assert [name for each in collections.values() for name in weights(each)] == names
 
 
 def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:

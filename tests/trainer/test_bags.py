@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Bags
+from logitmix.modules.embeddings import torchrec_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.parallelize import embedding_tables, parallelize
 
@@ -77,7 +78,7 @@ def run_case(settings: dict[str, Any], pooled: bool) -> Seen:
             exchange.send_gradients()
             exchange.apply_gradients(exchanges[step + 1] if step + 1 < len(exchanges) else None)
         sent = dict(zip(model.wire.tables, model.wire.pop_counts()[..., 0].sum(1).tolist(), strict=True))
-        return Seen(losses, gather_table(model, "tags"), sent["tags"])
+        return Seen(losses, gather_table(model, "tags"), sent[torchrec_name("tags")])
 
 
 def bags_of(bags: list[list[int]]) -> Bags:

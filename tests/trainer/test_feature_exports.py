@@ -162,7 +162,7 @@ def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     tables = [of["tensors"] for name, of in alone["files"].items() if name.startswith("tables-")]
     assert [[(name, of["shape"][0]) for name, of in tensors.items()] for tensors in tables] == [
         [("item", 1), ("brand", 4)], [("brand", 3), ("tags", 1)], *[[("tags", 3)]] * 3, [("tags", 1), ("country", 2)],
-        [("country", 2), ("action", 1)], [("action", 2), ("recency", 1)], *[[("recency", 3)]] * 21, [("recency", 2)],
+        [("country", 2), ("type", 1)], [("type", 2), ("recency", 1)], *[[("recency", 3)]] * 21, [("recency", 2)],
     ]  # fmt: skip
     # A file of items has at least a block of the INT8 corpus.
     most_bytes = dict.fromkeys([*(table.name for table in dataset.schema.tables), RECENCY], 100)

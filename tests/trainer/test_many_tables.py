@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad"},
     "column_wise": SGD | {"tables.sharding": "column_wise"},
     "mixed": SGD | {"tables.item.sharding": "row_wise", "tables.brand.sharding": "table_wise", "tables.brand.lr": 0.3},
-    "widths": SGD | {"tables.brand.dim": 4, "tables.action.dim": 12},
+    "widths": SGD | {"tables.brand.dim": 4, "tables.type.dim": 12},
     "parts": SGD | {"comm.parts": 3},
     "dot": SGD | {"model.similarity.kind": "dot"},
     "hstu": SGD | {"model.encoder.kind": "hstu", "model.encoder.times": True, "model.encoder.blocks": 2},

@@ -1,6 +1,6 @@
 import pytest
 
-from logitmix.modules.embeddings import EmbeddingTable
+from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.trainer.config import TablesConfig
 from logitmix.trainer.plan import ShardPlace, TablePlan, _constraints, bytes_by_rank, plan_summary
 
@@ -32,7 +32,7 @@ EITHER = "row_wise table_wise"
 )
 def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, expected: list[str]) -> None:
     found = _constraints(TABLES, TablesConfig(**settings), world_size)
-    assert [" ".join(found[table.name].sharding_types) for table in TABLES] == expected
+    assert [" ".join(found[torchrec_name(table.name)].sharding_types) for table in TABLES] == expected
 
 
 def test_a_plan_is_a_line_for_each_table() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from logitmix.comm.fp8 import SCALE_BYTES
 from logitmix.comm.process_group import process_group
+from logitmix.modules.embeddings import own_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.plan import TablePlan
@@ -81,7 +82,8 @@ def run_case(case: Case) -> Seen:
             if following and not case.ahead:
                 following.send_rows()
         after = {table.name: gather_table(model, table.name) for table in case.tables}
-        counts = dict(zip(model.wire.tables, model.wire.pop_counts()[..., 0], strict=True))
+        names = map(own_name, model.wire.tables)
+        counts = dict(zip(names, model.wire.pop_counts()[..., 0], strict=True))
         return Seen(losses, before, after, dict(model.plan), counts)
 
 
