@@ -34,12 +34,13 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
+from logitmix.common.files import write_whole
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity.base import Similarity
 from logitmix.trainer.baselines import training_counts
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import flatten, load_recipe
-from logitmix.trainer.data.batches import leave_one_out, ranking_users
+from logitmix.trainer.data.batches import RankingUsers, leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
@@ -319,7 +320,7 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
             return None
         trained = train(cell, options)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(trained, indent=1) + "\n")
+        write_whole(path, json.dumps(trained, indent=1) + "\n")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -511,7 +512,8 @@ def use_of_components(run: Path) -> tuple[float, torch.Tensor]:
     """Of the test part's users with their targets: the mean entropy of MoL's gates, by that of even use, and the mean
     of each gate [M]."""
     parts = []
-    for similarity, query, item, target_U in sides(run):
+    for similarity, query, item, users in sides(run):
+        target_U = torch.from_numpy(users.target)
         parts.append(similarity.diagnostics(query, tuple(part[target_U] for part in item)) | {"users": len(target_U)})
     weights = torch.tensor([part["users"] for part in parts]).float()
     weights /= weights.sum()
@@ -546,9 +548,20 @@ def scores(run: Path) -> torch.Tensor:
     return torch.cat([similarity.all_pairs(query, item) for similarity, query, item, _ in sides(run)])
 
 
-def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, torch.Tensor]]:
-    """The similarity of a run, the queries' sides of some users of the test part, that of all items, and the users'
-    targets."""
+@torch.no_grad()
+def recommended(run: Path) -> np.ndarray:
+    """How often each item is among the best 10 of a user of the test part, whose own history is left out [X]."""
+    counts: np.ndarray | int = 0
+    for similarity, query, item, users in sides(run):
+        score = similarity.all_pairs(query, item)
+        row = np.repeat(np.arange(len(users)), users.seen_lengths)
+        score[torch.from_numpy(row), torch.from_numpy(users.seen)] = -math.inf
+        counts = counts + np.bincount(score.topk(10).indices.flatten().numpy(), minlength=score.shape[1])
+    return np.asarray(counts)
+
+
+def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, RankingUsers]]:
+    """The similarity of a run, the queries' sides of some users of the test part, that of all items, and the users."""
     model = load_saved(run)
     data = load_dataset(model.config.data.path)
     users = ranking_users(data, "test", model.config.model.encoder.max_length, leave_one_out(data))
@@ -558,7 +571,7 @@ def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, torch.Tensor]]:
         items = model.tower.item_sides(embedder.items(np.arange(data.num_items))).similarity
         for part in users.batches(256):
             queries = model.tower.query_sides(embedder.queries(part)).similarity
-            yield similarity, queries, items, torch.from_numpy(part.target)
+            yield similarity, queries, items, part
 
 
 def popularity(rows: list[dict[str, Any]], options: Options) -> None:
@@ -573,9 +586,7 @@ def popularity(rows: list[dict[str, Any]], options: Options) -> None:
     drawn = [row for row in rows if Cell(row["dataset"], row["method"], 0).run(options).exists()]
     for number, row in enumerate(drawn):
         run = final_run(Cell(row["dataset"], row["method"], 0).run(options))
-        best = scores(run).topk(10).indices.flatten().numpy()
-        recommended = np.bincount(best, minlength=load_dataset(load_saved(run).config.data.path).num_items)
-        share, _ = np.histogram(recommended, [*edges, np.inf])
+        share, _ = np.histogram(recommended(run), [*edges, np.inf])
         place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
         axes.bar(place, share, 1 / len(drawn), label=f"{row['dataset']} {row['method']}")
     axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")

@@ -4,16 +4,18 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from small_data import in_memory
 
-from logitmix.modules.config import MoLConfig
+from logitmix.modules.config import DotConfig, MoLConfig
+from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer.config import flatten, load_recipe, with_settings
+from logitmix.trainer.data.batches import ranking_users
 
 
 @pytest.fixture
@@ -123,10 +125,22 @@ def test_the_use_of_components_is_the_mean_over_all_users(paper: ModuleType, mon
     query, item = mol.query(torch.randn(5, 8), torch.arange(5)), mol.item(torch.randn(7, 8), torch.arange(7))
     target_U = torch.tensor([6, 0, 0, 2, 5])
     cuts = [slice(0, 4), slice(4, 5)]
-    parts = [(mol, tuple(side[cut] for side in query), item, target_U[cut]) for cut in cuts]
+    parts = [
+        (mol, tuple(side[cut] for side in query), item, SimpleNamespace(target=target_U[cut].numpy())) for cut in cuts
+    ]
     monkeypatch.setattr(paper, "sides", lambda run: iter(parts))
     entropy, use_M = paper.use_of_components(Path())
     gates_UM = mol.gates(query, tuple(side[target_U] for side in item)).detach()
     torch.testing.assert_close(use_M, gates_UM.mean(0))
     expected = -(gates_UM * gates_UM.log()).sum(1).mean() / np.log(6)
     assert entropy == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_users_own_history_is_not_recommended(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 14 items, the last score highest; the first user has seen the last three."""
+    dot = Dot(2, DotConfig(normalize=False, temperature=1.0))
+    users = ranking_users(in_memory(np.array([0, 4, 7]), np.array([13, 12, 11, 0, 0, 1, 2]), 14), "test", 5)
+    query = dot.query(torch.tensor([[1.0, 0.0]] * 2), torch.arange(2))
+    item = dot.item(torch.stack([torch.arange(14.0), torch.ones(14)], 1), torch.arange(14))
+    monkeypatch.setattr(paper, "sides", lambda run: iter([(dot, query, item, users)]))
+    assert paper.recommended(Path()).tolist() == [0, 1, 1, 1, *[2] * 7, 1, 1, 1]

@@ -62,7 +62,9 @@ def rank_targets(score: Score, users: RankingUsers, num_items: int, exclude_hist
     for start in range(0, len(users), size):
         part = users.of(slice(start, start + size))
         score_BX, row_B = score(part), np.arange(len(part))
-        above_BX = score_BX >= score_BX[row_B, part.target][:, None] * (1 - ROUNDING)
+        of_target_B1 = score_BX[row_B, part.target][:, None]
+        # Not "at least": what is not a number counts against the target, too.
+        above_BX = ~(score_BX < of_target_B1 - np.abs(of_target_B1) * ROUNDING)
         above_BX[row_B, part.target] = False
         if exclude_history:
             above_BX[np.repeat(row_B, part.seen_lengths), part.seen] = False

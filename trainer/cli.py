@@ -20,6 +20,7 @@ try:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+    from rich.text import Text
 except ModuleNotFoundError as absent:  # where only what serving needs was installed
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
@@ -461,6 +462,8 @@ def _words_of_refit(words: list[str]) -> list[str]:
     run, others = (run, words[1:]) if equals else ("".join(words[1:2]), words[2:])
     if not run or not (config := fetched_run(run) / "config.toml").is_file():
         raise ValueError(f"--refit needs a run directory, and {run!r} is none: logitmix train --refit RUN")
+    if _last_value(others, "--run"):
+        raise ValueError(f"--run has no place beside --refit: the refit's directory is in that of the run, {run}")
     return [str(config), *others, "--train.refit", "--run", run]
 
 
@@ -588,7 +591,8 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
         return
     table = Table("rank", "item", "title", "score")
     for row in rows:
-        table.add_row(str(row["rank"]), row["id"], row["title"] or "", f"{row['score']:.4f}")
+        # Text, because in brackets it would be read as markup.
+        table.add_row(str(row["rank"]), Text(row["id"]), Text(row["title"] or ""), f"{row['score']:.4f}")
     Console().print(table)
 
 
@@ -770,7 +774,7 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
         return
     beside = [name for name in BESIDE if f"{name}/hr@10" in metrics]
     heads = ("model", *(BESIDE[name] for name in beside)) if beside else ("value",)
-    table = Table("metric", *heads, title=title)
+    table = Table("metric", *heads, title=Text(title))
     for name in metrics:
         if name.partition("/")[0] not in beside:
             names = [name, *(f"{of}/{name}" for of in beside)]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import process_group
@@ -45,8 +46,9 @@ from logitmix.trainer.data.batches import Split
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluate import METRICS, Evaluation, means
-from logitmix.trainer.loop import train_run
+from logitmix.trainer.loop import require_apart, train_run, training_batches
 from logitmix.trainer.memory import set_up_memory
+from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import (
     evaluations_since_best,
     read_config,
@@ -90,6 +92,8 @@ WIDER = "hr@50"
 RESAMPLES = 2000
 WAIT = 24 * 3600
 """Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
+ENDLESS = 1_000_000
+"""Epochs that no run has time for."""
 WIDTH = 126
 """Columns of the table."""
 
@@ -98,17 +102,25 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
     compare.txt. Collective.
 
-    Raises ValueError for no dataset, no minutes, and a method that had more minutes before.
+    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, and a method
+    that had more minutes before.
     """
     require(minutes > 0, "minutes", minutes, "above 0")
+    for name in methods:
+        require(name in LEARNT, "methods", name, f"among {', '.join(LEARNT)}")
+    require_threads("threads", threads)
     torch.set_num_threads(threads)
     set_up_memory()
     require_one_host(out)
     fetch_run(out)
     dataset = load_dataset(dataset_path)
+    require_apart(out, dataset, "out")
     configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
     with process_group("auto", WAIT) as ranks:
-        evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
+        plain = config_of("dot", dataset, minutes, threads)
+        evaluation = Evaluation(plain, dataset, ranks)
+        # Raises what training would raise, before anything is fitted.
+        training_batches(plain, dataset, ranks)
         simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
         to_train = on_first_rank(
             lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks
@@ -136,6 +148,7 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "train.minutes": float(minutes),
         "train.threads": threads,
         # All of the time is used, and the rates have fallen at its end.
+        "train.epochs": ENDLESS,
         "train.schedule": "wsd",
         "train.patience": 0,
         "evaluate.baselines": False,
@@ -357,7 +370,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     )
     reference = LABELS[found["reference"]]
     heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
-    table = Table(*heads, "parameters", "still\nrising", title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(*heads, "parameters", "still\nrising", title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in found["methods"]:
         rising = {True: "yes", False: "no", None: "?"}[row["still_rising"]] if row["learnt"] else ""
         difference = "" if row["method"] == found["reference"] else _cell(row["difference"][CHOICE], "+", " to ")

@@ -32,6 +32,7 @@ from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_on
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
+from logitmix.trainer.processes import require_threads
 from logitmix.trainer.ranking import NOT_SERVED, Rankings, rank_corpus
 from logitmix.trainer.run import final_run, read_config, require_same_dataset
 from logitmix.trainer.sharded_rows import ShardedRows
@@ -59,6 +60,7 @@ def evaluate_run(
 
     `exclude_history` and `users` override the run's settings of these names.
     """
+    require_threads("threads", threads)
     torch.set_num_threads(threads)
     run = final_run(run) if split == "test" else run
     config = read_config(run)

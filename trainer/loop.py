@@ -9,7 +9,6 @@ import torch
 
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, shown
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
@@ -23,7 +22,7 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.precision import choose_precision
-from logitmix.trainer.processes import Stopped, cores
+from logitmix.trainer.processes import Stopped, require_threads
 from logitmix.trainer.run import (
     RunProgress,
     checkpoint_paths,
@@ -47,30 +46,29 @@ from logitmix.trainer.stopping import Stopping
 from logitmix.trainer.telemetry import Telemetry, start_block
 from logitmix.trainer.warm_start import require_fit, warm_start
 
-THREADS_A_CORE = 4
-
 
 def train(config: Config, run: Path) -> dict[str, float]:
     """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
     the refit. Collective. Raises ValueError for a user's mistake (no dataset, another run's directory) and for a loss
     that is not finite; Stopped once a signal has ended it, and what was done is saved.
     """
-    _require_threads(config.train.threads)
+    require_threads("train.threads", config.train.threads)
     torch.set_num_threads(config.train.threads)
     set_up_memory()
     fetch_run(run)
     dataset = load_dataset(config.data.path)
-    if dataset.path.resolve() in (run.resolve(), *run.resolve().parents):
-        raise ValueError(f"{run} is in the dataset directory {dataset.path}, which may be replaced; give another --run")
+    require_apart(run, dataset, "run")
     with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
         results = train_run(config, run, dataset, ranks)
         return _refit(run, dataset, ranks) if config.train.refit else results
 
 
-def _require_threads(threads: int) -> None:
-    """Far more threads than cores would wait for each other all the time."""
-    most = THREADS_A_CORE * cores()
-    require(threads <= most, "train.threads", threads, f"at most {most} here")
+def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
+    """ValueError for what would be written into the dataset's directory."""
+    if dataset.path.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(
+            f"{path} is in the dataset directory {dataset.path}, which may be replaced; give another --{flag}"
+        )
 
 
 def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:

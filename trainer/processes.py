@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from logitmix.common.mappings import require
+
 GRACE = 10.0
 """Seconds for ranks to end by themselves, once one of them has failed."""
 SAVING = 40.0
@@ -28,6 +30,8 @@ LAST = 5.0
 that it does not answer."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
+THREADS_A_CORE = 4
+"""Most of a process."""
 MISTAKE = "mistake"
 """The file in torchrun's directory of a job that has the message of a user's mistake."""
 LOST_PEER = 3
@@ -48,6 +52,12 @@ def launched() -> bool:
 def cores() -> int:
     """Those of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_threads(flag: str, threads: int) -> None:
+    """ValueError for none, and for far more than cores, which would wait for each other all the time."""
+    most = THREADS_A_CORE * cores()
+    require(1 <= threads <= most, flag, threads, f"from 1 to {most} here")
 
 
 def note_mistake(message: str) -> bool:

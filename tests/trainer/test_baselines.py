@@ -95,6 +95,10 @@ def test_sums_that_differ_by_rounding_are_ties() -> None:
     score_BX = np.array([[0.0, 0.0, 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]])
     assert score_BX[0, 2] > score_BX[0, 3]
     assert rank_targets(lambda _: score_BX, users, 4, True).tolist() == [2]
+    # EASE has negative scores.
+    assert rank_targets(lambda _: -score_BX, users, 4, True).tolist() == [2]
+    for same in (-1.0, np.nan):
+        assert rank_targets(lambda _, same=same: np.full((1, 4), same), users, 4, False).tolist() == [4]
 
 
 def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:

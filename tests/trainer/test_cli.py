@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,3 +200,39 @@ def test_too_little_memory_is_one_line(
         stop.value.code == 1
         and f"there is not enough memory{size and f' for {size} GiB'}; lower what takes it: " in line
     )
+
+
+def test_titles_and_ids_in_brackets_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich would read them as markup: [blue] disappears, and [/b] is an error."""
+    row = {"rank": 1, "id": "id[red]", "title": "Shirt [blue] [/b]", "score": 1.0}
+    retriever: Any = SimpleNamespace(recommend=lambda *_: [[row]])
+    cli._show_items(retriever, cli.RetrieveCommand("export"))
+    said = capsys.readouterr().out
+    assert "id[red]" in said and "Shirt [blue] [/b]" in said
+    cli._show_metrics({"hr@10": 0.5}, "runs/a[lr]: test", as_json=False)
+    assert "runs/a[lr]" in "".join(capsys.readouterr().out.split("\n")).replace(" ", "").replace("test", " test")
+
+
+def test_a_recipe_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(b"[train]\n\xff")
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(path)])
+    assert capsys.readouterr().err == f"logitmix: {path}: not UTF-8 at byte 8, as TOML must be\n"
+
+
+def test_a_refit_has_no_directory_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--refit", str(tmp_path / "run"), "--run", "other"])
+    assert "--run has no place beside --refit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["-1", "100000"])
+def test_threads_have_limits(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "nothing", "--threads", threads])
+    assert f"threads is {threads}; it must be from 1 to" in capsys.readouterr().err

@@ -216,6 +216,8 @@ def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path
     assert mol.first == replace(dot, train=replace(dot.train, minutes=2.5))
     for of in (dot, mol, hstu):
         assert (of.train.schedule, of.train.patience, of.train.minutes) == ("wsd", 0, 5)
+        # Minutes end it: a small dataset or a fast GPU would come to the 30,000 steps of `auto` before.
+        assert of.train.epochs * -(-dataset.num_users // of.train.batch_size) > 30_000
 
 
 def both_ranks(data: Path, out: Path) -> dict[str, Any]:
@@ -257,3 +259,34 @@ def test_ease_keeps_to_its_time_and_its_corpus(
 def ease_of(found: dict[str, Any]) -> dict[str, Any]:
     (ease,) = (of for of in found["methods"] if of["method"] == "ease")
     return ease
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"methods": ["MoL"]}, "methods is MoL; it must be among dot, mol, hstu"),
+        ({"threads": 0}, "threads is 0; it must be from 1 to "),
+        ({"threads": 10_000}, "threads is 10000; it must be from 1 to "),
+        ({"out": "data/runs"}, "is in the dataset directory"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_fitted(
+    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "data")
+    asked = {"out": "out", "minutes": 1.0, "methods": ["dot"], "threads": 1} | given
+    with pytest.raises(ValueError, match=message):
+        compare("data", Path(asked.pop("out")), **asked)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"] and not (tmp_path / "data" / "runs").exists()
+
+
+def test_a_dataset_that_nothing_can_be_trained_on_is_refused_before_anything_is_fitted(tmp_path: Path) -> None:
+    lines = [f"user{user},item{user + step},{step}" for user in range(4) for step in range(2)]
+    (tmp_path / "two.csv").write_text("\n".join(["user,item,timestamp", *lines]) + "\n")
+    data = tmp_path / "data"
+    words = ["--source", str(tmp_path / "two.csv"), "--out", str(data), "--min-user-actions", "1"]
+    cli.main(["prepare", "table", *words])
+    with pytest.raises(ValueError, match="no user has 2 actions, which one training position takes"):
+        compare(str(data), tmp_path / "out", 1.0, ["dot"], 1)
+    assert not list((tmp_path / "out").glob("*/results.json"))
