@@ -39,7 +39,8 @@ class FeatureOptions:
     """The settings of a column in --schema."""
 
     owner: Literal["auto", "item", "user", "event"] = "auto"
-    """A column of the actions can be assigned to their items or users, which take its last value in time."""
+    """A column of the actions can be assigned to their items or users. An item takes the value of its first action that
+    has one, a user that of the user's first action."""
     kind: Literal["auto", "id", "ids", "number", "vector"] = "auto"
     table: str = ""
     """Table of an id or ids; the feature's name when left empty. Features that name the same table share it."""
@@ -170,13 +171,17 @@ def apply_options(
     return changed
 
 
-def last_values(values: pa.Array, owners: np.ndarray, timestamps: np.ndarray, count: int) -> pa.Array:
-    """The value of each owner's last action in time that has a value; null for owners without one."""
+def values_of_items(
+    values: pa.Array, items: np.ndarray, timestamps: np.ndarray, count: int, which: Literal["first", "last"]
+) -> pa.Array:
+    """The value of each item's first or last action in time that has a value; null for items without one. Actions at
+    one time are in the order given."""
     there = np.flatnonzero(as_numpy(_filled(values).is_valid()))
     there = there[np.argsort(timestamps[there], kind="stable")]
-    rows = np.full(count, -1)
     # The last of several assignments to one place wins.
-    rows[owners[there]] = there
+    there = there if which == "last" else there[::-1]
+    rows = np.full(count, -1)
+    rows[items[there]] = there
     return values.take(pa.array(rows, mask=rows < 0))
 
 

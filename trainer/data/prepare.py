@@ -35,9 +35,9 @@ from logitmix.trainer.data.features import (
     FeaturesOptions,
     RawColumn,
     apply_options,
-    last_values,
     make_features,
     name_features,
+    values_of_items,
 )
 from logitmix.trainer.data.files import digests, plain
 from logitmix.trainer.data.raw import Actions, RawDataset, order_of_texts
@@ -197,11 +197,10 @@ def _say(console: Console, unused: list[str], repeated: float) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Ordered:
-    """The actions that are kept, ordered by user, then time; users and items by index."""
+    """The actions that are kept, ordered by user, then time; items by index."""
 
     offsets: np.ndarray
     """int64 [users + 1]."""
-    users: np.ndarray
     items: np.ndarray
     timestamps: np.ndarray
     rows: np.ndarray
@@ -226,7 +225,6 @@ def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
     order = np.lexsort((timestamps, users))
     return _Ordered(
         np.concatenate(([0], np.cumsum(np.bincount(users)))),
-        users[order],
         items[order],
         timestamps[order],
         np.empty(0, np.int64) if rows is None else rows[order],
@@ -248,11 +246,12 @@ def _features(
     known: dict[Owner, dict[str, pa.Array]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
     columns = raw.actions.columns
     known["event"] = {name: columns.pop(name).take(pa.array(ordered.rows)) for name in list(columns)}
-    owners = {"item": (ordered.items, len(ordered.item_ids)), "user": (ordered.users, len(ordered.user_ids))}
 
     def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
-        owner_of_action, count = owners[owner]
-        return last_values(values, owner_of_action, ordered.timestamps, count)
+        if owner == "user":
+            # Any later action may be the held-out target, so only the first one counts, even if it has no value.
+            return values.take(pa.array(ordered.offsets[:-1]))
+        return values_of_items(values, ordered.items, ordered.timestamps, len(ordered.item_ids), "first")
 
     found = [
         RawColumn(name, owner, values, raw.kinds.get(name))
@@ -272,7 +271,8 @@ def _titles(of_items: pa.Array | None, of_actions: pa.Array | None, ordered: _Or
     known = [_as_texts("items", of_items)] if of_items is not None else []
     if of_actions is not None:
         texts = _as_texts("actions", of_actions).take(pa.array(ordered.rows))
-        known.append(last_values(texts, ordered.items, ordered.timestamps, len(ordered.item_ids)).cast(pa.string()))
+        last = values_of_items(texts, ordered.items, ordered.timestamps, len(ordered.item_ids), "last")
+        known.append(last.cast(pa.string()))
     return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
 
 

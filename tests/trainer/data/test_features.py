@@ -18,9 +18,9 @@ from logitmix.trainer.data.features import (
     RawColumn,
     apply_options,
     infer_kind,
-    last_values,
     make_features,
     name_features,
+    values_of_items,
 )
 
 ITEMS = pa.array(["x", "y", "z"])
@@ -328,8 +328,10 @@ def test_options_that_do_not_fit_are_named(said: FeaturesOptions, message: str) 
         apply_options(COLUMNS, said, "s.toml", of_owner)
 
 
-def test_an_owner_takes_the_last_value_in_time() -> None:
-    values = pa.array(["a", "b", None, "d", "e", ""])
-    owners = np.array([0, 0, 0, 1, 1, 3])
-    assert last_values(values, owners, np.array([1, 3, 5, 9, 2, 0]), 4).to_pylist() == ["b", "d", None, None]
-    assert last_values(values, owners, np.zeros(6), 4).to_pylist() == ["b", "e", None, None]
+def test_an_item_takes_the_first_or_last_value_in_time() -> None:
+    values = pa.array([None, "a", "b", None, "d", "e", ""])
+    items, times = np.array([0, 0, 0, 0, 1, 1, 3]), np.array([0, 1, 3, 5, 9, 2, 0])
+    assert values_of_items(values, items, times, 4, "first").to_pylist() == ["a", "e", None, None]
+    assert values_of_items(values, items, times, 4, "last").to_pylist() == ["b", "d", None, None]
+    assert values_of_items(values, items, np.zeros(7), 4, "first").to_pylist() == ["a", "d", None, None]
+    assert values_of_items(values, items, np.zeros(7), 4, "last").to_pylist() == ["b", "e", None, None]

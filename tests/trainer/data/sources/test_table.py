@@ -245,10 +245,30 @@ def test_a_file_says_what_columns_are(shop: Path) -> None:
     assert decoded(dataset, "user")["favorite"] == ["acme", "x"]
     assert decoded(dataset, "item")["brand"] == ["acme", "acme", "bolt", ""]
     assert decoded(dataset, "item")["price"] == [["3.5"], [], ["2.5"], []]
-    # Each item's last in time: a's is u1's or u2's at time 1, whichever comes later among equals.
-    assert decoded(dataset, "item")["shelf"] == ["low", "low", "top", "top"]
+    # Each item's first in time that is there: a's is u1's or u2's at time 1, whichever comes first among equals; c's is
+    # u1's, because the earlier one of u2 has none.
+    assert decoded(dataset, "item")["shelf"] == ["top", "low", "top", "top"]
     assert set(decoded(dataset, "event")) == {"action", "seconds"}
     assert json.loads(dataset.description())["source"]["schema"]["name"] == "schema.toml"
+
+
+OF_USERS = {"plan": "id", "seconds": "number"}
+
+
+def test_later_actions_say_nothing_about_the_user(shop: Path) -> None:
+    """They may be held out: the last one is the target, with either split. v's first action has no plan."""
+    plans = {"u": ["a", "b", "c", "d"], "v": ["", "b", "b", "d"], "w": ["a", "c", "c", ""]}
+    clicks = "user,item,timestamp,plan,seconds\n" + "".join(
+        # Not in the order of time.
+        f"{user},{user}{at},{at},{plan},{'' if not plan else at + 1}\n"
+        for user, of in plans.items()
+        for at, plan in reversed(list(enumerate(of)))
+    )
+    (shop / "clicks.csv").write_text(clicks)
+    schema = "".join(f"[features.{name}]\nowner = 'user'\nkind = '{kind}'\n" for name, kind in OF_USERS.items())
+    dataset, _ = prepared(shop, schema, items="", users="")
+    assert decoded(dataset, "user") == {"plan": ["a", "", "a"], "seconds": [1, 1, 1]}
+    assert dataset.vocabulary("plan") == ["", "a"]
 
 
 def test_rare_values_are_unknown(shop: Path) -> None:
