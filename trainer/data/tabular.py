@@ -51,7 +51,8 @@ def read_blocks(
     file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str = ""
 ) -> Iterator[TableBlock]:
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
-    or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected.
+    or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
+    Parquet, half floats come as float32, and views as text or bytes.
     ValueError if the file is not readable Parquet."""
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
@@ -337,7 +338,7 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
     columns, whole = {}, np.ones(batch.num_rows, bool)
     for place, name in enumerate(batch.schema.names):
         if name in key_names or _is_named(name):
-            columns[name], valid = _as_utf8(label, name, batch.column(place))
+            columns[name], valid = _as_utf8(label, name, _with_kernels(batch.column(place)))
             whole &= valid | (name not in key_names)
     numbers = np.arange(first, first + batch.num_rows)
     for row in np.flatnonzero(~whole):
@@ -351,6 +352,30 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
         {name: column for name, column in columns.items() if name not in key_names},
         lambda row: ",".join(str(key[row]) for key in keys),
     )
+
+
+def _with_kernels(column: pa.Array) -> pa.Array:
+    """The column without half floats and views, which Arrow reads but cannot filter or compare."""
+    kind = _kind_with_kernels(column.type)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _kind_with_kernels(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_kind_with_kernels(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_kind_with_kernels(kind.key_type), _kind_with_kernels(kind.item_type))
+    if pa.types.is_float16(kind):
+        return pa.float32()
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return pa.string() if pa.types.is_string_view(kind) else pa.binary()
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_kind_with_kernels(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(_kind_with_kernels(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_kind_with_kernels(kind.value_type))
+    return kind
 
 
 def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray]:

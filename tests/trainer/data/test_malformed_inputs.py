@@ -553,7 +553,9 @@ def parquet_tables() -> Iterator[Case]:
     yield case("ids with NUL", of(user=["1", "2\0", "3"]), (2, "the user has a NUL byte"), actions=2)
     raw = pa.array([b"1", b"\xff", b"3"]).view(pa.string())
     yield case("ids that are not UTF-8", of(user=raw), (2, "not UTF-8"), actions=2)
+    yield case("ids that are views", of(user=raw.cast(pa.string_view())), (2, "not UTF-8"), actions=2)
     yield case("notes that are not UTF-8", of(note=raw))
+    yield case("notes that are views", of(note=raw.cast(pa.string_view())))
     yield case("titles that are not UTF-8", of(title=raw))
     yield case(
         "lists that are not UTF-8", of(note=pa.ListArray.from_arrays([0, 1, 2, 3], raw)), said="column note is damaged"
