@@ -119,19 +119,12 @@ def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tens
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:
-    """The rows [T] of table recency, int64, for actions at these times (whole numbers); first_B is where each user's
-    actions begin. 0 for a user's first action; for the others 1 + the number of bits of the time since the previous
-    action (1 for 0, 2 for 1, 3 for 2 and 3, …).
-
-    ValueError if a user's times decrease.
+    """The rows [T] of table recency, int64, for actions at these times (whole numbers, which never decrease for a
+    user); first_B is where each user's actions begin. 0 for a user's first action; for the others 1 + the number of
+    bits of the time since the previous action (1 for 0, 2 for 1, 3 for 2 and 3, …).
     """
     time_T = time_T.long()
     gap_T = torch.cat([time_T[:1], time_T.diff()])
-    falls_T = time_T < torch.cat([time_T[:1], time_T[:-1]])
-    falls_T[first_B] = False
-    if falls_T.any():
-        place = int(falls_T.nonzero()[0])
-        raise ValueError(f"timestamps fall, from {time_T[place - 1]} to {time_T[place]}; they must be oldest first")
     row_T = 1 + torch.bucketize(gap_T, 2 ** torch.arange(63), right=True)
     # Times do not decrease, so a negative difference has overflowed: it takes all 64 bits.
     row_T[gap_T < 0] = 65

@@ -49,15 +49,6 @@ def test_a_row_depends_on_its_action_and_the_one_before_alone(sequences: list[li
     assert rows_of(sequences) == expected
 
 
-def test_times_that_fall_are_refused_of_one_user_alone() -> None:
-    assert rows_of([[5, 9], [3]]) == [[0, 4], [0]]
-    with pytest.raises(ValueError, match="timestamps fall, from 9 to 8"):
-        rows_of([[5], [9, 8]])
-    with pytest.raises(ValueError, match="timestamps fall"):
-        # The difference overflows to a positive number.
-        rows_of([[2**63 - 1, -(2**63)]])
-
-
 def write(path: Path, lengths: list[int], times: np.ndarray, items: np.ndarray, own: Column | None = None) -> Path:
     """A dataset; `own` is a column that it calls recency itself, of the values 1 and 2."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -96,14 +87,6 @@ def test_a_datasets_own_recency_counts(tmp_path: Path) -> None:
     for schema in (dataset.schema.only([RECENCY]), dataset.schema.only(["all"])):
         assert columns_of(dataset, schema)["event"][RECENCY].values.tolist() == [2, 1, 0, 1]
     assert dataset.vocabulary(RECENCY) == ["", "1", "2"]
-
-
-def test_times_that_fall_are_named_with_their_dataset(tmp_path: Path) -> None:
-    dataset = load_dataset(write(tmp_path / "data", [2, 2], np.array([1, 2, 5, 4]), np.array([0, 1, 0, 1])))
-    with pytest.raises(
-        ValueError, match=rf"^{dataset.path}: sequences: timestamps fall, from 5 to 4; .* make it again"
-    ):
-        columns_of(dataset, dataset.schema.only([RECENCY]))
 
 
 def test_the_first_of_the_last_actions_knows_the_one_before(tmp_path: Path) -> None:

@@ -164,21 +164,20 @@ class Dataset:
     @cached_property
     def recency(self) -> Column:
         """For every action, int8: the row of table recency, from its time and that of the user's previous action.
-        Computed at first use; ValueError if a user's timestamps decrease."""
+        Computed at first use."""
         # `prepare` needs no torch.
         import torch
 
         from logitmix.modules.features import recency_rows
 
         rows = np.empty(len(self.timestamps_flat), np.int8)
-        with _reading(self.path, "sequences"):
-            # Some users at a time: intermediate results take several times the memory of the rows.
-            for start in range(0, self.num_users, _USERS):
-                bounds = self.offsets[start : start + _USERS + 1]
-                actions = slice(bounds[0], bounds[-1])
-                first_B = (bounds[:-1] - bounds[0])[np.diff(bounds) > 0]
-                time_T = torch.from_numpy(self.timestamps_flat[actions])
-                rows[actions] = recency_rows(time_T, torch.from_numpy(first_B)).numpy()
+        # Some users at a time: intermediate results take several times the memory of the rows.
+        for start in range(0, self.num_users, _USERS):
+            bounds = self.offsets[start : start + _USERS + 1]
+            actions = slice(bounds[0], bounds[-1])
+            first_B = (bounds[:-1] - bounds[0])[np.diff(bounds) > 0]
+            time_T = torch.from_numpy(self.timestamps_flat[actions])
+            rows[actions] = recency_rows(time_T, torch.from_numpy(first_B)).numpy()
         return Column(rows)
 
     def vocabulary(self, table: str) -> list[str]:
@@ -233,8 +232,8 @@ def load_dataset(path: str | Path) -> Dataset:
 
     ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
     dataset.json, if it has another format version, or if it is not as the module's docstring says: missing columns,
-    users out of order, indices out of range, lists that are not parallel; also if it does not fit into memory. A
-    dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
+    users out of order, indices out of range, times that decrease, lists that are not parallel; also if it does not fit
+    into memory. A dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
     """
     path = fetched(path)
     description = read_description(path)
@@ -295,7 +294,7 @@ class _SequenceReader:
         of_action = _in_lists(lengths, of_row)
         indices = _within("item_indices", items, 0, self.num_items, of_action)
         self.items_flat[self.action : self.action + len(items)] = indices
-        self.times.append(_parallel("timestamps", batch.column("timestamps"), lengths), of_action)
+        self.times.append(_parallel("timestamps", batch.column("timestamps"), lengths), lengths, of_action)
         for name, reader in self.users.items():
             reader.append(batch.column(name), of_row)
         for name, reader in self.events.items():
@@ -310,8 +309,10 @@ class _Times:
     def __init__(self, rows: int) -> None:
         self.values, self.filled = np.empty(rows, np.int32), 0
 
-    def append(self, array: pa.Array, place: "Place") -> None:
+    def append(self, array: pa.Array, lengths: np.ndarray, place: "Place") -> None:
+        """Adds the times of users with so many actions each."""
         values = _within("timestamps", array, 1 - LATEST, LATEST, place)
+        _require_oldest_first("timestamps", values, lengths, place)
         if self.values.dtype == np.int32 and len(values) and not _fits(values, np.iinfo(np.int32)):
             self.values = self.values.astype(np.int64)
         self.values[self.filled : self.filled + len(values)] = values
@@ -418,6 +419,19 @@ def _within(name: str, array: pa.Array, low: int, high: int, place: Place) -> np
         wrong = int(np.argmax((values < low) | (values >= high)))
         raise ValueError(f"column {name} has {values[wrong]} at {place(wrong)}; it must be from {low} to {high - 1}")
     return values
+
+
+def _require_oldest_first(name: str, values: np.ndarray, lengths: np.ndarray, place: Place) -> None:
+    """ValueError with the place of the first value that is below the one before it in the same list."""
+    falls = values[1:] < values[:-1]
+    # A list may begin below the end of the one before it. Empty ones may begin before all values or behind them.
+    starts = np.cumsum(lengths)[:-1]
+    falls[starts[(starts > 0) & (starts < len(values))] - 1] = False
+    if falls.any():
+        wrong = 1 + int(np.argmax(falls))
+        raise ValueError(
+            f"column {name} has {values[wrong]} after {values[wrong - 1]} at {place(wrong)}; they must be oldest first"
+        )
 
 
 def _utf8(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:

@@ -32,8 +32,7 @@ def columns_of(
     dataset: Dataset, schema: Schema, trained_U: NDArray[np.bool_] | None = None
 ) -> dict[Owner, Mapping[str, Column]]:
     """The dataset's features, by owner and name; with recency and user if `schema`, the model's, has them. The ids of
-    the users `trained_U` are known, and of all without it. ValueError that names the dataset if recency is derived from
-    its timestamps and they decrease.
+    the users `trained_U` are known, and of all without it.
     """
     users, events = dataset.user_features, dataset.event_features
     if RECENCY_FEATURE in schema.features and RECENCY not in events:

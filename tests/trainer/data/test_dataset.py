@@ -65,9 +65,9 @@ def test_users_are_split_over_files_and_joined_again(tmp_path: Path) -> None:
 
 
 def test_lists_of_other_writers_are_read(made: Path) -> None:
-    lists = pa.array([[0, 1], [2], [1, 1, 0]], pa.large_list(pa.int32()))
+    lists = pa.array([[0, 1], [2], [0, 1, 1]], pa.large_list(pa.int32()))
     replace_sequences(made, {"user_index": pa.array([0, 1, 2], pa.int32()), "item_indices": lists, "timestamps": lists})
-    assert sequences_of(load_dataset(made)) == [[0, 1], [2], [1, 1, 0]]
+    assert sequences_of(load_dataset(made)) == [[0, 1], [2], [0, 1, 1]]
 
 
 def test_no_dataset_says_how_to_make_it(tmp_path: Path) -> None:
@@ -150,6 +150,29 @@ def test_times_out_of_range_are_named(made: Path, wrong: int) -> None:
     replace_sequences(made, {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": times})
     with pytest.raises(ValueError, match=f"column timestamps has {wrong} at user_index 2; it must be from -"):
         load_dataset(made)
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.uint32()])
+@pytest.mark.parametrize("user", [0, 4, 5, 6])
+def test_times_that_decrease_are_named_with_their_place(tmp_path: Path, user: int, kind: pa.DataType) -> None:
+    """Those of one user; the next user may begin earlier, and some have no actions."""
+    lists = [[7, 7, 8], [], [5], [], [1, 6], [1, 2, 2], [3, 4], []]
+    items = [[0] * len(of) for of in lists]
+    path = small_data.forget_digests(write(tmp_path / "made", items, ["a"], users_per_file=3))
+
+    def replace_times(times: list[list[int]]) -> None:
+        for part, users in enumerate(([0, 1, 2], [3, 4, 5], [6, 7])):
+            of = {"item_indices": items, "timestamps": times}
+            columns = {name: pa.array([each[user] for user in users], pa.list_(kind)) for name, each in of.items()}
+            replace_sequences(path, {"user_index": users} | columns, f"part-{part:05d}.parquet")
+
+    replace_times(lists)
+    assert load_dataset(path).timestamps_flat.tolist() == [time for of in lists for time in of]
+    last = lists[user][-2]
+    replace_times([[*of[:-1], last - 1] if at == user else of for at, of in enumerate(lists)])
+    place = rf"part-0000{user // 3}\.parquet: column timestamps has {last - 1} after {last} at user_index {user}"
+    with pytest.raises(ValueError, match=f"^{path}: {place}; they must be oldest first; make it again"):
+        load_dataset(path)
 
 
 @pytest.mark.parametrize("name", ["user_index", "item_indices", "timestamps"])
