@@ -1,11 +1,11 @@
 """Options of `logitmix prepare`. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
 from logitmix.common.storage import path_of
-from logitmix.trainer.data.registry import NAMES, source_of
+from logitmix.trainer.data.registry import NAMES, SOURCES, Source, source_of
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class PrepareOptions:
     min_feature_count: int = 1
     """Values of features with fewer occurrences become unknown."""
     max_rejects: float = 0.01
-    """Share of malformed lines above which the job stops."""
+    """Share of malformed lines above which the job stops (not for demo, demo-low-rank and demo-features)."""
     seed: int = 0
-    """Seed of the demo generators."""
+    """Seed of the demo generators (only they take it)."""
     user_column: str = "user"
     """Column with the user ids (table only)."""
     item_column: str = "item"
@@ -75,11 +75,18 @@ class PrepareOptions:
         require(
             one and self.delimiter not in ('"', "\r", "\n"), "--delimiter", repr(self.delimiter), "one character: ;"
         )
+        self._refuse_unused(source)
+
+    def _refuse_unused(self, source: Source) -> None:
+        """ValueError for a setting that the source does not use."""
         if "source" not in source.takes and self.source:
             raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
-        for name in ("items", "users"):
-            if name not in source.takes and getattr(self, name):
-                raise ValueError(f"{self.name} takes no --{name}; leave it out, or read the files as `table`")
+        for setting in fields(self):
+            takers = [name for each in SOURCES if setting.name in each.takes for name in each.names]
+            given = getattr(self, setting.name) != setting.default
+            if takers and setting.name not in source.takes and given:
+                flag = setting.name.replace("_", "-")
+                raise ValueError(f"{self.name} takes no --{flag}; leave it out (it is for {', '.join(takers)})")
 
     @property
     def directory(self) -> Path:

@@ -8,27 +8,30 @@
 import re
 from dataclasses import dataclass
 
+FILES = ("source", "max_rejects")
+"""What every source that reads files takes: generated data has no malformed lines."""
+
+COLUMNS = ("user_column", "item_column", "timestamp_column")
+
 
 @dataclass(frozen=True)
 class Source:
     module: str
     names: tuple[str, ...]
     """Values of NAME of `logitmix prepare`."""
-    takes: tuple[str, ...] = ("source",)
-    """The file settings that it takes."""
+    takes: tuple[str, ...] = FILES
+    """The settings of PrepareOptions that it uses, of those that not every source does."""
     others: str = ""
     """Regular expression of further names."""
 
 
 SOURCES = (
-    Source("demo", ("demo", "demo-low-rank"), ()),
-    Source("demo_features", ("demo-features",), ()),
+    Source("demo", ("demo", "demo-low-rank"), ("seed",)),
+    Source("demo_features", ("demo-features",), ("seed",)),
     Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
-    Source(
-        "amazon", ("amazon-beauty", "amazon-games", "amazon-books"), ("source", "items"), "amazon-[a-z0-9][a-z0-9-]*"
-    ),
+    Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), (*FILES, "items"), "amazon-[a-z0-9][a-z0-9-]*"),
     Source("sequences", ("sequences",)),
-    Source("table", ("table",), ("source", "items", "users")),
+    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, "delimiter")),
 )
 
 NAMES = tuple(name for source in SOURCES for name in source.names)

@@ -476,6 +476,42 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
         PrepareOptions(**options)
 
 
+TABLE = {"user_column": "u", "item_column": "i", "timestamp_column": "", "delimiter": ";", "users": "u.csv"}
+TAKEN: dict[str, dict[str, Any]] = {
+    "demo": {"seed": 3},
+    "demo-low-rank": {"seed": 3},
+    "demo-features": {"seed": 3},
+    "ml-100k": {"max_rejects": 0.5},
+    "ml-latest": {"max_rejects": 0.5},
+    "amazon-toys": {"max_rejects": 0.5, "items": "i.json"},
+    "sequences": {"max_rejects": 0.5},
+    "table": {"max_rejects": 0.5, "items": "i.csv"} | TABLE,
+}
+"""For some sources: the settings that not every source takes but they do."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_settings_that_a_source_does_not_use_are_refused(name: str) -> None:
+    everything = {setting: value for taken in TAKEN.values() for setting, value in taken.items()}
+    for setting, value in everything.items():
+        usual = PrepareOptions.__dataclass_fields__[setting].default
+        assert getattr(PrepareOptions(name, **{setting: usual}), setting) == usual
+        if setting in TAKEN[name]:
+            assert getattr(PrepareOptions(name, **{setting: value}), setting) == value
+        else:
+            flag = setting.replace("_", "-")
+            with pytest.raises(
+                ValueError, match=rf"^{name} takes no --{flag}; leave it out \(it is for [a-z0-9, -]+\)$"
+            ):
+                PrepareOptions(name, **{setting: value})
+    PrepareOptions(name, schema="s", where=("user = 1",), min_feature_count=2, min_item_actions=2, overwrite=True)
+
+
+def test_the_sources_of_a_setting_are_named() -> None:
+    with pytest.raises(ValueError, match=r"\(it is for amazon-beauty, amazon-games, amazon-books, table\)$"):
+        PrepareOptions("ml-1m", items="i.csv")
+
+
 def test_the_output_is_named_after_the_data() -> None:
     assert PrepareOptions("ml-1m").directory == Path("data/ml-1m")
 

@@ -349,12 +349,6 @@ def test_an_empty_table_of_items_is_named(shop: Path) -> None:
         prepared(shop)
 
 
-@pytest.mark.parametrize(("name", "option"), [("ml-1m", "items"), ("sequences", "users"), ("amazon-books", "users")])
-def test_other_sources_take_no_such_files(name: str, option: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} takes no --{option}; leave it out"):
-        PrepareOptions(name, "source", **{option: "x.csv"})  # type: ignore[arg-type]
-
-
 def test_repeats_are_said(shop: Path) -> None:
     (shop / "clicks.csv").write_text(
         "user,item,timestamp\n" + "".join(f"u,{item},{at}\n" for at, item in enumerate("abab"))
