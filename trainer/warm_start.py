@@ -7,9 +7,12 @@ is another. A rank reads the other run's tables in blocks and keeps its own rows
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks
 from logitmix.common.storage import fetched, path_of
-from logitmix.modules.schema import Schema
+from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
@@ -53,7 +56,8 @@ def require_fit(first: Config, config: Config, schema: Schema) -> None:
     with torch.device("meta"):
         before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
     if _common(before) != _common(now):
-        raise ValueError(f"the weights of the run that is trained first would not fit: {_differences(first, config)}")
+        differences = _differences(first, config, before, now)
+        raise ValueError(f"the weights of the run that is trained first would not fit: {differences}")
 
 
 _OWN = ("similarity.", "hindexer.")
@@ -84,7 +88,8 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
         )
     read_description(path)
     if _common(saved.tower) != _common(model.tower):
-        raise ValueError(f"the weights of {run} do not fit: {_differences(saved.config, model.config)}")
+        differences = _differences(saved.config, model.config, saved.tower, model.tower)
+        raise ValueError(f"the weights of {run} do not fit: {differences}")
     if saved.config.data.split != model.config.data.split:
         raise ValueError(
             f"{run} has data.split {saved.config.data.split}, so it may have been trained on what is held out now; "
@@ -99,17 +104,36 @@ def _shapes(tower: Tower) -> dict[str, object]:
     return weights | {table.name: table.dim for table in tower.schema.tables}
 
 
-def _common(tower: Tower) -> dict[str, object]:
-    """The shapes of what does not depend on the similarity."""
-    return {name: shape for name, shape in _shapes(tower).items() if not name.startswith(_OWN)}
+def _common(tower: Tower) -> tuple[object, ...]:
+    """What must be the same, whatever the similarity is: shapes, and what shapes do not tell. Heads divide a width, and
+    features' weights are stored by place."""
+    shapes = {name: shape for name, shape in _shapes(tower).items() if not name.startswith(_OWN)}
+    return shapes, getattr(tower.config.encoder, "heads", 1), _features(tower)
 
 
-def _differences(before: Config, now: Config) -> str:
+def _features(tower: Tower) -> dict[str, list[str]]:
+    """The features that the model uses, in order, by owner. A number's mean and deviation may change."""
+    return {owner: [_said(feature) for feature in tower.schema.of(owner)] for owner in get_args(Owner)}
+
+
+def _said(feature: Feature) -> str:
+    about = {"vector": f", {feature.width} wide", "number": ""}.get(feature.kind, f" of table {feature.table}")
+    return f"{feature.name} ({feature.kind}{about})"
+
+
+_SHAPING = re.compile(r"model\.(dim|features|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim")
+"""The settings that weights must have in common."""
+
+
+def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower) -> str:
     old, new = flatten(before), flatten(now)
-    names = [name for name in old | new if name.startswith(("model.", "tables.")) and old.get(name) != new.get(name)]
-    names = [name for name in names if not name.startswith(("model.similarity.", "model.hindexer.", "model.loss."))]
+    names = [name for name in old | new if _SHAPING.fullmatch(name) and old.get(name) != new.get(name)]
     said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
-    return "; ".join(said) or "the datasets have other features"
+    for owner, were in _features(old_tower).items():
+        pairs = enumerate(zip_longest(were, _features(new_tower)[owner], fillvalue="none"), start=1)
+        changed = [f"{owner} feature {place} was {was}, is {then}" for place, (was, then) in pairs if was != then]
+        said += changed[:1]
+    return "; ".join(said)
 
 
 def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:

@@ -161,12 +161,25 @@ def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) 
     assert [row["step"] for row in read_rows(run, "validation")] == [4]
 
 
-def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"start.model.dim": 16}, "model.dim was 16, is 8"),
+        ({"start.model.encoder.heads": 2}, "model.encoder.heads was 2, is 1"),
+        (
+            {"start.model.features": ["recency"]},
+            "model.features was ['recency'], is []; event feature 1 was recency (id of table recency), is none",
+        ),
+    ],
+)
+def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(
+    setting: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
     with pytest.raises(ValueError) as raised:
-        train(small_config(data, BOTH | START | {"start.model.dim": 16}), run)
-    said = "the weights of the run that is trained first would not fit: model.dim was 16, is 8"
-    assert str(raised.value) == said and not run.exists()
+        train(small_config(data, BOTH | START | setting), run)
+    assert str(raised.value) == f"the weights of the run that is trained first would not fit: {said}"
+    assert not run.exists()
 
 
 def test_a_first_run_keeps_its_precision(tmp_path: Path) -> None:

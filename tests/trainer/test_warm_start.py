@@ -1,5 +1,7 @@
 import re
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
-from small_data import forget_digests, gather_table, small_config, write_dataset
+from small_data import ITEMS, forget_digests, gather_table, random_column, small_config, write_dataset
 from torch import Tensor
 
 import logitmix.trainer.data.dataset as datasets
 import logitmix.trainer.warm_start as starting
 from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
+from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallelize import model_schema, parallelize
 from logitmix.trainer.run import read_rows
@@ -145,6 +150,8 @@ def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_th
         ({"model.dim": 16}, "do not fit: model.dim was 8, is 16"),
         ({"tables.dim": 4}, "do not fit: tables.dim was 0, is 4"),
         ({"model.features": ["all"]}, "do not fit: model.features was [], is ['all']"),
+        # The shapes of all weights are the same.
+        ({"model.encoder.heads": 4}, "do not fit: model.encoder.heads was 1, is 4"),
         ({"data.split": "time"}, "give --data.split leave-one-out"),
         ({"warm_start": "nowhere"}, "nowhere is not a run directory"),
     ],
@@ -155,6 +162,73 @@ def test_a_run_that_does_not_fit_is_refused(settings: dict[str, Any], said: str,
     with pytest.raises(ValueError, match=re.escape(said)):
         train(small_config(data, {"warm_start": str(first)} | settings), second)
     assert not second.exists()
+
+
+NUMBERS = (Feature("price", "item", "number"), Feature("stock", "item", "number"))
+IDS = (Feature("brand", "item", "id", "brand"), Feature("maker", "item", "id", "brand"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (NUMBERS, NUMBERS[::-1], "item feature 2 was price (number), is stock (number)"),
+        (NUMBERS[:1], NUMBERS[1:], "item feature 2 was price (number), is stock (number)"),
+        (IDS, IDS[::-1], "item feature 2 was brand (id of table brand), is maker (id of table brand)"),
+        (IDS[:1], IDS, "item feature 3 was none, is maker (id of table brand)"),
+        (
+            [Feature("price", "item", "number")],
+            [Feature("price", "item", "vector")],
+            "item feature 2 was price (number), is price (vector, 1 wide)",
+        ),
+        (
+            [Feature("age", "user", "number")],
+            [Feature("weight", "user", "number")],
+            "user feature 1 was age (number), is weight (number)",
+        ),
+    ],
+)
+def test_features_that_fit_in_shape_alone_are_refused(
+    before: Sequence[Feature], now: Sequence[Feature], said: str, tmp_path: Path
+) -> None:
+    """Features' weights are stored by place. What else a setting may be is not said."""
+    old, new = (with_features(tmp_path / name, of) for name, of in (("old", before), ("new", now)))
+    features = {"model.features": ["all"], "train.epochs": 1}
+    train(small_config(old, features), tmp_path / "first")
+    warm = features | {"warm_start": str(tmp_path / "first"), "model.encoder.dropout": 0.1, "tables.lr": 0.01}
+    with pytest.raises(ValueError) as raised:
+        train(small_config(new, warm), tmp_path / "second")
+    assert str(raised.value) == f"the weights of {tmp_path / 'first'} do not fit: {said}"
+
+
+def test_a_feature_of_another_mean_fits(tmp_path: Path) -> None:
+    """As that of a dataset that has grown is."""
+    means = ([replace(NUMBERS[0], mean=mean)] for mean in (1.0, 2.0))
+    old, new = (with_features(tmp_path / name, of) for name, of in zip(("old", "new"), means, strict=True))
+    features = {"model.features": ["all"], "train.epochs": 1}
+    train(small_config(old, features), tmp_path / "first")
+    train(small_config(new, features | {"warm_start": str(tmp_path / "first")}), tmp_path / "second")
+
+
+def with_features(path: Path, features: Sequence[Feature]) -> Path:
+    """A dataset whose items and users have these features."""
+    random, users = np.random.default_rng(0), 40
+    tables = [Table("item", ITEMS + 1), Table("brand", 7)]
+    schema = Schema(
+        (Feature("item", "item", "id", "item"), *features),
+        tuple(table for table in tables if table.name in ("item", *(of.table for of in features))),
+    )
+    rows = {"item": ITEMS, "user": users}
+    contents = DatasetContents(
+        np.arange(0, 5 * users + 1, 5),
+        random.integers(0, ITEMS, 5 * users),
+        np.arange(5 * users),
+        pa.array([f"item-{index}" for index in range(ITEMS)]),
+        schema=schema,
+        columns={of.name: random_column(of, schema, rows[of.owner], random) for of in features},
+        vocabularies={of.name: pa.array([None, *"abcdef"], pa.string()) for of in schema.tables[1:]},
+    )
+    writer.write_dataset(path, contents, "demo")
+    return path
 
 
 def test_a_dataset_that_was_prepared_anew_is_refused(tmp_path: Path) -> None:
