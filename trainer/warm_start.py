@@ -20,13 +20,14 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from logitmix.comm.collectives import on_all_ranks
+from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetched, path_of
 from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
-from logitmix.trainer.data.dataset import Dataset, read_description, stored_values
+from logitmix.trainer.data.batches import starts_of_parts
+from logitmix.trainer.data.dataset import Dataset, load_dataset, read_description, stored_values
 from logitmix.trainer.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run import noted_dataset, read_schema
 from logitmix.trainer.tensor_files import BLOCK_BYTES
@@ -35,10 +36,11 @@ from logitmix.trainer.tensor_files import BLOCK_BYTES
 def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     """Gives the model the weights of the best checkpoint of `run`, and returns a line that describes them. Collective.
     Raises ValueError on every rank if `run` is not a run directory or has no intact checkpoint, if its dataset is
-    missing or changed, or if its weights do not fit.
+    missing or changed, if its weights do not fit, or if it was trained on what is held out now.
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
+    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config), model.ranks)
     fresh = _fresh(saved, model)
     taken_over = {name: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     model.tower.load_state_dict({**model.tower.state_dict(), **taken_over})
@@ -90,13 +92,30 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
     if _common(saved.tower) != _common(model.tower):
         differences = _differences(saved.config, model.config, saved.tower, model.tower)
         raise ValueError(f"the weights of {run} do not fit: {differences}")
-    if saved.config.data.split != model.config.data.split:
+
+
+def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) -> None:
+    if before.data.split != now.data.split:
         raise ValueError(
-            f"{run} has data.split {saved.config.data.split}, so it may have been trained on what is held out now; "
-            f"give --data.split {saved.config.data.split}"
+            f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
+            f"give --data.split {before.data.split}"
         )
-    if model.config.data.validation and not saved.config.data.validation:
+    if now.data.split == "time":
+        path = fetched(before.data.path)
+        trained_to = _held_out_since(before, dataset if path == dataset.path else load_dataset(path))
+        if trained_to > (since := _held_out_since(now, dataset)):
+            raise ValueError(
+                f"{run} was trained on the actions before time {trained_to}, but those from {since} on are held out "
+                "now; give a run that was trained on earlier ones alone, or a smaller --data.held-out"
+            )
+    elif now.data.validation and not before.data.validation:
         raise ValueError(f"{run} was trained on the validation actions, which are held out now; give the run before it")
+
+
+def _held_out_since(config: Config, dataset: Dataset) -> int:
+    """With a split by time, the time from which on a run with these settings holds out all actions."""
+    validation, test = starts_of_parts(dataset, config.data.held_out)
+    return validation if config.data.validation else test
 
 
 def _shapes(tower: Tower) -> dict[str, object]:

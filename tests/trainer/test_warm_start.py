@@ -1,6 +1,7 @@
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,47 @@ def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_th
     with pytest.raises(ValueError, match="was trained on the validation actions, which are held out now"):
         train(small_config(data, {"warm_start": str(first), "train.epochs": 1}), tmp_path / "second")
     train(small_config(data, unheld | {"warm_start": str(first)}), tmp_path / "third")
+
+
+TIME = {"data.split": "time", "data.held_out": 0.1, "train.epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fits"),
+    [
+        ({}, {"data.held_out": 0.2}, False),
+        ({}, {"data.held_out": 0.05}, True),
+        ({}, {}, True),
+        ({}, {"data.validation": False}, True),
+        # As a refit is. Of half the share, its training ends where the validation part begins.
+        ({"data.validation": False}, {}, False),
+        ({"data.validation": False}, {"data.validation": False}, True),
+        ({"data.validation": False, "data.held_out": 0.2}, {}, True),
+    ],
+)
+def test_with_a_split_by_time_a_run_that_saw_what_is_held_out_now_is_refused(
+    before: dict[str, Any], now: dict[str, Any], fits: bool, tmp_path: Path
+) -> None:
+    data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
+    train(small_config(data, TIME | before), first)
+    config, since = small_config(data, TIME | now | {"warm_start": str(first)}), r"\d+ on are held out now; give a run"
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ValueError, match=f"first was trained on the actions before time .*, but those from {since}")
+    ):
+        train(config, tmp_path / "second")
+
+
+def test_with_a_split_by_time_the_datasets_own_times_count(tmp_path: Path) -> None:
+    """A refit of a dataset that ends before the grown one's validation part may be taken, but not the other way round,
+    whatever the shares are."""
+    short, long = write_dataset(tmp_path / "short", users=42), write_dataset(tmp_path / "long", users=80)
+    train(small_config(short, TIME | {"data.validation": False}), tmp_path / "first")
+    train(small_config(long, TIME | {"warm_start": str(tmp_path / "first")}), tmp_path / "second")
+    back = TIME | {"data.validation": False, "warm_start": str(tmp_path / "second")}
+    with pytest.raises(ValueError, match="second was trained on the actions before time"):
+        train(small_config(short, back), tmp_path / "third")
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def split_by_time(dataset: Dataset, share: float, validation: bool = True) -> He
     stay together, in the later part. A user's target is the first action in a part, if the user has an earlier
     action. Without `validation` only the test part is held out."""
     start, end = dataset.offsets[:-1], dataset.offsets[1:]
-    at = [int(len(dataset.items_flat) * (1 - parts * share)) for parts in (2, 1)]
-    before, test = (_first_since(dataset, time) for time in np.partition(dataset.timestamps_flat, at)[at])
+    before, test = (_first_since(dataset, time) for time in starts_of_parts(dataset, share))
     targets: dict[Split, Ints] = {"test": np.where((start < test) & (test < end), test, -1)}
     if validation:
         targets = {"validation": np.where((start < before) & (before < test), before, -1), **targets}
@@ -64,6 +63,13 @@ def split_by_time(dataset: Dataset, share: float, validation: bool = True) -> He
                 f"{split} part and one before it; give another data.held_out, or data.split leave-one-out"
             )
     return HeldOut(before if validation else test, targets)
+
+
+def starts_of_parts(dataset: Dataset, share: float) -> tuple[int, int]:
+    """The times from which on a split by time has actions in its validation part and in its test part."""
+    at = [int(len(dataset.items_flat) * (1 - parts * share)) for parts in (2, 1)]
+    validation, test = np.partition(dataset.timestamps_flat, at)[at]
+    return int(validation), int(test)
 
 
 def _first_since(dataset: Dataset, time: int) -> Ints:
