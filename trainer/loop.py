@@ -154,10 +154,11 @@ def _steps(
     ):
         finished = pipeline.step >= last or pipeline.out_of_time()
         due = done.step > 0 and (finished or done.step % evaluate_every == 0)
-        if due and evaluation and config.data.validation and not done.validation:
-            # A signal ended the job before this step was evaluated.
+        if due and evaluation and not done.validation and (config.data.validation or config.evaluate.peek_test):
+            # A signal ended the job before this step was evaluated; without a validation part, it may have done so.
             done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
-            saver.save(done)
+            if done.validation:
+                saver.save(done)
         finished = finished or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()

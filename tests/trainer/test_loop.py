@@ -10,7 +10,7 @@ from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluate import evaluate_run
+from logitmix.trainer.evaluate import Evaluation, evaluate_run
 from logitmix.trainer.loop import train
 from logitmix.trainer.processes import Stopped
 from logitmix.trainer.run import append_row, checkpoint_paths, evaluations_since_best, read_rows
@@ -81,6 +81,33 @@ def test_patience_counts_the_evaluations_of_the_whole_run(tmp_path: Path, capsys
         assert line.endswith("at step 4 (train.patience 3)")
     train(small_config(data, STILL | {"train.epochs": 9, "train.patience": 4}), run)
     assert evaluated(run) == [4, 8, 12, 16, 20]
+
+
+def stop_in_evaluation(config: Config, run: Path) -> None:
+    """A signal comes while the run is evaluated for the first time."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match=r"stopped by SIGTERM after step \d"):
+
+        def told(*_: object) -> None:
+            patch.setattr(Stopping, "agreed", lambda self: True)
+            raise Stopped
+
+        patch.setattr(Evaluation, "__call__", told)
+        patch.setattr(Stopping, "why", "SIGTERM")
+        train(config, run)
+
+
+def test_a_peek_that_a_signal_has_ended_is_made_again(tmp_path: Path) -> None:
+    """Without a validation part too, where it is the only evaluation; also once the run has ended."""
+    settings = {"train.epochs": 1, "evaluate.peek_test": True, "data.validation": False, "train.precision": "fp32"}
+    config, run = small_config(write_dataset(tmp_path / "data"), settings), tmp_path / "run"
+    undisturbed = in_metrics(train(config, tmp_path / "undisturbed"))
+    stop_in_evaluation(config, run)
+    for _ in range(2):
+        assert in_metrics(train(config, run)) == undisturbed and "peeked/hr@10" in undisturbed
+
+
+def in_metrics(results: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in results.items() if "second" not in name}
 
 
 def test_a_run_that_ends_while_it_gets_better_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
