@@ -57,6 +57,8 @@ from logitmix.trainer.data.dataset import Dataset
 DIGESTS = "digests.json"
 LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
+EVALUATIONS = ("validation", "peeked")
+"""Kinds of rows."""
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
@@ -340,10 +342,11 @@ def checkpoint_paths(run: Path) -> list[Path]:
     return sorted((path for path in steps if re.fullmatch("0|[1-9][0-9]*", steps[path])), key=lambda of: int(steps[of]))
 
 
-def keep_rows(run: Path, last_step: int) -> None:
+def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
     """Removes the rows of metrics of steps later than that of a checkpoint, and what a power loss has left of them:
-    those up to a checkpoint are on disk before it. ValueError as of `read_rows` if a line that is no row has a row to
-    keep after it."""
+    those up to a checkpoint are on disk before it. Of a checkpoint that was saved before it was evaluated, those of its
+    evaluation go too, because it will be evaluated again. ValueError as of `read_rows` if a line that is no row has a
+    row to keep after it."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return
@@ -354,7 +357,7 @@ def keep_rows(run: Path, last_step: int) -> None:
         except ValueError as error:
             problem = problem or error
             continue
-        if row["step"] <= last_step:
+        if row["step"] < last_step or (row["step"] == last_step and (evaluated or row["kind"] not in EVALUATIONS)):
             if problem:
                 raise problem
             kept.append(row)

@@ -56,7 +56,7 @@ class Telemetry:
         self.pace = Pace(model.config.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
-            keep_rows(run, done.step)
+            keep_rows(run, done.step, evaluated=bool(done.validation))
             self.board = Board(run, model.config, done.step + 1)
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             self.bar = Progress(BarColumn(20), line, console=self.console)

@@ -6,6 +6,7 @@ import pytest
 import two_ranks
 from small_data import small_config, write_dataset
 
+from logitmix.trainer import checkpoint
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import split_by_time
@@ -96,6 +97,24 @@ def stop_in_evaluation(config: Config, run: Path) -> None:
         train(config, run)
 
 
+def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ends the first one, and the job that makes it again is killed before it has saved it."""
+    run, patient = tmp_path / "run", STILL | {"train.epochs": 9, "train.patience": 2, "evaluate.peek_test": True}
+    config = small_config(write_dataset(tmp_path / "data"), patient)
+    stop_in_evaluation(config, run)
+    assert evaluated(run) == []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.Saver, "save", interrupted)
+        train(config, run)
+    assert evaluated(run) == [4]
+    train(config, run)
+    assert evaluated(run) == [row["step"] for row in read_rows(run, "peeked")] == [4, 8, 12]
+
+
+def interrupted(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
 def test_a_peek_that_a_signal_has_ended_is_made_again(tmp_path: Path) -> None:
     """Without a validation part too, where it is the only evaluation; also once the run has ended."""
     settings = {"train.epochs": 1, "evaluate.peek_test": True, "data.validation": False, "train.precision": "fp32"}
@@ -104,6 +123,7 @@ def test_a_peek_that_a_signal_has_ended_is_made_again(tmp_path: Path) -> None:
     stop_in_evaluation(config, run)
     for _ in range(2):
         assert in_metrics(train(config, run)) == undisturbed and "peeked/hr@10" in undisturbed
+        assert [row["step"] for row in read_rows(run, "peeked")] == [4]
 
 
 def in_metrics(results: Mapping[str, float]) -> dict[str, float]:

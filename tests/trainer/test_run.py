@@ -40,6 +40,18 @@ def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
+def test_rows_of_an_evaluation_that_is_made_again_are_dropped(tmp_path: Path) -> None:
+    """Those of a checkpoint that was saved before it was evaluated."""
+    for step in (5, 10):
+        for kind in ("train", "peeked", "validation", "skipped"):
+            append_row(tmp_path, kind, step, {})
+    keep_rows(tmp_path, 10, evaluated=True)
+    assert len(read_rows(tmp_path)) == 8
+    keep_rows(tmp_path, 10, evaluated=False)
+    of_step_10 = [row["kind"] for row in read_rows(tmp_path) if row["step"] == 10]
+    assert len(read_rows(tmp_path)) == 6 and of_step_10 == ["train", "skipped"]
+
+
 def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
     """None up to the checkpoint, of which the last ones are on disk, but not noted if the job was killed in between."""
     file, lost = tmp_path / "metrics.jsonl", b"\0" * 30 + b'\n{"kind": "tr\n\n'
