@@ -13,6 +13,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,10 @@ from logitmix.trainer.run import (
     read_ranks,
     read_results,
     read_rows,
+    remove_run,
     require_one_host,
     require_same_dataset,
+    require_same_settings,
     start_path,
     still_rising,
     upload_run,
@@ -102,8 +106,8 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
     compare.txt. Collective.
 
-    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, and a method
-    that had more minutes before.
+    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, a method that
+    had more minutes before, and one whose folder has a run of other settings or of another dataset.
     """
     require(minutes > 0, "minutes", minutes, "above 0")
     for name in methods:
@@ -130,6 +134,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                 doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
                 _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
             if name in to_train:
+                on_first_rank(partial(_remove_shorter, out / name, dataset, minutes), ranks)
                 train_run(configs[name], out / name, dataset, ranks)
         found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
         upload_run(out, ranks)
@@ -162,7 +167,7 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
 
 
 def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
-    """Whether the run has its results after so many minutes. Results after fewer are removed: the run goes on."""
+    """Whether the run has its results after so many minutes."""
     if not (run / "config.toml").is_file():
         return False
     before = read_config(run).train.minutes
@@ -170,11 +175,21 @@ def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
         raise ValueError(
             f"{run} was trained for {_minutes(before)}; give --minutes {before:g} or more, or another --out"
         )
-    if before == minutes and (run / "results.json").is_file():
+    done = before == minutes and (run / "results.json").is_file()
+    if done:
         require_same_dataset(run, dataset)
-        return True
-    (run / "results.json").unlink(missing_ok=True)
-    return False
+    return done
+
+
+def _remove_shorter(run: Path, dataset: Dataset, minutes: float) -> None:
+    """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen. ValueError if it is of
+    another dataset, or of other settings, which a run of `train` has."""
+    if not (run / "config.toml").is_file() or (before := read_config(run)).train.minutes == minutes:
+        return
+    config = config_of(run.name, dataset, before.train.minutes, before.train.threads)
+    require_same_settings(run, replace(config, train=replace(config.train, precision=before.train.precision)))
+    require_same_dataset(run, dataset)
+    remove_run(run)
 
 
 def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[str]:

@@ -44,6 +44,7 @@ from logitmix.common.files import (
     parse_json,
     read_json,
     require_numbers,
+    staging_path,
     sync,
     with_digest,
     write_whole,
@@ -64,7 +65,7 @@ MAY_CHANGE = {
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
     "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
 }  # fmt: skip
-"""Settings that may differ when a run is resumed; epochs only if the schedule does not depend on them."""
+"""Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,21 @@ def upload_run(run: Path, ranks: Ranks) -> None:
         on_first_rank_at_length(lambda: push(run), ranks)
 
 
+def remove_run(run: Path) -> None:
+    """Removes a run directory, on one rank; ValueError if a job trains there."""
+    clean_up(run)
+    with _locked(run):
+        # Another name first: what is removed by half must not look like a run.
+        shutil.rmtree(run.rename(staging_path(run)))
+
+
 def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
     """Writes the configuration and the dataset's description into a new run, or checks that a run with checkpoints was
     started with the same ones; ValueError on every rank if not. Collective."""
 
     def start() -> None:
         if checkpoint_paths(run):
-            _require_same_settings(run, config)
+            require_same_settings(run, config)
             require_same_dataset(run, dataset)
         write_noted(run / "dataset.json", dataset.description())
         write_noted(run / "config.toml", dump_toml(config))
@@ -241,6 +250,19 @@ def require_same_dataset(run: Path, dataset: Dataset) -> None:
         raise ValueError(
             f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
         )
+
+
+def require_same_settings(run: Path, config: Config) -> None:
+    """ValueError if a run cannot go on with this configuration, because it was started with another one."""
+    before, now = flatten(read_config(run)), flatten(config)
+    kept: set[str] = set() if config.train.schedule == "constant" else {"train.epochs"}
+    if kept and before["train.minutes"]:
+        # Rates that have fallen with the time would rise again.
+        kept.add("train.minutes")
+    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE - kept]
+    if changed:
+        said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+        raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")
 
 
 def noted_dataset(run: Path) -> str:
@@ -496,12 +518,3 @@ def _remove_all_but(names: set[str], folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if not names:
         folder.rmdir()
-
-
-def _require_same_settings(run: Path, config: Config) -> None:
-    before, now = flatten(read_config(run)), flatten(config)
-    may_change = MAY_CHANGE if config.train.schedule == "constant" else MAY_CHANGE - {"train.epochs"}
-    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in may_change]
-    if changed:
-        said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
-        raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")

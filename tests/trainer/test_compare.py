@@ -1,6 +1,7 @@
 """Simple and learnt methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from logitmix.trainer import baselines, cli, loop
 from logitmix.trainer import compare as comparing
 from logitmix.trainer.baselines import EASE, rank_targets, users_of_both
 from logitmix.trainer.compare import compare, resampled_means, verdict, with_intervals
-from logitmix.trainer.config import Config, with_settings
+from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
-from logitmix.trainer.run import read_ranks
+from logitmix.trainer.run import read_config, read_ranks, read_rows
 
 
 @pytest.fixture
@@ -206,8 +207,37 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
     with pytest.raises(SystemExit):
         cli.main(["compare", str(data), "--minutes", "3", "--out", str(out)])
     assert "was trained for 5 minutes; give --minutes 5 or more, or another --out" in capsys.readouterr().err
-    cli.main(["compare", str(data), "--minutes", "6", "--out", str(out), "--methods", "dot"])
-    assert trained[4:] == ["dot"]
+    rows = {name: read_rows(out / name) for name in ("dot", "mol")}
+    cli.main(["compare", str(data), "--minutes", "6", "--out", str(out), "--methods", "dot", "mol"])
+    assert trained[4:] == ["dot", "mol"]
+    for name, before in rows.items():  # anew, with other times
+        assert [row["step"] for row in before] == [row["step"] for row in read_rows(out / name)]
+        assert before != read_rows(out / name) and read_config(out / name).train.minutes == 6
+    assert read_config(out / "mol" / "start").train.minutes == 3
+
+
+def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, trained: list[str]) -> None:
+    """Not one of another dataset or of `train`, and none where another method had too many minutes."""
+    data, other, out = write_dataset(tmp_path / "data"), write_dataset(tmp_path / "other", seed=1), tmp_path / "out"
+    compare(str(data), out, 5, ["dot"], 1)
+    rows = read_rows(out / "dot")
+    simple = [out / name for name in ("popularity", "item_knn", "ease")]
+    for folder in simple:  # which would be refused first
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"other is not the dataset that .*dot began with"):
+        compare(str(other), out, 6, ["dot"], 1)
+    for folder in simple:
+        shutil.rmtree(folder)
+    longer, noted = comparing.config_of("hstu", load_dataset(data), 8, 1), out / "hstu" / "config.toml"
+    noted.parent.mkdir()
+    noted.write_text(dump_toml(longer))
+    with pytest.raises(ValueError, match=r"hstu was trained for 8 minutes; give --minutes 8 or more"):
+        compare(str(data), out, 6, ["dot", "hstu"], 1)
+    by_hand = with_settings(longer, {"train.minutes": 0.0, "dense.lr": 0.25})
+    noted.write_text(dump_toml(by_hand))
+    with pytest.raises(ValueError, match=r"hstu was started with other settings: dense\.lr was 0\.25"):
+        compare(str(data), out, 6, ["hstu"], 1)
+    assert read_rows(out / "dot") == rows and noted.exists()
 
 
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from logitmix.trainer.run import (
     note_rows,
     read_config,
     read_rows,
+    remove_run,
     run_lock,
     start_run,
     still_rising,
@@ -180,6 +182,42 @@ def test_a_schedule_over_all_epochs_keeps_their_number(tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match=r"was started with other settings: train\.epochs was 2, is 9")
     with process_group("cpu", 60) as ranks, refused:
         start_run(tmp_path, small_config(data, cosine | {"train.epochs": 9}), dataset, ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "before", "now", "said"),
+    [
+        ("cosine", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; give another --run"),
+        ("wsd", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; give another --run"),
+        ("linear", 0.0, 9.0, ""),
+        ("constant", 5.0, 9.0, ""),
+    ],
+)
+def test_rates_that_have_fallen_with_the_time_do_not_rise_again(
+    tmp_path: Path, schedule: str, before: float, now: float, said: str
+) -> None:
+    data = write_dataset(tmp_path / "data")
+    earlier, later = (
+        small_config(data, {"train.schedule": schedule, "train.minutes": minutes}) for minutes in (before, now)
+    )
+    (tmp_path / "checkpoints/step-3").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text(dump_toml(earlier))
+    (tmp_path / "dataset.json").write_text(load_dataset(data).description())
+    with process_group("cpu", 60) as ranks, pytest.raises(ValueError, match=said) if said else nullcontext():
+        start_run(tmp_path, later, load_dataset(data), ranks)
+    assert read_config(tmp_path) == (earlier if said else later)
+
+
+def test_a_run_that_is_trained_is_not_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with process_group("cpu", 60) as ranks:
+        with run_lock(run, ranks):
+            append_row(run, "train", 1, {})
+            with pytest.raises(ValueError, match=f"^another job is training {run}"):
+                remove_run(run)
+        assert read_rows(run)
+    remove_run(run)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
