@@ -85,8 +85,8 @@ TRAIN_USAGE = """\
 usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
        logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
 
-       --start.section.field VALUE     settings of a run that is trained first and gives the initial weights; recipes
-                                       of MoL have one, the dot product's; --no-start leaves it out
+       --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
+                                       recipe's section [start], if it has one; --no-start leaves it out
 
 logitmix train RECIPE --help lists every setting with the recipe's value
 recipes: {recipes}, or the path of a TOML file"""
