@@ -155,7 +155,7 @@ TIME = {"data.split": "time", "data.held_out": 0.1, "train.epochs": 1}
         ({}, {"data.held_out": 0.05}, True),
         ({}, {}, True),
         ({}, {"data.validation": False}, True),
-        # As a refit is. Of half the share, its training ends where the validation part begins.
+        # As a refit is; with twice the share, its training ends where the validation part begins now.
         ({"data.validation": False}, {}, False),
         ({"data.validation": False}, {"data.validation": False}, True),
         ({"data.validation": False, "data.held_out": 0.2}, {}, True),
