@@ -218,12 +218,14 @@ class Pace:
         """Call after a step of this process; `trained` are the run's seconds in steps so far. The remaining time
         includes evaluation and checkpoints, at their share so far."""
         elapsed, spent = time.monotonic() - self.started, trained - self.done.seconds
-        left = (self.total_steps - step) * spent / (step - self.done.step)
-        left = min(left, max(0.0, self.minutes * 60 - trained))
-        return (
-            f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.total_steps:,}  {shown}"
-            f"{_clock(elapsed)} elapsed  {_clock(left * elapsed / spent)} remaining"
-        )
+        of_steps = (self.total_steps - step) * spent / (step - self.done.step)
+        of_time = max(0.0, self.minutes * 60 - trained)
+        place = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.total_steps:,}"
+        if of_time < of_steps:
+            # The minutes end the run before it comes there.
+            place = f"epoch {math.ceil(epoch)}  step {step:,}"
+        left = min(of_steps, of_time) * elapsed / spent
+        return f"{place}  {shown}{_clock(elapsed)} elapsed  {_clock(left)} remaining"
 
 
 def _clock(seconds: float) -> str:

@@ -62,7 +62,9 @@ def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPa
         pace = Pace(TrainConfig(epochs=5), RunProgress(step=4, seconds=60), 10, minutes)
         now[0] = 180.0
         line = pace.line(6, 100, 2.5, "loss 1  ")
-        assert line == f"epoch 3/5  step 6/10  loss 1  0:01:20 elapsed  {remaining} remaining"
+        # Where the minutes end the run, it does not come to the last step.
+        place = "epoch 3  step 6" if minutes < 60 else "epoch 3/5  step 6/10"
+        assert line == f"{place}  loss 1  0:01:20 elapsed  {remaining} remaining"
     early = Pace(TrainConfig(epochs=5, stop_after_epochs=3.5), RunProgress(), 10)
     assert early.line(6, 100, 2.5, "").startswith("epoch 3/4  step 6/10")
 
