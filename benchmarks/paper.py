@@ -551,13 +551,13 @@ def scores(run: Path) -> torch.Tensor:
 @torch.no_grad()
 def recommended(run: Path) -> np.ndarray:
     """How often each item is among the best 10 of a user of the test part, whose own history is left out [X]."""
-    counts: np.ndarray | int = 0
+    best = []
     for similarity, query, item, users in sides(run):
         score = similarity.all_pairs(query, item)
         row = np.repeat(np.arange(len(users)), users.seen_lengths)
         score[torch.from_numpy(row), torch.from_numpy(users.seen)] = -math.inf
-        counts = counts + np.bincount(score.topk(10).indices.flatten().numpy(), minlength=score.shape[1])
-    return np.asarray(counts)
+        best.append(score.topk(10).indices.flatten().numpy())
+    return np.bincount(np.concatenate(best), minlength=score.shape[1])
 
 
 def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, RankingUsers]]:

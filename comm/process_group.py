@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from logitmix.comm.heartbeat import Heartbeat, connection
+from logitmix.common.mappings import first_line
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -209,7 +210,7 @@ def _store(place: _Place, timeout: timedelta) -> tuple[dist.Store, Heartbeat]:
     try:
         store, of_heartbeat = met.result(seconds + LATE)
     except dist.DistError as error:
-        raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {_first_line(error)}") from None
+        raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {first_line(error)}") from None
     except TimeoutError:
         silent = "rank 0, or what keeps the store of the job, does not answer"
         raise LostRank(f"rank {place.rank} waited {seconds:g} s to meet the others at {at}: {silent}") from None
@@ -229,10 +230,6 @@ def _loopback_listener(place: _Place) -> int | None:
             return None  # several groups of one process share a store
         listener.listen()
         return listener.detach()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _GROUPS = itertools.count()

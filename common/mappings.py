@@ -127,6 +127,11 @@ def of_class(config: Any, cls: type[T]) -> T:
     return cls(**{name: value for name, value in dataclasses.asdict(config).items() if name in names})
 
 
+def first_line(error: Exception) -> str:
+    """Of an error's message, which may be long or empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(name: str, known: list[str]) -> str:
     """The text " (did you mean …?)" if one of the known names is near, else ""."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

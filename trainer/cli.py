@@ -373,9 +373,7 @@ def _train(words: list[str]) -> None:
     given = words
     if words and words[0].partition("=")[0] == "--refit":
         words = _words_of_refit(words)
-    if not words or words[0].startswith("-"):
-        if words and words[0] not in ("-h", "--help"):
-            raise ValueError("train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]")
+    if _names_no_recipe(words, "train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]"):
         print(TRAIN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     command, config, sizes = _of_recipe(TrainCommand, "train", words)
@@ -402,6 +400,13 @@ def _train(words: list[str]) -> None:
         _show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", command.json)
 
 
+def _names_no_recipe(words: Sequence[str], otherwise: str) -> bool:
+    """Whether the words ask how the command is used; ValueError with `otherwise` for a flag in the recipe's place."""
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        raise ValueError(otherwise)
+    return not words or words[0].startswith("-")
+
+
 def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, str]:
     """The command whose words are a recipe and its settings, these settings, and what `load_sized` says of them."""
     recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
@@ -421,9 +426,7 @@ def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, s
 
 
 def _plan(words: list[str]) -> None:
-    if not words or words[0].startswith("-"):
-        if words and words[0] not in ("-h", "--help"):
-            raise ValueError("plan needs a recipe first: logitmix plan RECIPE --world-size 8 --device cuda")
+    if _names_no_recipe(words, "plan needs a recipe first: logitmix plan RECIPE --world-size 8 --device cuda"):
         print(PLAN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     command, config, _ = _of_recipe(PlanCommand, "plan", words)

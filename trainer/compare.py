@@ -44,11 +44,11 @@ from logitmix.trainer.baselines import (
 )
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import BASELINES, Config, with_settings, with_start
-from logitmix.trainer.data.batches import Split
+from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluate import METRICS, Evaluation, means
-from logitmix.trainer.loop import require_apart, train_run, training_batches
+from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import (
@@ -121,10 +121,9 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     require_apart(out, dataset, "out")
     configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
     with process_group("auto", WAIT) as ranks:
-        plain = config_of("dot", dataset, minutes, threads)
-        evaluation = Evaluation(plain, dataset, ranks)
-        # Raises what training would raise, before anything is fitted.
-        training_batches(plain, dataset, ranks)
+        evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
+        # Before anything is fitted.
+        require_trained(dataset, evaluation.held_out)
         simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
         to_train = on_first_rank(
             lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks

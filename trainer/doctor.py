@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.mappings import first_line
 from logitmix.trainer.processes import cores, run_ranks
 
 State = Literal["ok", "slow", "absent", "broken"]
@@ -30,12 +31,12 @@ PARTS = {
 MATCHING = {"2.11": "1.6", "2.13": "1.8"}
 """Versions of torchrec and FBGEMM that have been run, by torch's."""
 OPTIONAL = {
-    "tensorboard": ("tensorboard", "train writes curves for it", "pip install tensorboard"),
-    "torchx": ("torchx", "it starts jobs on clusters", "pip install torchx"),
-    "server": ("fastapi uvicorn prometheus_client", "serve", "pip install fastapi uvicorn prometheus-client"),
-    "faiss": ("faiss", "export --faiss", "pip install faiss-cpu"),
-    "ONNX": ("onnx onnxscript", "export --onnx", "pip install onnx onnxscript"),
-    "S3": ("s3fs", "URLs that begin with s3://", "pip install s3fs"),
+    "tensorboard": (("tensorboard",), "train writes curves for it", "pip install tensorboard"),
+    "torchx": (("torchx",), "it starts jobs on clusters", "pip install torchx"),
+    "server": (("fastapi", "uvicorn", "prometheus_client"), "serve", "pip install fastapi uvicorn prometheus-client"),
+    "faiss": (("faiss",), "export --faiss", "pip install faiss-cpu"),
+    "ONNX": (("onnx", "onnxscript"), "export --onnx", "pip install onnx onnxscript"),
+    "S3": (("s3fs",), "URLs that begin with s3://", "pip install s3fs"),
 }
 """Modules that not all need, what for, and how to get them."""
 INSTALL = "docs/install.md"
@@ -61,11 +62,11 @@ def examine() -> Iterator[Finding]:
     if libraries.state == "ok" and gpus.state == "ok":
         yield _ranks()
     for subject, (modules, used, remedy) in OPTIONAL.items():
-        missing = [module for module in modules.split() if find_spec(module) is None]
+        missing = [module for module in modules if find_spec(module) is None]
         if missing:
             yield Finding(subject, "absent", f"no {', '.join(missing)}: {used}", remedy)
         else:
-            yield Finding(subject, "ok", ", ".join(modules.split()))
+            yield Finding(subject, "ok", ", ".join(modules))
 
 
 def meet() -> None:
@@ -98,7 +99,7 @@ def _libraries() -> Finding:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a library that does not fit raises
-            return Finding(subject, "broken", f"{said}: {name} does not load: {_first_line(error)}", INSTALL)
+            return Finding(subject, "broken", f"{said}: {name} does not load: {first_line(error)}", INSTALL)
     torch_version, *others = (".".join(number.split(".")[:2]) for number in found.values())
     if others != [MATCHING.get(torch_version)] * 2:
         sets = ", ".join(f"torch {torch} with torchrec and FBGEMM {number}" for torch, number in MATCHING.items())
@@ -148,11 +149,10 @@ def _gpus() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        said = [f"{count} with CUDA {torch.version.cuda}: {torch.cuda.get_device_name(0)}"]
+        said = f"{torch.cuda.device_count()} with CUDA {torch.version.cuda}: {torch.cuda.get_device_name(0)}"
         if not has_triton():
-            return Finding("GPUs", "slow", f"{said[0]}; no triton, so plain torch does what its kernels do", INSTALL)
-        return Finding("GPUs", "ok", said[0])
+            return Finding("GPUs", "slow", f"{said}; no triton, so plain torch does what its kernels do", INSTALL)
+        return Finding("GPUs", "ok", said)
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch is a CPU build", INSTALL)
     if shutil.which("nvidia-smi"):
@@ -170,7 +170,3 @@ def _ranks() -> Finding:
     if status:
         return Finding("ranks", "broken", f"{what} did not meet, see above (exit status {status})", "docs/scale.md")
     return Finding("ranks", "ok", f"{what} met and exchanged numbers")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.optimizer import bytes_per_weight
 from logitmix.trainer.parallelize import unsharded
-from logitmix.trainer.plan import Devices, TablePlan, bytes_by_rank, describe, plan_summary, plan_tables
+from logitmix.trainer.plan import Devices, TablePlan, bytes_by_rank, describe, mebibytes, plan_tables, with_plan
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class JobPlan:
         """Lines as those that training begins with."""
         devices = self.devices
         parameters = sum(table.rows * table.dim for table in self.tables.values())
-        held = list(dict.fromkeys(_mebibytes(count) for count in (min(self.table_bytes), max(self.table_bytes))))
+        held = list(dict.fromkeys(mebibytes(count) for count in (min(self.table_bytes), max(self.table_bytes))))
         room = f" of {devices.bytes / 2**30:,g} GiB" if devices.bytes else ""
         block = {
             "dataset": f"{self.dataset}: {self.users:,} users, {self.items:,} items",
             "parameters": f"{parameters:,} in tables, {self.tower_parameters:,} in the tower",
             "ranks": f"{devices.world_size} on {devices.kind}, {devices.per_host} on each host",
             "memory": f"on each rank{room}: tables with their optimizers {' to '.join(held)}, tower with gradients and "
-            f"optimizer {_mebibytes(self.tower_bytes)};",
+            f"optimizer {mebibytes(self.tower_bytes)};",
             "": "activations and the rows of a batch come on top",
         }
-        return "\n".join([*(f"{name:<10}  {said}" for name, said in block.items()), plan_summary(self.tables)])
+        return with_plan(block, self.tables)
 
 
 def plan_job(config: Config, devices: Devices) -> JobPlan:
@@ -67,7 +67,3 @@ def plan_job(config: Config, devices: Devices) -> JobPlan:
         tower_parameters=weights,
         tower_bytes=weights * bytes_per_weight(config.dense),
     )
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import ParameterSharding
 
 from logitmix.comm.process_group import Ranks
+from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
 from logitmix.trainer.config import TablesConfig, TableSettings
 from logitmix.trainer.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
@@ -105,9 +106,8 @@ def plan_tables(
         sharders = [EmbeddingCollectionSharder()]
         whole = planner.collective_plan(collections, sharders, group) if group else planner.plan(collections, sharders)
     except PlannerError as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the planner cannot place the tables with tables.sharding {config.sharding}: {reason}"
+            f"the planner cannot place the tables with tables.sharding {config.sharding}: {first_line(error)}"
         ) from None
     plans: dict[str, ParameterSharding] = {}
     for collection in collections:
@@ -154,6 +154,11 @@ def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[int]:
     return held
 
 
+def with_plan(block: Mapping[str, str], plan: Mapping[str, TablePlan]) -> str:
+    """A line for each name of the block, and one for each table."""
+    return "\n".join([*(f"{name:<10}  {said}" for name, said in block.items()), plan_summary(plan)])
+
+
 def plan_summary(plan: Mapping[str, TablePlan]) -> str:
     """A line for each table."""
     lines = []
@@ -164,9 +169,13 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
         lines.append(
             f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
             f"{'pooled, ' if table.pooled else ''}{table.optimizer}, "
-            f"{table.bytes / 2**20:,.1f} MiB"
+            f"{mebibytes(table.bytes)}"
         )
     return "\n".join(lines)
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def _constraints(

@@ -30,7 +30,7 @@ from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.plan import plan_summary
+from logitmix.trainer.plan import with_plan
 from logitmix.trainer.run import RunProgress, append_row, keep_rows
 from logitmix.trainer.trace import StepTrace
 
@@ -255,7 +255,7 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
         "precision": precision,
         "wire": sent,
     }
-    return "\n".join([*(f"{name:<10}  {said}" for name, said in block.items()), plan_summary(model.plan)])
+    return with_plan(block, model.plan)
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:

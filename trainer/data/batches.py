@@ -38,6 +38,17 @@ class HeldOut:
         return self.train_end - dataset.offsets[:-1] >= 2
 
 
+def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
+    """Which users training sees; ValueError if there is none."""
+    trained_U = held_out.trained(dataset)
+    if not trained_U.any():
+        raise ValueError(
+            f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
+            "validation and test; prepare it again from more data"
+        )
+    return trained_U
+
+
 def leave_one_out(dataset: Dataset, validation: bool = True) -> HeldOut:
     """A user's last action is the test target, and the one before it the validation target, if there is a validation
     part."""
@@ -108,7 +119,7 @@ class TrainingBatches:
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         held_out = held_out or leave_one_out(dataset)
-        trained_U = held_out.trained(dataset)
+        trained_U = require_trained(dataset, held_out)
         self.columns, self.pooled, self.times = columns_of(dataset, schema, trained_U), pooled, times
         self.batch_size, self.negatives = batch_size, negatives
         self.share, self.group_positions = share, group_positions
@@ -117,11 +128,6 @@ class TrainingBatches:
         self.end = held_out.train_end
         lengths = self.end - dataset.offsets[:-1]
         self.users = np.flatnonzero(trained_U)
-        if len(self.users) == 0:
-            raise ValueError(
-                f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
-                "validation and test; prepare it again from more data"
-            )
         self.length = np.minimum(lengths - 1, max_length)
         self.in_batch = in_batch
         self.log_q_X = self._log_q() if in_batch else None

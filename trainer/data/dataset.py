@@ -78,7 +78,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from logitmix.common.files import file_digest, fits_digest
-from logitmix.common.mappings import from_mapping
+from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
@@ -564,7 +564,7 @@ def _reading(path: Path, file: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        _broken(path, f"{file} cannot be read ({_first_line(error)})")
+        _broken(path, f"{file} cannot be read ({first_line(error)})")
     except (ValueError, MemoryError) as error:
         _broken(path, f"{file}: {error}")
 
@@ -592,7 +592,3 @@ def _command(path: Path) -> str:
 def _nearby(path: Path, name: str) -> Path:
     """Where prepare puts a download, if it exists; else the name alone."""
     return path.parent / name if (path.parent / name).exists() else Path(name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -18,6 +18,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
+from logitmix.common.mappings import first_line
 from logitmix.trainer.data.delimited import is_utf8, require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
 from logitmix.trainer.data.raw import is_encodable
@@ -330,7 +331,7 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
                 first += batch.num_rows
                 progress.update(task, completed=first - 1)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file.path}: not readable Parquet ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{file.path}: not readable Parquet ({first_line(error)})") from None
 
 
 def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects) -> TableBlock:
@@ -386,7 +387,7 @@ def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndar
     except pa.ArrowInvalid as error:
         plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
         if not (pa.types.is_string(plain.type) or pa.types.is_large_string(plain.type)):
-            raise ValueError(f"{label}: column {name} is damaged ({str(error).splitlines()[0]})") from None
+            raise ValueError(f"{label}: column {name} is damaged ({first_line(error)})") from None
     valid = np.array([text is None or is_utf8(text) for text in plain.cast(pa.large_binary()).to_pylist()])
     return pc.if_else(pa.array(valid), plain, None), valid
 
