@@ -59,7 +59,7 @@ def examine() -> Iterator[Finding]:
     yield _processor()
     yield _memory()
     yield (gpus := _gpus())
-    if libraries.state == "ok" and gpus.state == "ok":
+    if libraries.state == "ok" and gpus.state != "broken":
         yield _ranks()
     for subject, (modules, used, remedy) in OPTIONAL.items():
         missing = [module for module in modules if find_spec(module) is None]

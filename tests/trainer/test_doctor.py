@@ -105,3 +105,11 @@ def test_what_is_broken_shows_in_the_exit_status(
     with pytest.raises(SystemExit) as stop:
         cli.main(["doctor", "--json"])
     assert stop.value.code == 1 and json.loads(capsys.readouterr().out)["broken"] == ["ranks"]
+
+
+@pytest.mark.parametrize(("state", "meets"), [("ok", True), ("slow", True), ("broken", False)])
+def test_ranks_meet_unless_gpus_are_broken(state: doctor.State, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_libraries", lambda: doctor.Finding("libraries", "ok", ""))
+    monkeypatch.setattr(doctor, "_gpus", lambda: doctor.Finding("GPUs", state, ""))
+    monkeypatch.setattr(doctor, "_ranks", lambda: doctor.Finding("ranks", "ok", ""))
+    assert ("ranks" in [finding.subject for finding in doctor.examine()]) == meets
