@@ -69,6 +69,7 @@ from logitmix.trainer.run import (
     write_results,
 )
 from logitmix.trainer.sizing import AUTO, load_sized
+from logitmix.trainer.stopping import Stopping
 
 LEARNT: Mapping[str, dict[str, Any]] = {
     "dot": {},
@@ -128,13 +129,15 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
         to_train = on_first_rank(
             lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks
         )
-        for number, name in enumerate(methods, start=1):
-            if ranks.rank == 0:
-                doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
-            if name in to_train:
-                on_first_rank(partial(_remove_shorter, out / name, dataset, minutes), ranks)
-                train_run(configs[name], out / name, dataset, ranks)
+        with Stopping(ranks) as stopping:
+            for number, name in enumerate(methods, start=1):
+                if ranks.rank == 0:
+                    doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
+                    _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
+                if name in to_train:
+                    on_first_rank(partial(_remove_shorter, out / name, dataset, minutes), ranks)
+                    train_run(configs[name], out / name, dataset, ranks, stopping)
+                    stopping.check()
         found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
         upload_run(out, ranks)
     return found

@@ -58,9 +58,9 @@ def train(config: Config, run: Path) -> dict[str, float]:
     fetch_run(run)
     dataset = load_dataset(config.data.path)
     require_apart(run, dataset, "run")
-    with process_group(config.train.device, config.comm.timeout_seconds) as ranks:
-        results = train_run(config, run, dataset, ranks)
-        return _refit(run, dataset, ranks) if config.train.refit else results
+    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, Stopping(ranks) as stopping:
+        results = train_run(config, run, dataset, ranks, stopping)
+        return _refit(run, dataset, ranks, stopping) if config.train.refit else results
 
 
 def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
@@ -71,23 +71,26 @@ def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
         )
 
 
-def _refit(run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
     """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
+
+    # The run may have ended while a signal was on its way.
+    stopping.check()
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
         print(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}", file=sys.stderr)
         return refit_config(run, epochs)
 
-    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks)
+    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping)
 
 
-def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict[str, float]:
+def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
     if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-        _train_first(first, config, run, dataset, ranks)
-    with run_lock(run, ranks), Stopping(ranks) as stopping:
+        _train_first(first, config, run, dataset, ranks, stopping)
+    with run_lock(run, ranks):
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
@@ -117,7 +120,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> dict
     return results
 
 
-def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ranks: Ranks) -> None:
+def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> None:
     """Trains or resumes the run that gives another one its initial weights. Collective. ValueError before anything is
     trained if they would not fit."""
     require_fit(first, config, dataset.schema)
@@ -127,7 +130,8 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks) and "precision" not in config.start.get("train", {}):
         # The run itself may have chosen another precision since; auto keeps that which the first run began with.
         first = replace(first, train=replace(first.train, precision="auto"))
-    train_run(first, path, dataset, ranks)
+    train_run(first, path, dataset, ranks, stopping)
+    stopping.check()
 
 
 def _steps(

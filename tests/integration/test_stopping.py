@@ -17,12 +17,12 @@ from small_data import small_config, write_dataset
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer import checkpoint, cli, loop, stopping
 from logitmix.trainer.checkpoint import load_saved
-from logitmix.trainer.config import Config, dump_toml
+from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.processes import STOPPED, Stopped
-from logitmix.trainer.run import RunProgress, checkpoint_paths, read_rows
+from logitmix.trainer.run import RunProgress, checkpoint_paths, read_rows, write_results
 
 SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
 
@@ -79,6 +79,29 @@ def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(
     assert load_saved(tmp_path / "cut", "last").step == (4 if split == "validation" else 12)
     train(config, tmp_path / "cut")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("settings", [{"train.refit": True}, {"start.train.epochs": 1}], ids=["refit", "start"])
+def test_a_signal_at_the_end_of_a_run_keeps_the_next_one_from_beginning(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    config = with_settings(config, settings)
+    train(config, tmp_path / "whole")
+
+    def signalled(run: Path, results: Any) -> None:
+        write_results(run, results)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "write_results", signalled)
+        with pytest.raises(Stopped, match="saved"):
+            train(config, tmp_path / "cut")
+    first, other = ("", "refit") if config.train.refit else ("start", "")
+    assert (tmp_path / "cut" / first / "results.json").exists()
+    assert not (tmp_path / "cut" / other / "config.toml").exists()
+    train(config, tmp_path / "cut")
+    assert metrics(tmp_path / "cut" / other) == metrics(tmp_path / "whole" / other)
 
 
 def test_the_signals_actions_are_as_before_once_training_has_ended(config: Config, tmp_path: Path) -> None:
