@@ -114,6 +114,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
     replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
+    if ranks.device.type == "cpu":
+        _keep_order(replicated)
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
@@ -184,6 +186,14 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks
         plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
         sharded[name] = sharder.shard(each, plan, env, ranks.device)
     return sharded
+
+
+def _keep_order(replicated: DistributedDataParallel) -> None:
+    """DDP sums gradients in one order in its first step and in another from the second on, for speed. With three ranks
+    or more, gloo's rounding of a sum depends on its place: a resumed run would round its first step by itself. So the
+    order of the parameters is made the final one before the first step."""
+    replicated.reducer._push_all_rebuilt_params()
+    replicated.reducer._rebuild_buckets()
 
 
 def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import two_ranks
 from small_data import ITEMS, gather_table, small_config, write_dataset
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
+from logitmix.trainer import parallelize as parallelizing
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
@@ -150,6 +153,20 @@ def test_dense_gradients_in_bf16(sharded: dict) -> None:
         assert_close(alone.gradients[key], exact, 2**-8)
     assert any((first.gradients[key] != exact).any() for key, exact in sharded["row_wise"][2].gradients.items())
     assert_close(first.after, sharded["row_wise"][0].after, 1e-6)
+
+
+def test_dense_gradients_keep_their_order(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks are three or more, gloo rounds a sum by its place: a run that is resumed must sum as before."""
+    orders = []
+
+    def noting(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        orders.append([id(weight) for weight in bucket.parameters()])
+        return bf16_compress_hook(group, bucket)
+
+    monkeypatch.setattr(parallelizing, "_bf16_gradients", noting)
+    train_steps(small_config(data, {"comm.dense": "bf16"}), 3)
+    first, *later = orders
+    assert len(later) == 2 and all(order == first for order in later)
 
 
 def test_tables_are_cut_as_told(sharded: dict) -> None:
