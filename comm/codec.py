@@ -61,7 +61,8 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A cast to FP32, BF16 or FP16; values that the format cannot hold become infinity."""
+    """A cast to FP32, BF16 or FP16. What is beyond the largest number of BF16 or FP16 becomes that number: an infinite
+    gradient would leave a row of NaN, and whether gradients are finite is checked before they are sent."""
 
     dtype: torch.dtype
 
@@ -69,13 +70,15 @@ class Cast(Codec):
         return self.dtype.itemsize * width_of(layout)
 
     def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
-        out.view(self.dtype).copy_(values_RW)
+        cast = out.view(self.dtype).copy_(values_RW)
+        if self.dtype != torch.float32:
+            torch.nan_to_num(cast, nan=torch.nan, out=cast)
 
     def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
         out_RW.copy_(encoded.view(self.dtype))
 
     def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        return values_RW.isfinite() & ~encoded.view(self.dtype).isfinite()
+        return values_RW.isfinite() & (values_RW.abs() > torch.finfo(self.dtype).max)
 
 
 @dataclass(frozen=True)

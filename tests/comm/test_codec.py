@@ -85,6 +85,19 @@ def test_saturated_values_are_found(direction: Direction, name: str) -> None:
 
 
 @pytest.mark.parametrize(("direction", "name"), REGISTERED)
+def test_what_is_finite_arrives_finite(direction: Direction, name: str) -> None:
+    """A gradient that the wire made infinite would leave a row of NaN."""
+    codec, layout = CODECS[direction][name], LAYOUTS[1]
+    values = rows_of(layout, 3)
+    values[:, :6] = torch.tensor([65_519.0, -65_521.0, 1e5, -3.4e38, 3.4e38, torch.nan])
+    arrived = torch.empty_like(values)
+    codec.decode(sent(codec, values, layout), layout, arrived)
+    assert arrived.isfinite().tolist() == values.isfinite().tolist()
+    largest = 65_504 if name == "fp16" else 3.38e38
+    assert (arrived[:, 3] <= -largest).all() and (arrived[:, 4] >= largest).all()
+
+
+@pytest.mark.parametrize(("direction", "name"), REGISTERED)
 def test_nothing_is_encoded_too(direction: Direction, name: str) -> None:
     codec, layout = CODECS[direction][name], LAYOUTS[0]
     values = torch.empty(0, 8)
