@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from logitmix.comm.collectives import on_first_rank
+from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
 from logitmix.trainer.baselines import (
@@ -149,7 +149,9 @@ class Evaluation:
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
         item_knn/hr@10; none where evaluate.baselines is off. Rank 0 computes them for all; collective."""
-        return on_first_rank(lambda: self._baselines(split), self.ranks) if self.config.evaluate.baselines else {}
+        if not self.config.evaluate.baselines:
+            return {}
+        return on_first_rank_at_length(lambda: self._baselines(split), self.ranks)
 
     def _baselines(self, split: Split) -> dict[str, float]:
         everyone, num_items = self.users(split), self.dataset.num_items
