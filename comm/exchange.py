@@ -237,7 +237,7 @@ class Exchange:
         size = sum(block.rows * codec.row_bytes(block.layout) for block in end.blocks)
         encoded = torch.empty(size, dtype=torch.uint8, device=values.device)
         seed = self.wire.next_seed(direction, self.group.rank())
-        for number, (block, rows) in enumerate(_wire_rows(codec, encoded, end)):
+        for number, (block, rows) in enumerate(_wire_rows(codec, encoded, _merged(end))):
             codec.encode(block.view_in(values), block.layout, rows, None if seed is None else seed + number)
         return encoded
 
@@ -293,6 +293,21 @@ def _all_to_all(
 def _sent_as_is(codec: Codec, end: End) -> bool:
     """Whether the wire's bytes are the tensor's own."""
     return codec == FP32 and len(end.blocks) == 1
+
+
+def _merged(end: End) -> End:
+    """The end with one block in place of several that differ in the names of tables alone. These are told apart only to
+    be sampled, which must not change what is rounded at random."""
+    merged: list[Block] = []
+    for block in end.blocks:
+        last = merged[-1] if merged else None
+        widths = [segment.width for segment in block.layout]
+        follows = last and block.start == last.start + last.rows * last.stride and block.stride == last.stride
+        if last and follows and widths == [segment.width for segment in last.layout]:
+            merged[-1] = last._replace(rows=last.rows + block.rows)
+        else:
+            merged.append(block)
+    return end._replace(blocks=merged)
 
 
 def _wire_rows(codec: Codec, encoded: Tensor, end: End) -> list[tuple[Block, Tensor]]:

@@ -35,7 +35,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from logitmix.comm.codec import DIRECTIONS, Segment
 from logitmix.comm.config import BackwardPrecision, Precision, WireConfig
-from logitmix.comm.exchange import QUALITY, Wire
+from logitmix.comm.exchange import QUALITY, Exchange, Run, Wire, stacked
 from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, process_group
@@ -615,6 +615,21 @@ def test_stochastic_rounding_is_a_function_of_the_step(results: list[dict[str, A
         once, again, later, nearest = result["seeded"]
         assert torch.equal(once, again)
         assert not torch.equal(once, later) and not torch.equal(once, nearest)
+
+
+def test_rounding_does_not_depend_on_what_is_sampled() -> None:
+    """Only samples need the rows of several tables apart: logging more often must not change a run."""
+    apart = [Run(3, (Segment("a", 8),)), Run(0, (Segment("b", 8),)), Run(5, (Segment("c", 8),))]
+    gradient_RD, arrived = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), []
+    with process_group("cpu", 60) as ranks:
+        wire = Wire(WireConfig(backward="fp8_stochastic", emulate=True))
+        for runs in (apart, [Run(8, (Segment("a", 8),))]):
+            wire.begin_step(1)
+            row_RD = torch.zeros(8, 8, requires_grad=True)
+            exchange = Exchange(wire, ranks.group, stacked([runs]), stacked([runs]), (8, 8))
+            exchange.start(row_RD).wait().backward(gradient_RD)
+            arrived.append(row_RD.grad)
+    assert torch.equal(*arrived) and not torch.equal(arrived[0], gradient_RD)
 
 
 def test_three_lines_for_a_model_that_is_not_ours(results: list[dict[str, Any]]) -> None:
