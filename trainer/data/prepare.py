@@ -270,9 +270,10 @@ def _titles(of_items: pa.Array | None, of_actions: pa.Array | None, ordered: _Or
     """Titles from the table of items, else from the item's last action that has one."""
     known = [_as_texts("items", of_items)] if of_items is not None else []
     if of_actions is not None:
-        texts = _as_texts("actions", of_actions).take(pa.array(ordered.rows))
-        last = values_of_items(texts, ordered.items, ordered.timestamps, len(ordered.item_ids), "last")
-        known.append(last.cast(pa.string()))
+        # As text only once there is one for each item: the texts of all actions may take far more than these do.
+        titles = of_actions.take(pa.array(ordered.rows))
+        last = values_of_items(titles, ordered.items, ordered.timestamps, len(ordered.item_ids), "last")
+        known.append(_as_texts("actions", last))
     return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
 
 

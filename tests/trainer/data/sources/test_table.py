@@ -445,6 +445,23 @@ def test_titles_of_actions_are_the_last_in_time_that_is_there(shop: Path) -> Non
         )
 
 
+def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 bytes for each action and its distinct texts once, which all actions together would have in 200 MB."""
+    monkeypatch.setattr(tabular, "BLOCK_ROWS", 1000)
+    made = {of: pa.array([of] * 50_000) for of in ("user", "item")} | {"timestamp": pa.array(range(50_000))}
+    title = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000), pa.array(["x" * 4000]))
+    pq.write_table(pa.table(made | {"title": title}), shop / "clicks.parquet")
+    usual = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(counted)
+    try:
+        run = PrepareOptions("table", str(shop / "clicks.parquet"), str(shop / "out"))
+        assert prepare(run, Console(quiet=True))["titles"] == 1
+    finally:
+        pa.set_memory_pool(usual)
+    assert 50_000 * 16 < counted.max_memory() < 20_000_000
+
+
 def test_the_delimiter_can_be_given(shop: Path) -> None:
     clicks = "user^item^timestamp^note\nu^a,b^1^x;y\n"
     with pytest.raises(ValueError, match=r"no column 'user'; there are: user\^item"):
