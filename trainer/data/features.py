@@ -361,11 +361,9 @@ def _numbers(column: RawColumn) -> np.ndarray:
         if len(wrong):
             raise ValueError(f"feature {column.name} has the value {wrong[0].as_py()!r}, which is no number")
         values = as_numbers(values.dictionary).take(values.indices)
-    elif pa.types.is_date32(kind):
-        values = values.cast(pa.int32())
-    elif pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
-        values = values.cast(pa.int64())
-    elif _is_list(kind) or pa.types.is_nested(kind) or pa.types.is_binary(kind):
+    elif pa.types.is_temporal(kind):
+        values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    elif not (_is_scalar(kind) or pa.types.is_null(kind)):
         raise ValueError(f"feature {column.name} has values of type {kind}, which are no numbers")
     return _floats(values)
 
@@ -390,7 +388,8 @@ def _vectors(column: RawColumn) -> np.ndarray:
 
 def _floats(values: pa.Array) -> np.ndarray:
     with np.errstate(over="ignore"):
-        numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+        # Not safe: integers beyond 2^53 lose digits that float32 does not have either.
+        numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float32)
     numbers[np.isinf(numbers)] = np.nan
     return numbers
 
