@@ -53,7 +53,7 @@ def read_blocks(
 ) -> Iterator[TableBlock]:
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
     or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
-    Parquet, half floats come as float32, and views as text or bytes.
+    Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
     ValueError if the file is not readable Parquet."""
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
@@ -356,7 +356,7 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
 
 
 def _with_kernels(column: pa.Array) -> pa.Array:
-    """The column without half floats and views, which Arrow reads but cannot filter or compare."""
+    """The column without half floats, small decimals and views, which Arrow reads but cannot filter or compare."""
     kind = _kind_with_kernels(column.type)
     return column if kind == column.type else column.cast(kind)
 
@@ -368,6 +368,8 @@ def _kind_with_kernels(kind: pa.DataType) -> pa.DataType:
         return pa.map_(_kind_with_kernels(kind.key_type), _kind_with_kernels(kind.item_type))
     if pa.types.is_float16(kind):
         return pa.float32()
+    if pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind):
+        return pa.decimal128(kind.precision, kind.scale)
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return pa.string() if pa.types.is_string_view(kind) else pa.binary()
     if pa.types.is_fixed_size_list(kind):

@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,7 @@ NEWER: dict[str, list[tuple[str, list[Any], pa.DataType, pa.DataType]]] = {
         ("item", ["a", "b", "b", "a", "a"], VIEW, pa.string()),
         ("timestamp", [1.0, 2.0, 3.0, 4.0, 5.0], HALF, pa.float32()),
         ("price", [0.5, 1.5, None, 2.5, float("nan")], HALF, pa.float32()),
+        ("fee", [Decimal("0.5"), Decimal("1.5"), None, Decimal(0), None], pa.decimal32(5, 2), pa.decimal128(5, 2)),
         ("shop", ["x", "y", "x", "", None], VIEW, pa.string()),
         ("path", [["x"], ["y", "x"], None, [], ["y"]], pa.list_(VIEW), pa.list_(pa.string())),
         ("far", [["x"], ["y", "x"], None, [], ["y"]], pa.large_list(VIEW), pa.large_list(pa.string())),
@@ -379,6 +381,7 @@ NEWER: dict[str, list[tuple[str, list[Any], pa.DataType, pa.DataType]]] = {
         ("title", ["A", "?", "B"], VIEW, pa.string()),
         ("weight", [0.5, 1.5, 2.5], HALF, pa.float32()),
         ("codes", [["x", "y"], None, ["x", "x"]], pa.list_(VIEW, 2), pa.list_(pa.string(), 2)),
+        ("size", [Decimal(1), None, Decimal(2)], pa.decimal64(9, 0), pa.decimal128(9, 0)),
         ("image", [[0.5, 1.0], None, [1.5, 2.0]], pa.list_(HALF, 2), pa.list_(pa.float32(), 2)),
     ],
     "users": [
@@ -390,7 +393,7 @@ NEWER: dict[str, list[tuple[str, list[Any], pa.DataType, pa.DataType]]] = {
 """Columns of tables: the name, the values, a type that Arrow reads but cannot filter or compare, and its older kin."""
 
 
-def test_half_floats_and_views_are_as_float32_and_text(shop: Path) -> None:
+def test_half_floats_small_decimals_and_views_are_as_their_older_kin(shop: Path) -> None:
     made, said = [], []
     for newer in (False, True):
         for table, columns in NEWER.items():
@@ -409,9 +412,9 @@ def test_half_floats_and_views_are_as_float32_and_text(shop: Path) -> None:
         assert titles(dataset) == ["A", "B"]
     assert made[0] == made[1] and said[0].getvalue() == said[1].getvalue()
     assert [set(of_owner) for of_owner in made[1]] == [
-        {"weight", "codes", "image"},
+        {"weight", "codes", "size", "image"},
         {"taste"},
-        {"price", "shop", "path", "far"},
+        {"price", "fee", "shop", "path", "far"},
     ]
 
 
