@@ -43,7 +43,7 @@ class PrepareOptions:
     """Column with the item ids (table only)."""
     timestamp_column: str = "timestamp"
     """Column with the times (table only): whole numbers in any unit, or ISO 8601 dates and times, which are stored as
-    seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
+    whole seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""

@@ -34,6 +34,8 @@ class ActionBlock:
     """int64"""
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
     """Other columns of the actions."""
+    nanoseconds: np.ndarray | None = None
+    """int32: what the timestamps leave out, and yet orders the actions; None: nothing."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Actions:
     user_ids: pa.StringArray
     item_ids: pa.StringArray
     columns: dict[str, pa.Array] = field(default_factory=dict)
+    nanoseconds: np.ndarray | None = None
+    """As in the blocks."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +151,20 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
-    parts: tuple[list[np.ndarray], ...] = ([], [], [])
+    parts: tuple[list[np.ndarray], ...] = ([], [], [], [])
     for block in blocks:
-        for part, values in zip(
-            parts, (user_codes.encode(block.users), item_codes.encode(block.items), block.timestamps), strict=True
-        ):
+        nanoseconds = np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds
+        codes = user_codes.encode(block.users), item_codes.encode(block.items)
+        for part, values in zip(parts, (*codes, block.timestamps, nanoseconds), strict=True):
             part.append(values)
         columns.append(block.columns, len(block.users))
-    users, items, timestamps = (_join(part, kind) for part, kind in zip(parts, ("i4", "i4", "i8"), strict=True))
-    return Actions(users, items, timestamps, user_codes.ids(), item_codes.ids(), columns.join())
+    if not any(part.any() for part in parts[-1]):
+        parts[-1].clear()
+    users, items, timestamps, within = (
+        _join(part, kind) for part, kind in zip(parts, ("i4", "i4", "i8", "i4"), strict=True)
+    )
+    ids = user_codes.ids(), item_codes.ids()
+    return Actions(users, items, timestamps, *ids, columns.join(), within if len(within) else None)
 
 
 def _join(parts: list[np.ndarray], kind: str) -> np.ndarray:
@@ -174,6 +183,7 @@ def accept(
     rejects: Rejects,
     columns: Mapping[str, pa.Array] | None = None,
     time: str = TIME,
+    nanoseconds: np.ndarray | None = None,
 ) -> ActionBlock:
     """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`. An id has no NUL
     byte, and `time` says what a time must be.
@@ -195,7 +205,8 @@ def accept(
     rejects.check_format(label)
     mask = pa.array(accepted)
     kept = {name: column.filter(mask) for name, column in (columns or {}).items()}
-    return ActionBlock(users.filter(mask), items.filter(mask), times[accepted].astype(np.int64), kept)
+    within = None if nanoseconds is None else nanoseconds[accepted]
+    return ActionBlock(users.filter(mask), items.filter(mask), times[accepted].astype(np.int64), kept, within)
 
 
 def filled(ids: pa.StringArray) -> np.ndarray:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitmix.trainer.data.times import seconds_of_texts
+from logitmix.trainer.data.times import nanoseconds_of_texts, nanoseconds_of_times, seconds_of_texts, seconds_of_times
 
 NOON = 1714564800  # 2024-05-01T12:00Z
 
@@ -54,3 +54,33 @@ def test_what_python_writes_is_read(times: list[datetime], separator: str) -> No
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     expected = [(time if time.tzinfo else time.replace(tzinfo=UTC)) - epoch for time in times]
     assert seconds_of_texts(texts).to_pylist() == [gap // timedelta(seconds=1) for gap in expected]
+    assert nanoseconds_of_texts(texts).tolist() == [1000 * gap.microseconds for gap in expected]
+    as_arrow = pa.array([gap // timedelta(microseconds=1) for gap in expected], pa.timestamp("us"))
+    assert seconds_of_times(as_arrow).to_pylist() == seconds_of_texts(texts).to_pylist()
+    assert nanoseconds_of_times(as_arrow).tolist() == nanoseconds_of_texts(texts).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"),
+    [
+        ("2024-05-01T12:00:07.000000001Z", 1),
+        ("2024-05-01T12:00:07.1234567899+01", 123456789),
+        ("1969-12-31T23:59:59.5", 500_000_000),
+        ("2024-05-01", 0),
+        ("12.0", 0),
+        ("12", 0),
+        ("", 0),
+        (None, 0),
+    ],
+)
+def test_fractions_of_texts(text: str | None, nanoseconds: int) -> None:
+    assert nanoseconds_of_texts(pa.array([text, ".5"])).tolist() == [nanoseconds, 500_000_000]
+
+
+def test_fractions_of_times_are_those_after_the_second_before() -> None:
+    for unit, ticks in (("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
+        times = pa.array([0, None, -1, ticks + 1, 5 * ticks - 1], pa.timestamp(unit))
+        one = 10**9 // ticks % 10**9
+        assert nanoseconds_of_times(times).tolist() == [0, 0, -one % 10**9, one, -one % 10**9]
+    assert nanoseconds_of_times(pa.array([1, None], pa.date32())).tolist() == [0, 0]
+    assert nanoseconds_of_times(pa.array([86_400_000, None], pa.date64())).tolist() == [0, 0]

@@ -1,8 +1,9 @@
 """Tables of actions: CSV with a header, or Parquet, one file or a folder of parts; and tables of items and of users.
 
 Times are whole numbers in any unit; or ISO 8601 texts, dates or timestamps, which become whole seconds since 1970 (UTC
-if they name no zone). Columns of the actions other than user, item and time become features of the event, except
-`title`, which is text about the item. Columns of the files of --items and --users become features of items and users.
+if they name no zone), and whose fractions order the actions within a second. Columns of the actions other than user,
+item and time become features of the event, except `title`, which is text about the item. Columns of the files of
+--items and --users become features of items and users.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,13 @@ from logitmix.trainer.data.raw import (
 )
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.tabular import as_ids, read_blocks
-from logitmix.trainer.data.times import is_time, seconds_of_texts, seconds_of_times
+from logitmix.trainer.data.times import (
+    is_time,
+    nanoseconds_of_texts,
+    nanoseconds_of_times,
+    seconds_of_texts,
+    seconds_of_times,
+)
 
 TIMES = f"{TIME} or an ISO 8601 time"
 
@@ -82,8 +89,10 @@ def read_actions(
                 as_ids(file.label, name, column)
                 for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
             )
-            stamps = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else None
-            block = accept(file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES)
+            stamps, within = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else (None, None)
+            block = accept(
+                file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES, within
+            )
             if stamps is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
@@ -129,15 +138,18 @@ def _parts(source: Path, flag: str) -> list[InputFile]:
     return parts
 
 
-def _as_stamps(label: str, name: str, column: pa.Array) -> pa.Array:
-    """Numbers as they are, dates and times as seconds."""
+def _as_stamps(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
+    """Numbers as they are, dates and times as seconds and the nanoseconds within them."""
     kind = column.type
     if is_time(kind):
-        return seconds_of_times(column)
+        return seconds_of_times(column), nanoseconds_of_times(column)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         texts = column.cast(pa.string())
         seconds = seconds_of_texts(texts)
-        return seconds if not seconds.null_count else pc.coalesce(seconds.cast(pa.string()), texts)
+        if seconds.null_count == len(texts):
+            return texts, None
+        stamps = seconds if not seconds.null_count else pc.coalesce(seconds.cast(pa.string()), texts)
+        return stamps, nanoseconds_of_texts(texts)
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise ValueError(f"{label}: column {name} is of type {kind}; times must be numbers, dates or timestamps")
-    return column
+    return column, None

@@ -418,6 +418,33 @@ def test_half_floats_small_decimals_and_views_are_as_their_older_kin(shop: Path)
     ]
 
 
+MOMENTS = [-1_500_000_000, -1_999_999_999, 7_000_000_001, 7_000_000_000, 7_999_999_999, 7_000_000_001, 8_000_000_000]
+"""Nanoseconds since 1970, in no order; two are the same."""
+
+
+@pytest.mark.parametrize(("unit", "nanoseconds"), [("", 1), ("ns", 1), ("us", 1000), ("ms", 1_000_000)])
+def test_fractions_order_the_actions_of_a_second(unit: str, nanoseconds: int, tmp_path: Path) -> None:
+    times = [moment // nanoseconds * nanoseconds for moment in MOMENTS]
+    stamps = pa.array([time // nanoseconds for time in times], pa.timestamp(unit or "ns"))
+    items = pa.array([str(row) for row in range(len(times))])
+    if unit:
+        pq.write_table(pa.table({"user": ["u"] * len(times), "item": items, "timestamp": stamps}), tmp_path / "1")
+    else:
+        texts = stamps.cast(pa.string()).to_pylist()
+        rows = [f"u,{item},{text}" for item, text in zip(items, texts, strict=True)]
+        # A time that is a number, and one that is none, beside the texts.
+        (tmp_path / "1").write_text("\n".join(["user,item,timestamp", "u,no,?", *rows, "u,last,9"]))
+    options = PrepareOptions("table", str(tmp_path / "1"), str(tmp_path / "out"), 1, max_rejects=0.5)
+    prepare(options, Console(quiet=True))
+    dataset = load_dataset(tmp_path / "out")
+    order = sorted(range(len(times)), key=lambda row: times[row])
+    expected = [(str(row), times[row] // 10**9) for row in order] + ([] if unit else [("last", 9)])
+    raw = dataset.raw_ids()
+    assert [
+        (raw[item], time) for item, time in zip(dataset.items_flat, dataset.timestamps_flat, strict=True)
+    ] == expected
+
+
 def test_titles_are_text(shop: Path) -> None:
     pq.write_table(pa.table({"item": ["a"], "title": [["x"]]}), shop / "items.parquet")
     with pytest.raises(ValueError, match=r"^column title of the items is of type list<.*>, not text; rename it"):
