@@ -54,7 +54,8 @@ raw_user_id, or user_index where there is none. Where the schema has a feature o
 one counts.
 
 `load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. Lists may
-be list or large_list, integers and floats of any width. Both indices follow the raw ids: by number where all are
+be list or large_list, integers and floats of any width, text large_string, a view or a dictionary; in place of text,
+integers stand for their digits. Both indices follow the raw ids: by number where all are
 digits, else by their UTF-8 bytes; so do the values of vocabularies.
 
 The last two entries, the digests, are optional too: other writers may leave out both. Where there is one of them, all
@@ -151,7 +152,7 @@ class Dataset:
             _require_order(table["item_index"].combine_chunks(), 0, self.num_items)
             if table["raw_id"].null_count:
                 raise ValueError("empty values in column raw_id")
-            return _utf8(table["raw_id"])
+            return _texts("raw_id", table["raw_id"])
 
     def title_column(self) -> pa.ChunkedArray | None:
         """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""
@@ -159,7 +160,7 @@ class Dataset:
         with _reading(self.path, file.name):
             if "title" not in pq.read_schema(file).names:
                 return None
-            return _utf8(pq.read_table(file, columns=["title"])["title"])
+            return _texts("title", pq.read_table(file, columns=["title"])["title"])
 
     @cached_property
     def recency(self) -> Column:
@@ -193,7 +194,7 @@ class Dataset:
             return pc.if_else(pc.equal(values, ""), None, values)
         file = self.path / "vocabularies" / f"{table}.parquet"
         with _reading(self.path, file.name):
-            return _utf8(pq.read_table(file, columns=["value"])["value"])
+            return _texts("value", pq.read_table(file, columns=["value"])["value"])
 
 
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
@@ -209,7 +210,7 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
     file, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
     with _reading(path, file):
         for batch in _batches(path / file, [column], VALUES_AT_ONCE):
-            yield _utf8(batch.column(column)).fill_null("").cast(pa.large_string())
+            yield _texts(column, batch.column(column)).fill_null("")
     if table == ITEM:
         yield pa.array([""], pa.large_string())
 
@@ -219,7 +220,7 @@ def _raw_user_ids(path: Path) -> Iterator[pa.Array]:
         with _reading(path, part.name):
             column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
             for batch in _batches(part, [column], VALUES_AT_ONCE):
-                yield _utf8(batch.column(column)).cast(pa.large_string()).fill_null("")
+                yield _texts(column, batch.column(column)).fill_null("")
 
 
 def is_dataset(path: Path) -> bool:
@@ -434,10 +435,20 @@ def _require_oldest_first(name: str, values: np.ndarray, lengths: np.ndarray, pl
         )
 
 
-def _utf8(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """ArrowInvalid, with the row, if they are not UTF-8, which no reader of Parquet checks."""
-    texts.validate(full=True)
-    return texts
+def _texts(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Arrow's large_string. ArrowInvalid, with the row, if they are not UTF-8, which no reader of Parquet checks."""
+    kind = _require_texts(name, column.type)
+    column.validate(full=True)
+    return column.cast(kind).cast(pa.large_string())
+
+
+def _require_texts(name: str, kind: pa.DataType) -> pa.DataType:
+    """The type without a dictionary. ValueError if it is neither text nor integers."""
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    text = pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)
+    if not (text or pa.types.is_integer(plain)):
+        raise ValueError(f"column {name} has values of type {kind}, not string")
+    return plain
 
 
 def _numbers(name: str, array: pa.Array) -> np.ndarray:
@@ -477,6 +488,7 @@ def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]
     with _reading(path, file.name):
         with pq.ParquetFile(file) as table:
             _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *readers))
+            _require_texts("raw_id", table.schema_arrow.field("raw_id").type)
             if table.metadata.num_rows != num_items:
                 raise ValueError(f"{table.metadata.num_rows} rows, but dataset.json says {num_items} items")
         row = 0
@@ -492,6 +504,7 @@ def _check_vocabulary(path: Path, name: str, rows: int) -> None:
     file = path / "vocabularies" / f"{name}.parquet"
     with _reading(path, file.name), pq.ParquetFile(file) as table:
         _require_columns(table.schema_arrow.names, ("value",))
+        _require_texts("value", table.schema_arrow.field("value").type)
         if table.metadata.num_rows != rows:
             raise ValueError(f"{table.metadata.num_rows} values, but the schema says {rows} rows")
 

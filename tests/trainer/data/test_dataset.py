@@ -370,6 +370,43 @@ def test_features_of_other_writers_are_read(featured: Path) -> None:
         assert np.array_equal(column.values, before.item_features[name].values)
 
 
+KINDS_OF_TEXT = (pa.large_string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string()), pa.int64())
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_TEXT, ids=str)
+def test_texts_of_other_writers_are_read(featured: Path, kind: pa.DataType) -> None:
+    """pandas and Polars have their own types of text, and ids may be integers."""
+    items, brands = (pq.read_table(featured / file) for file in ("items.parquet", "vocabularies/brand.parquet"))
+    raw_ids = [str(7 * row) for row in range(len(items))]
+    values = [None, *(str(1990 + row) for row in range(1, len(brands)))]
+
+    def texts(of: list[str | None]) -> pa.Array:
+        # Arrow reads text as integers, but not as a dictionary.
+        return pa.array(of, pa.string()).cast(kind) if pa.types.is_integer(kind) else pa.array(of, kind)
+
+    items = items.set_column(items.schema.get_field_index("raw_id"), "raw_id", texts(raw_ids))
+    pq.write_table(items.append_column("title", texts([None, *raw_ids[1:]])), featured / "items.parquet")
+    pq.write_table(pa.table({"value": texts(values)}), featured / "vocabularies" / "brand.parquet")
+    loaded = load_dataset(featured)
+    titles = loaded.title_column()
+    assert titles is not None and titles.to_pylist() == [None, *raw_ids[1:]]
+    assert loaded.raw_ids() == raw_ids and loaded.vocabulary("brand") == ["", *values[1:]]
+    for table in ("item", "brand"):
+        stored = [text for part in stored_values(featured, loaded.schema, table) for text in part.to_pylist()]
+        assert stored == loaded.vocabulary(table)
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.binary()], ids=str)
+def test_ids_and_values_of_another_type_are_named(featured: Path, kind: pa.DataType) -> None:
+    for name, file in (("value", "vocabularies/brand.parquet"), ("raw_id", "items.parquet")):
+        table, path = pq.read_table(featured / file), featured / file
+        before = path.read_bytes()
+        pq.write_table(table.set_column(table.schema.get_field_index(name), name, pa.nulls(len(table), kind)), path)
+        with pytest.raises(ValueError, match=f"{path.name}: column {name} has values of type {kind}, not string; make"):
+            load_dataset(featured)
+        path.write_bytes(before)
+
+
 def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
     values = table[name].to_pylist()
     values[row] = value
