@@ -7,6 +7,7 @@ not UTF-8) go to the csv module, line by line.
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -54,7 +55,7 @@ def read_blocks(
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
     or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
     Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
-    ValueError if the file is not readable Parquet."""
+    ValueError if the file is JSON, or not readable Parquet."""
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
         return
@@ -82,6 +83,8 @@ class _CsvReader:
         self.line = 1
         """Number of the next line."""
         block = self.next()
+        if re.match(rb"\s*\[?\s*\{", block + self.carry):
+            raise ValueError(f"{label}: is JSON; make CSV or Parquet of it")
         self.delimiter = delimiter or _sniff(block, label, keys)
         lines = _Lines(block)
         self.header = _header(lines, self.delimiter)
