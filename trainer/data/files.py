@@ -1,8 +1,8 @@
 """Source files as byte streams: plain, gzip, a member of a zip, or part of a folder.
 
-A compressed file is recognized by its first bytes, not by its name. Text is UTF-8; a byte-order mark is skipped, and
-UTF-16 and UTF-32 are refused. Members of a zip are read in place: nothing is ever unpacked to the disk. Reading
-advances a bar in a rich `Progress`.
+A compressed file is recognized by its first bytes, not by its name; other compressions are refused. Text is UTF-8; a
+byte-order mark is skipped, and UTF-16 and UTF-32 are refused. Members of a zip are read in place: nothing is ever
+unpacked to the disk. Reading advances a bar in a rich `Progress`.
 """
 
 import codecs
@@ -10,6 +10,7 @@ import errno
 import gzip
 import io
 import lzma
+import re
 import stat
 import zipfile
 import zlib
@@ -34,6 +35,8 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
 )  # fmt: skip
 """Byte-order marks that are refused; the first two bytes of UTF-32's are those of UTF-16's."""
+_COMPRESSIONS = {"zstd": rb"\x28\xb5\x2f\xfd", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ"}
+"""Those that are refused, by what their files begin with."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class InputFile:
 
     @contextmanager
     def open(self, progress: Progress) -> Iterator[BinaryIO]:
-        """The decompressed bytes of a text. ValueError for UTF-16, and for a truncated or damaged archive, here or
-        while reading."""
+        """The decompressed bytes of a text. ValueError for UTF-16 and for compressions other than gzip and zip's, and
+        for a truncated or damaged archive, here or while reading."""
         with ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             task = progress.add_task(self.label, total=self.path.stat().st_size)
@@ -69,8 +72,11 @@ class InputFile:
 
     def _without_mark(self, stream: io.BufferedReader) -> BinaryIO:
         start = stream.peek(len(codecs.BOM_UTF8))
+        within = f", {self.member}" if self.member else ""
+        for name, begin in _COMPRESSIONS.items():
+            if re.match(begin, start):
+                raise ValueError(f"{self.path}{within}: is compressed by {name}; decompress it first ({name} -d)")
         if encoding := _foreign_encoding(start):
-            within = f", {self.member}" if self.member else ""
             raise ValueError(
                 f"{self.path}{within}: is {encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8"
             )

@@ -1,4 +1,6 @@
+import bz2
 import gzip
+import lzma
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from reading import PROGRESS, Action, actions, file_of, listed
 from rich.console import Console
@@ -142,6 +145,23 @@ def test_truncated_archives_are_one_line(tmp_path: Path, rejects: Rejects) -> No
     file = file_of(tmp_path, gzip.compress(content)[:-2_000], "in.gz")
     with pytest.raises(ValueError, match=r"in\.gz: truncated or damaged \(.*\); fetch it again"):
         actions(read_delimited(file, LINES, rejects, PROGRESS))
+
+
+@pytest.mark.parametrize("name", ["zstd", "bzip2", "xz"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_other_compressions_are_named(name: str, zipped: bool, tmp_path: Path, rejects: Rejects) -> None:
+    codec = {"zstd": lambda text: pa.compress(text, "zstd", asbytes=True), "bzip2": bz2.compress, "xz": lzma.compress}
+    content = codec[name](b"1 2\n" * 1000)
+    file = file_of(tmp_path, content)
+    if zipped:
+        with zipfile.ZipFile(file.path, "w") as archive:
+            archive.writestr("a.txt", content)
+        file = InputFile(file.path, "a.txt")
+    within = r", a\.txt" if zipped else ""
+    with pytest.raises(
+        ValueError, match=rf"in\.txt{within}: is compressed by {name}; decompress it first \({name} -d\)$"
+    ):
+        list(read_delimited(file, LINES, rejects, PROGRESS))
 
 
 def test_names_that_are_there_twice_are_refused(tmp_path: Path) -> None:
