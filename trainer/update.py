@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,14 +24,12 @@ from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.card import renew_card
+from logitmix.trainer.data.features import as_in_requests
+from logitmix.trainer.data.prepare import TITLE, titles_of
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
 from logitmix.trainer.export import CHUNK_ITEMS, EXTRAS, in_order, texts_of, write_extras
-
-TITLE = "title"
-SEPARATOR = "|"
-"""Separator of the values of a list that is given as text."""
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
@@ -62,7 +59,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
         rows = np.array(list(new.values()))
         columns = {name: column.take(pa.array(rows)) for name, column in table.columns.items()}
         shards = list(_shards(retriever, features, columns, len(new)))
-        titles = columns[TITLE].cast(pa.string()).fill_null("").to_pylist() if TITLE in columns else None
+        titles = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else None
         _write(directory, contents, shards, list(new), titles)
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
 
@@ -84,39 +81,10 @@ def _read(items: str, id_column: str, console: Console) -> SideTable:
 def _shards(
     retriever: Retriever, features: Mapping[str, Feature], columns: Mapping[str, pa.Array], count: int
 ) -> Iterator[dict[str, Tensor]]:
+    values = {name: as_in_requests(features[name], column) for name, column in columns.items() if name in features}
     for start in range(0, count, CHUNK_ITEMS):
         stop = min(start + CHUNK_ITEMS, count)
-        values = {
-            name: [_value(features[name], value) for value in column[start:stop].to_pylist()]
-            for name, column in columns.items()
-            if name in features
-        }
-        records = [{name: of[row] for name, of in values.items()} for row in range(stop - start)]
-        yield retriever.new_items(records)
-
-
-def _value(feature: Feature, value: Any) -> Any:
-    """The value as in a request; CSV has only text."""
-    if not isinstance(value, str):
-        return value
-    if not value:
-        return None
-    match feature.kind:
-        case "id":
-            return value
-        case "ids":
-            return [part for part in value.split(SEPARATOR) if part]
-        case "number":
-            return _number(value)
-        case _:
-            return [_number(part) for part in value.split(SEPARATOR)]
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # what reads it says what is wrong
+        yield retriever.new_items([{name: of[row] for name, of in values.items()} for row in range(start, stop)])
 
 
 def _write(

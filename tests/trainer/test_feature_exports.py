@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
@@ -269,7 +271,10 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
 def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path) -> None:
     before = json.loads((served / "manifest.json").read_text())
     (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
-    with pytest.raises(ValueError, match="item 0: feature price is 'much'; it must be a finite number"):
+    with pytest.raises(ValueError, match="feature price has the value 'much', which is no number"):
+        update_items(served, str(tmp_path / "new.csv"))
+    pq.write_table(pa.table({"item": ["new"], "title": [["a", "list"]]}), tmp_path / "new.csv")
+    with pytest.raises(ValueError, match="column title of the items is of type list"):
         update_items(served, str(tmp_path / "new.csv"))
     with pytest.raises(ValueError, match="no file or folder at nowhere"):
         update_items(served, "nowhere")

@@ -16,7 +16,8 @@ A column is also not used if all its values are the same, or if it has another t
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -116,6 +117,25 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     }
     unused = [column.name for column in columns if not column.kind]
     return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused)
+
+
+def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
+    """A column of new items, read as `make_features` reads that of a dataset, as the values that a FeatureReader takes:
+    texts, None for a missing one; lists of texts; numbers and lists of numbers, the feature's mean for missing ones.
+
+    Raises ValueError where values do not fit the feature's kind.
+    """
+    column = RawColumn(feature.name, feature.owner, _filled(values), feature.kind, feature.table)
+    if column.values.null_count == len(column.values):
+        return [None] * len(column.values)
+    if not feature.sparse:
+        numbers = _numbers(column) if feature.kind == "number" else _vectors(column)
+        numbers[np.isnan(numbers)] = feature.mean
+        return numbers.tolist()
+    coded = _code(column)
+    # Code -1, a missing value, takes the last place.
+    texts = np.array([*coded.texts.to_pylist(), None], object)[coded.codes].tolist()
+    return texts if coded.offsets is None else [texts[first:last] for first, last in pairwise(coded.offsets.tolist())]
 
 
 def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:

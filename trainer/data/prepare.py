@@ -270,16 +270,17 @@ def _features(
 
 def _titles(of_items: pa.Array | None, of_actions: pa.Array | None, ordered: _Ordered) -> pa.StringArray | None:
     """Titles from the table of items, else from the item's last action that has one."""
-    known = [_as_texts("items", of_items)] if of_items is not None else []
+    known = [titles_of("items", of_items)] if of_items is not None else []
     if of_actions is not None:
         # As text only once there is one for each item: the texts of all actions may take far more than these do.
         titles = of_actions.take(pa.array(ordered.rows))
         last = values_of_items(titles, ordered.items, ordered.timestamps, len(ordered.item_ids), "last")
-        known.append(_as_texts("actions", last))
+        known.append(titles_of("actions", last))
     return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
 
 
-def _as_texts(owner: str, values: pa.Array) -> pa.StringArray:
+def titles_of(owner: str, values: pa.Array) -> pa.StringArray:
+    """The column title of some owner as text; ValueError if it cannot be that."""
     try:
         return values.cast(pa.string())
     except pa.ArrowException:

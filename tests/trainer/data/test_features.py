@@ -10,18 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitmix.modules.schema import Feature, Kind, Owner, Table
+from logitmix.modules.schema import ITEM, Feature, Kind, Owner, Table
+from logitmix.serving.features import FeatureReader
 from logitmix.trainer.data.features import (
     FeatureOptions,
     Features,
     FeaturesOptions,
     RawColumn,
     apply_options,
+    as_in_requests,
     infer_kind,
     make_features,
     name_features,
     values_of_items,
 )
+from logitmix.trainer.export import in_order
+from logitmix.trainer.export import texts_of as stored
 
 ITEMS = pa.array(["x", "y", "z"])
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")
@@ -341,3 +345,36 @@ def test_an_item_takes_the_first_or_last_value_in_time() -> None:
     assert values_of_items(values, items, times, 4, "last").to_pylist() == ["b", "d", None, None]
     assert values_of_items(values, items, np.zeros(7), 4, "first").to_pylist() == ["a", "d", None, None]
     assert values_of_items(values, items, np.zeros(7), 4, "last").to_pylist() == ["b", "e", None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("id", pa.array([True, None, False])),
+        ("id", pa.array([2.0, 3.0, None])),
+        ("id", pa.array(["b", "", "a"])),
+        ("ids", pa.array(["Action | Comedy", None, "Comedy|"])),
+        ("ids", pa.array([["a", None, ""], None, ["b", "a"]])),
+        ("ids", pa.array([4, None, 5])),
+        ("number", pa.array([Decimal("1.25"), None, Decimal("8.75")])),
+        ("number", pa.array([datetime.date(2000, 1, 1), None, datetime.date(2001, 1, 1)])),
+        ("number", pa.array([1.5, float("nan"), float("inf")])),
+        ("number", pa.array(["1e3", "", "2"])),
+        ("vector", pa.array([[1.0, float("nan")], None, [2.0, 3.0]])),
+        ("vector", pa.array(["1|2", "", "3|4"])),
+    ],
+)
+def test_new_items_are_read_as_those_of_a_dataset(kind: Kind, values: pa.Array) -> None:
+    features = made(RawColumn("of", "item", values, kind))
+    (feature,) = (feature for feature in features.schema.features if feature.name != ITEM)
+    found = as_in_requests(feature, values)
+    texts = {name: in_order(stored(pa.chunked_array([of])), name, True) for name, of in features.vocabularies.items()}
+    reader = FeatureReader(features.schema, texts)
+    read, column = (
+        reader.read("item", [{"of": value} for value in found], ["an item"] * 3)["of"],
+        features.columns["of"],
+    )
+    assert np.array_equal(read.values.numpy(), column.values)
+    assert (read.offsets is None) == (column.offsets is None)
+    assert column.offsets is None or np.array_equal(read.offsets.numpy(), column.offsets)  # type: ignore[union-attr]
+    assert as_in_requests(feature, pa.nulls(2)) == [None, None]
