@@ -291,10 +291,34 @@ def check_target(out: Path, overwrite: bool) -> None:
 def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
     """Reads and checks a serving directory, whose tensors are mapped from its files. Of several processes that share
     the items, each checks the digests of its part of the files: that of its items, and every `parts`-th of the others.
+    If another export takes its place meanwhile, that one is read.
 
     Raises ValueError that names the path and what to do, if there is no serving directory, if it has another format
     version, or if a file is missing, damaged, or does not fit the manifest.
     """
+    while True:
+        before = stamp(path)
+        try:
+            contents = _read(path, part, parts)
+        except (ValueError, OSError):
+            if stamp(path) == before:
+                raise
+        else:
+            # Otherwise some files may have been opened in the other directory.
+            if stamp(path) == before:
+                return contents
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Another one for each export that is at this path; None if there is none."""
+    try:
+        status = (path / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _read(path: Path, part: int, parts: int) -> Contents:
     manifest = read_manifest(path)
     about = About(
         model=_parse(ModelConfig, manifest["model"], path / MANIFEST, "model."),

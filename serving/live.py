@@ -9,7 +9,7 @@ from threading import Event, Thread
 from typing import TypedDict, TypeVar
 
 from logitmix.common.storage import fetch, is_copy, shown
-from logitmix.serving.format import MANIFEST, read, read_manifest
+from logitmix.serving.format import read, read_manifest, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
 
@@ -44,7 +44,7 @@ class LiveExport:
         self._directory, self._say, self._group = directory, say, group or Group()
         fetch(directory)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._seen = self._stamp()
+        self._seen = stamp(self._directory)
         self._next: Future[Retriever] = self._reader.submit(self._read)
         wait([self._next])
         first = self._ready()
@@ -59,9 +59,9 @@ class LiveExport:
     def refresh(self) -> bool:
         """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
         the old one goes on. Of processes that share the items, only rank 0 calls this."""
-        stamp = self._stamp()
+        there = stamp(self._directory)
         # A directory is not there for a moment while it is published.
-        if stamp is None or stamp == self._seen:
+        if there is None or there == self._seen:
             return False
         try:
             if not self._together(_PREPARE, self._prepare):
@@ -70,11 +70,11 @@ class LiveExport:
             while not self._together(_SWITCH, self._switch):
                 time.sleep(_POLL_SECONDS)
         except Exception as error:  # whatever is wrong with the new export, the old one can answer
-            if stamp == self._stamp() and not self.lost:  # otherwise it was replaced while it was read
-                self._seen = stamp
+            if there == stamp(self._directory) and not self.lost:  # otherwise it was replaced while it was read
+                self._seen = there
                 self._say(f"the new export is not used: {' '.join(shown(error).split())}")
             return False
-        self._seen = stamp
+        self._seen = there
         self._say(f"new export: {described(self.retriever)}")
         return True
 
@@ -168,14 +168,6 @@ class LiveExport:
         except Exception as error:  # all processes must hear of it
             raise ValueError(str(error) or type(error).__name__) from error
         return retriever
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        """Another one for each manifest; None if there is none."""
-        try:
-            status = (self._directory / MANIFEST).stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def described(retriever: Retriever) -> str:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import SOURCE, export_small, in_order, small_model
 
+from logitmix.common.files import publish
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import format as serving_format
 from logitmix.serving.format import (
@@ -240,6 +241,28 @@ def test_files_of_another_export_are_seen(
         assert_refused(served, f"{served}/" if file.name == "manifest.json" else f"{served / file.name}: it is damaged")
         (served / file.name).write_bytes(content)
     assert alike == ["ids.safetensors", "tables-00000-of-00001.safetensors", "vocabularies.safetensors"]
+
+
+@pytest.mark.parametrize("moment", ["read_manifest", "_check_file", "_read_tensors"])
+def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
+    original: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The new one is read, and nothing of the old one with it."""
+    monkeypatch.setattr(export_module, "SHARD_BYTES", SHARD_BYTES)
+    another = export_small(small_model("mol", X, seed=1), tmp_path / "another")
+    step = getattr(serving_format, moment)
+
+    def replacing(*given: Any, **also: Any) -> Any:
+        done = step(*given, **also)
+        if given[0] in (served, served / "tower.safetensors") and another.exists():
+            publish(another, served)
+        return done
+
+    monkeypatch.setattr(serving_format, moment, replacing)
+    found = read(served)
+    monkeypatch.undo()
+    assert not another.exists()
+    assert_same(found, read(served))
 
 
 @pytest.mark.parametrize(("before", "after"), [('"step": 12', '"step": 13'), ('"run": "small"', '"run": "smell"')])
