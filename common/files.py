@@ -135,7 +135,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     with ExitStack() as held:
         try:
             staging.mkdir(parents=True)
-            held.enter_context(_lock(staging))
+            held.enter_context(held_alone(staging))
             yield staging
             publish(staging, out)
         except BaseException:
@@ -151,7 +151,7 @@ def clean_up(out: Path) -> None:
     found = [path for path in out.parent.glob(".*") if ours.fullmatch(path.name)]
     for path in sorted(found, key=lambda path: path.suffix == ".old"):
         if path.suffix == ".part":
-            with suppress(FileNotFoundError), _lock(path) as alone:
+            with suppress(FileNotFoundError), held_alone(path) as alone:
                 if alone:
                     shutil.rmtree(path, ignore_errors=True)
         elif out.exists():
@@ -161,7 +161,22 @@ def clean_up(out: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def in_turn(directory: Path) -> Iterator[None]:
+    """One process at a time, of those that replace a directory by another that is made of it: the next one finds the
+    new directory. Does nothing if there is no directory, or if the file system has no locks."""
+    with ExitStack() as held:
+        while directory.is_dir():
+            descriptor = os.open(directory, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if directory.exists() and os.path.samestat(os.fstat(descriptor), directory.stat()):
+                break
+        yield
+
+
+@contextmanager
+def held_alone(path: Path) -> Iterator[bool]:
     """Holds a directory for this process; False if another one does, or if the file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.files import publish, staging_path
+from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
 from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
@@ -143,6 +143,7 @@ def export_model(
     out = out.resolve()
 
     def make() -> Path:
+        clean_up(out)
         serving.check_target(out, overwrite)
         if about.precision == "int8" and about.model.similarity.kind != "mol":
             kind = about.model.similarity.kind
@@ -151,8 +152,10 @@ def export_model(
             EXTRAS[name].check(about.model)
         staging = staging_path(out)
         staging.mkdir(parents=True)
+        held.enter_context(held_alone(staging))
         return staging
 
+    held = ExitStack()
     staging = on_first_rank(make, ranks)
     try:
         tables = _merged(on_all_ranks(lambda: _write_tables(model, about, staging, ranks), ranks))
@@ -167,8 +170,9 @@ def export_model(
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
                 entries |= write_card(staging, about, entries, facts, examples)
             manifest = serving.write_manifest(staging, about, entries)
-            serving.check_target(out, overwrite)
-            publish(staging, out)
+            with in_turn(out):
+                serving.check_target(out, overwrite)
+                publish(staging, out)
             return manifest
 
         return on_first_rank(finish, ranks)
@@ -176,6 +180,8 @@ def export_model(
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        held.close()
 
 
 def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from logitmix.common.files import whole_directory
+from logitmix.common.files import clean_up, in_turn, whole_directory
 from logitmix.common.storage import alone, fetch, push
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving import format as serving
@@ -38,9 +38,12 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
     intact serving directory, if the table cannot be read, and for values that do not fit the features of the model's
     schema.
     """
+    directory = directory.resolve()
     with alone(directory):
         fetch(directory)
-        counts = _update(directory, items, id_column, said)
+        with in_turn(directory):
+            clean_up(directory)
+            counts = _update(directory, items, id_column, said)
         push(directory)
     return counts
 

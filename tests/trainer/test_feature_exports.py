@@ -1,7 +1,10 @@
 """A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
 
 import json
+import shutil
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving.retriever import Request, Retriever
 from logitmix.trainer import checkpoint
 from logitmix.trainer import export as export_module
+from logitmix.trainer import update as update_module
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
@@ -280,3 +284,59 @@ def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path) -> None:
         update_items(served, "nowhere")
     assert json.loads((served / "manifest.json").read_text()) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "served"]
+
+
+def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> threading.Thread:
+    """Has another command begin once an update has read the export, with time to end before the update goes on."""
+    read, thread = update_module._read, threading.Thread(target=other)
+
+    def reading(*given: Any) -> Any:
+        monkeypatch.setattr(update_module, "_read", read)
+        thread.start()
+        thread.join(5)
+        return read(*given)
+
+    monkeypatch.setattr(update_module, "_read", reading)
+    return thread
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_commands_that_replace_an_export_at_once_do_so_in_turn(
+    run: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.csv").write_text(f"item,price\n{name},1\n")
+    thread = during(monkeypatch, lambda: update_items(served, str(tmp_path / "other.csv")))
+    assert update_items(served, str(tmp_path / "one.csv"))["num_items"] == ITEMS + 1
+    thread.join()
+    assert list(Retriever.load(served).raw_ids)[ITEMS:] == ["one", "other"]
+
+    (tmp_path / "one.csv").write_text("item,price\nthird,1\n")
+    thread = during(monkeypatch, lambda: export(run, served, overwrite=True))
+    assert update_items(served, str(tmp_path / "one.csv"))["num_items"] == ITEMS + 3
+    thread.join()
+    assert Retriever.load(served).num_items == ITEMS
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
+    (tmp_path / "current").symlink_to("served")
+    update_items(tmp_path / "current", str(tmp_path / "new.csv"))
+    assert (tmp_path / "current").is_symlink() and Retriever.load(served).num_items == ITEMS + 1
+    assert {path.name for path in tmp_path.iterdir()} == {"current", "new.csv", "served"}
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_what_a_killed_command_left_goes(run: Path, served: Path, tmp_path: Path) -> None:
+    """And what it was about to replace comes back."""
+    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
+    commands: list[Callable[[], object]] = [
+        lambda: update_items(served, str(tmp_path / "new.csv")),
+        lambda: export(run, served, overwrite=True),
+    ]
+    for command in commands:
+        shutil.copytree(served, tmp_path / ".served.01234567.part")
+        served.rename(tmp_path / ".served.01234567.old")
+        command()
+        assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "served"}
