@@ -24,6 +24,8 @@ def read_requests(path: Path) -> list[Request]:
             continue
         try:
             found = json.loads(line)
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: not JSON (nested too deep)") from None
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if isinstance(found, list):

@@ -710,6 +710,8 @@ def _whole_numbers(flag: str, text: str) -> list[int]:
 def _json(flag: str, text: str, kind: type[T]) -> T:
     try:
         found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{flag} is not JSON: nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{flag} is not JSON: {error}") from None
     if not isinstance(found, kind):
