@@ -33,6 +33,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
+        if self.held_out != 0.1 and self.split != "time":
+            raise ValueError(
+                f"data.held_out is {self.held_out}, but data.split is {self.split}, which holds out two actions of "
+                "each user; set data.split to time, or leave data.held_out out"
+            )
 
 
 @dataclass(frozen=True)

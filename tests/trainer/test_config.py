@@ -199,6 +199,12 @@ def test_patience_needs_evaluations() -> None:
         load_toml("[train]\npatience = 2\n[evaluate]\nevery_epochs = 0", "here")
 
 
+def test_a_share_is_held_out_by_time_alone() -> None:
+    assert load_toml('[data]\nsplit = "time"\nheld_out = 0.2', "here").data.held_out == 0.2
+    with pytest.raises(ValueError, match=r"^here: data\.held_out is 0\.2, but data\.split is leave-one-out"):
+        load_toml("[data]\nheld_out = 0.2", "here")
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_value_survives_being_written_and_read(kind: str) -> None:
     """No value but the kind is at its default, so a field that is lost on the way shows."""

@@ -161,7 +161,8 @@ def sharp_tower() -> Tower:
 
 
 def ruled(rule: HistoryRule, split: Literal["leave-one-out", "time"] = "leave-one-out") -> Config:
-    return Config(data=DataConfig(split=split, held_out=0.2), evaluate=EvaluateConfig(exclude_history=rule))
+    data = DataConfig(split=split, held_out=0.2 if split == "time" else 0.1)
+    return Config(data=data, evaluate=EvaluateConfig(exclude_history=rule))
 
 
 @pytest.mark.parametrize("repeated", [True, False])
