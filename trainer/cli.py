@@ -111,14 +111,19 @@ request. The end of a rank is noticed at once."""
 BOX = " ╭╮╰╯─│+|"
 """What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
+OF_THE_RUN = "(default: the run's setting)"
+
 T = TypeVar("T")
 R = TypeVar("R", bound=Config)
+RunPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+ExportPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
 
 
 @dataclass(frozen=True)
 class PrepareCommand(PrepareOptions):
     """Raw files in, dataset directory out."""
 
+    name: Annotated[str, tyro.conf.arg(metavar="NAME")]
     json: bool = False
     """Print the dataset's description as JSON."""
 
@@ -154,14 +159,16 @@ class PlanCommand(Config):
 class EvaluateCommand:
     """Rank the whole corpus for every user with the best checkpoint of a run."""
 
-    run: tyro.conf.Positional[str]
+    run: RunPlace
     """Run directory."""
     split: Literal["test", "validation"] = "test"
     """The held-out part; on test, the run's refit is ranked if there is one."""
-    exclude_history: HistoryRule | None = None
-    """Leave a user's history out of the ranking; default: the run's setting."""
-    users: int | None = None
-    """Number of users ranked, a fixed sample; 0 ranks all. Default: the run's setting."""
+    exclude_history: Annotated[
+        HistoryRule | None, tyro.conf.arg(metavar="{auto,yes,no}", help_behavior_hint=OF_THE_RUN)
+    ] = None
+    """Leave a user's history out of the ranking."""
+    users: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=OF_THE_RUN)] = None
+    """Number of users ranked, a fixed sample; 0 ranks all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
@@ -176,7 +183,7 @@ class CompareCommand:
     """Popularity, item-kNN, EASE, dot product, MoL and HSTU on one dataset, in equal time: a table with intervals, and
     a sentence of verdict. What an earlier call with the same --out has done is not done again."""
 
-    dataset: tyro.conf.Positional[str]
+    dataset: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")]
     """Dataset directory."""
     minutes: float
     """Training time of each method, evaluation not counted."""
@@ -196,7 +203,7 @@ class CompareCommand:
 class ReportCommand:
     """Curves, metrics and settings of runs, side by side, as one HTML page that needs no network."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""
     out: str = "report.html"
     """File to write."""
@@ -206,9 +213,9 @@ class ReportCommand:
 class ExportCommand:
     """Write the best checkpoint of a run as a serving directory."""
 
-    run: tyro.conf.Positional[str]
+    run: RunPlace
     """Run directory; its refit is taken if there is one."""
-    out: str
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Serving directory to write."""
     checkpoint: Literal["best", "last"] = "best"
     """Which checkpoint: the best on validation, or the last."""
@@ -236,15 +243,15 @@ class ExportCommand:
 class RetrieveCommand:
     """The top items for one request."""
 
-    directory: tyro.conf.Positional[str]
+    directory: ExportPlace
     """Serving directory."""
     history: str = ""
     """Raw item ids, oldest first, separated by commas."""
     timestamps: str = ""
     """Times of these items, whole numbers in the unit of the dataset's times, separated by commas. A model that uses
     recency or times takes them; other models ignore them."""
-    time: int | None = None
-    """When the request is made, in the same unit; the last of the timestamps when not given. For models with times."""
+    time: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the last timestamp)")] = None
+    """When the request is made, in the same unit. For models with times."""
     user: str = "{}"
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
@@ -262,8 +269,8 @@ class RetrieveCommand:
     """What to do with unknown ids of the history: refuse them, skip them, or use an unknown item for them."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """How many items."""
-    stage1: int | None = None
-    """K': items that the h-indexer keeps for the similarity to rank, 100,000 when not given."""
+    stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
+    """K': items that the h-indexer keeps for the similarity to rank."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
     processes: int = 1
@@ -277,7 +284,7 @@ class ServeCommand:
     """Answer requests over HTTP until SIGTERM or Ctrl-C. A new export written in place of the directory takes over
     without a restart. docs/serving.md describes requests and answers."""
 
-    directory: tyro.conf.Positional[str]
+    directory: ExportPlace
     """Serving directory."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of this host. There is no authentication."""
@@ -295,9 +302,9 @@ class ServeCommand:
 class UpdateItemsCommand:
     """Add items to a serving directory, from their features alone: no training, no new export."""
 
-    directory: tyro.conf.Positional[str]
+    directory: ExportPlace
     """Serving directory."""
-    items: str
+    items: Annotated[str, tyro.conf.arg(metavar="FILE")]
     """CSV or Parquet table of the items, with the features' names as columns."""
     item_column: str = "item"
     """Column with the item ids; the first column if there is none of this name."""
@@ -743,19 +750,28 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
 
 def _plainly(problem: str, command: str) -> str:
     """tyro's error message, without the parts for Python programmers."""
+    see = f"see logitmix {command} --help"
+    if unknown := re.match(r"Unrecognized options: ([^\s,]+)", problem):
+        kind = "option" if unknown[1].startswith("-") else "word"
+        near = re.search(rf"(?:Perhaps you meant|similar to {re.escape(unknown[1])}): (--[^\s,]+)", problem)
+        return f"unknown {kind} {unknown[1]}{f' (did you mean {near[1]}?)' if near else ''}; {see}"
+    if missing := re.match(r"Missing from .*?: (.*) \(required\)", problem):
+        needs = re.findall(r"(?:^|\(required\) )((?:--\S+ )?\S+)", missing[1])
+        return f"{command} needs {' and '.join(needs)}; {see}"
+    if missing := re.match(r"Missing value for argument '(.*?)'", problem):
+        return f"{missing[1]} needs a value; {see}"
+    if choice := re.match(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", problem):
+        known = [name for name in re.findall("'(.*?)'", choice[3]) if name != "None"]
+        return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
     refused = re.match(r"Error parsing (\S+): (.*)", problem)
     if refused is None:
-        problem = problem.removesuffix(f" logitmix {command} --help")
-    else:
-        flag, reason = refused.groups()
-        value = re.search(
-            r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason
-        )
-        if value is None:
-            return reason
-        needs = "a whole number" if value[1].startswith("invalid") else "a number"
-        problem = f"{flag} is {value[2]}; it must be {needs}"
-    return f"{problem}; see logitmix {command} --help"
+        return f"{problem.removesuffix(f' logitmix {command} --help')}; {see}"
+    flag, reason = refused.groups()
+    value = re.search(r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason)
+    if value is None:
+        return reason
+    number = "a whole number" if value[1].startswith("invalid") else "a number"
+    return f"{flag} is {value[2]}; it must be {number}; {see}"
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {

@@ -147,7 +147,12 @@ REFUSED = {
     "unknown key model.encoder.haeds (did you mean heads?)": ["train", "typo.toml"],
     "train.epochs is 'many'; it must be of type int": ["train", "type.toml"],
     "bad.toml: not valid TOML": ["train", "bad.toml"],
-    "Perhaps you meant: --train.batch-size": ["train", "ring.toml", "--train.batchsize", "3"],
+    "unknown option --train.batchsize (did you mean --train.batch-size?); see": [
+        "train",
+        "ring.toml",
+        "--train.batchsize",
+        "3",
+    ],
     "set model.dim to 8 or 12": ["train", "ring.toml", "--model.dim", "10", "--run", "new"],
     "set model.encoder.heads to 2": ["train", "ring.toml", "--model.encoder.heads", "3", "--run", "new"],
     "kind is 'dott' (did you mean dot?); it must be one of dot, ": [
@@ -164,7 +169,7 @@ REFUSED = {
         "3",
     ],
     "model.similarity.kind was mol, is dot": ["train", "ring.toml", "--model.similarity.kind", "dot"],
-    "Missing value for argument '--model.similarity.kind'": ["train", "ring.toml", "--model.similarity.kind"],
+    "--model.similarity.kind needs a value; see": ["train", "ring.toml", "--model.similarity.kind"],
     "no dataset at nowhere; make it with: logitmix prepare": ["train", "demo-mol", "--data.path", "nowhere"],
     "tables.zip: no table zip": ["train", "ring.toml", "--tables.zip.lr", "1", "--run", "new"],
     "comm.parts is 0; it must be": ["train", "ring.toml", "--comm.parts", "0", "--run", "new"],

@@ -113,7 +113,7 @@ def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> Non
         ("--tables.item.lrr 1", "unknown option --tables.item.lrr (did you mean lr?)"),
         ("--tables.item.lr=-1", "tables.item.lr is -1.0; it must be above 0 and finite"),
         ("--tables.item.sharding rows", "tables.item.sharding is 'rows'; it must be one of auto, row_wise"),
-        ("--tables.by-name.item.lr 1", "Unrecognized options: --tables.by-name.item.lr"),
+        ("--tables.by-name.item.lr 1", "unknown option --tables.by-name.item.lr"),
     ],
 )
 def test_wrong_settings_of_a_table_are_refused(
@@ -163,10 +163,14 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train demo-mol --train.clip nan", "train.clip is nan; it must be 0 or more and finite"),
         ("retrieve DIR --stage1 all", "--stage1 is all; it must be a whole number; see logitmix retrieve --help"),
         ("prepare tabel", "no data format named 'tabel' (did you mean table?); there are:"),
-        (
-            "train demo-mol --train.eopchs 3",
-            "Unrecognized options: --train.eopchs, 3 Perhaps you meant: --train.epochs",
-        ),
+        ("train demo-mol --train.eopchs 3", "unknown option --train.eopchs (did you mean --train.epochs?); see"),
+        ("train demo-mol --zzz 3 --data.pth x", "unknown option --zzz; see logitmix train demo-mol --help"),
+        ("train demo-mol more", "unknown word more; see logitmix train demo-mol --help"),
+        ("train demo-mol --train.epochs", "--train.epochs needs a value; see logitmix train demo-mol --help"),
+        ("train demo-mol --data.split times", "--data.split is 'times'; it must be one of leave-one-out, time\n"),
+        ("evaluate", "evaluate needs RUN; see logitmix evaluate --help"),
+        ("export", "export needs RUN and --out DIR; see logitmix export --help"),
+        ("prepare", "prepare needs NAME; see logitmix prepare --help"),
     ],
 )
 def test_what_is_wrong_with_the_words_is_said_plainly(

@@ -270,7 +270,7 @@ def test_the_command_line_changes_them(tmp_path: Path, capsys: pytest.CaptureFix
     assert read_config(tmp_path / "other" / "start").model.similarity.kind == "dot"
     capsys.readouterr()
     for given, said in (
-        (["--start.train.epoch", "3"], "--start: Unrecognized options: --train.epoch"),
+        (["--start.train.epoch", "3"], "--start: unknown option --train.epoch (did you mean --train.epochs?)"),
         (["--start.train.epochs", "x"], "--start: "),
         (["--start.train.epochs", "0"], "--start: train.epochs is 0; it must be"),
         (["--start.model.similarity.kind", "dott"], "did you mean dot?"),
