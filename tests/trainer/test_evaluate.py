@@ -149,6 +149,15 @@ def test_popularity_of_the_best_items_and_of_the_targets() -> None:
     }
 
 
+def test_nothing_is_said_of_recommendations_where_there_are_none(ranks: Ranks) -> None:
+    """Every history has the whole corpus: the shares would be of no items, and NaN is no JSON."""
+    dataset = dataset_of([[*range(ITEMS), *range(5)]] * 3)
+    model = ModelConfig(encoder=SASRecConfig(max_length=L))
+    config = Config(model=model, evaluate=EvaluateConfig(exclude_history="yes"))
+    metrics = Evaluation(config, dataset, ranks)("test", small_tower(), whole(item_table(), ranks))
+    assert metrics["hr@500"] == 0.0 and not [name for name in metrics if name.startswith(("recommended", "targets"))]
+
+
 WALKS = [[item, item, 1, item, item] for item in range(2, 22)]
 """Everybody comes back to what they had before."""
 
