@@ -145,21 +145,25 @@ def _results(runs: Sequence[Run]) -> str:
     rows += [["users", *users, *none], ["step of the checkpoint", *steps, *none]]
     note = (
         "Of the best checkpoint on validation, over the whole corpus. The intervals of hit rates are 95 % Wilson "
-        "intervals over the users ranked; they say nothing about other seeds. The other metrics have none, because a "
-        "run does not keep each user's rank."
+        "intervals over the users ranked; they say nothing about other seeds. The other metrics have none."
     ) + (" The highest value of a run is bold." if len(runs) > 1 else "")
-    heads = ["metric", *_names(runs), *(label for label, _ in baselines)]
+    heads = ["metric", *_names(runs), *(heading for heading, _ in baselines)]
     return _section("Test metrics", f"<p>{note}</p>" + _table(heads, rows))
 
 
 def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
-    """Name and metrics of the runs' baselines, without duplicates."""
+    """Heading and metrics of what stands beside the runs, without duplicates; of several runs, each heading has the
+    colors of those that it is of, because runs of other datasets, users or seeds have other ones."""
     found: list[tuple[str, Mapping[str, float]]] = []
     for prefix, label in BESIDE.items():
-        for run in runs:
-            of = {key.removeprefix(f"{prefix}/"): value for key, value in run.results.items() if key.startswith(prefix)}
-            if of and (label, of) not in found:
-                found.append((label, of))
+        of_runs = [
+            {key.removeprefix(f"{prefix}/"): value for key, value in run.results.items() if key.startswith(prefix)}
+            for run in runs
+        ]
+        for of in of_runs:
+            colors = [_swatch(number) for number, other in enumerate(of_runs) if other == of and len(runs) > 1]
+            if of and ("".join(colors) + label, of) not in found:
+                found.append(("".join(colors) + label, of))
     return found
 
 

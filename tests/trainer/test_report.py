@@ -109,6 +109,21 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert len(marks) == 3 * 4
 
 
+def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> None:
+    """The first and the third are of one dataset, and the last two have peeked: other figures under one label."""
+    shown = [(0.3, None), (0.4, 0.6), (0.3, 0.5)]
+    runs = []
+    for number, (popular, peeked) in enumerate(shown):
+        results = {"hr@10": 0.25, "users": 60, "step": 2, "seconds": 24.0, "popularity/hr@10": popular}
+        results |= {} if peeked is None else {"peeked/hr@10": peeked}
+        runs.append(made_run(tmp_path / f"run{number}", [], {}, results=results))
+    write_report(runs, tmp_path / "out.html")
+    metrics = list(parsed(tmp_path / "out.html").iter("table"))[1]
+    colors = [[span.attrib["class"] for span in head.iter("span")] for head in metrics.iter("th")]
+    assert texts(metrics, "th")[4:] == ["popularity", "popularity", "peeked: best on test", "peeked: best on test"]
+    assert colors[4:] == [["swatch r0", "swatch r2"], ["swatch r1"], ["swatch r1"], ["swatch r2"]]
+
+
 def test_without_a_finished_run_there_are_no_test_metrics(tmp_path: Path) -> None:
     write_report([made_run(tmp_path / "run", [training_row(1)], {})], tmp_path / "out.html")
     said = texts(parsed(tmp_path / "out.html"), "p")
