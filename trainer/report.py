@@ -240,7 +240,11 @@ def _step(runs: Sequence[Run]) -> str:
     """The time of a step by part."""
     parts = [name for run in runs for row in run.training[:1] for name in row if name.startswith("time/")]
     parts = [name for name in dict.fromkeys(parts) if name != "time/step"]
-    means = [{name: _mean(run.training[1:] or run.training, name) * 1000 for name in parts} for run in runs]
+    first = [int(run.training[0]["step"]) if len(run.training) > 1 else 0 for run in runs]
+    means = [
+        {name: _mean(run.training, name, since) * 1000 for name in parts}
+        for run, since in zip(runs, first, strict=True)
+    ]
     if not parts:
         return ""
     longest = max(sum(mean.values()) for mean in means) or 1.0
@@ -408,10 +412,11 @@ def thinned(curve: Curve, most: int) -> Curve:
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _mean(rows: Iterable[Mapping[str, float]], name: str) -> float:
-    """Mean over steps: a row counts for the steps since the previous row. 0 if no row has the metric."""
-    known = [row for row in rows if name in row]
-    weights = [after["step"] - before["step"] for before, after in pairwise([{"step": 0}, *known])]
+def _mean(rows: Iterable[Mapping[str, float]], name: str, since: int = 0) -> float:
+    """Mean over the steps after `since`: a row counts for the steps since the previous row. 0 if no row has the
+    metric."""
+    known = [row for row in rows if name in row and row["step"] > since]
+    weights = [after["step"] - before["step"] for before, after in pairwise([{"step": since}, *known])]
     total = sum(weights)
     return sum(row[name] * weight for row, weight in zip(known, weights, strict=True)) / total if total else 0.0
 

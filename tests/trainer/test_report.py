@@ -124,6 +124,15 @@ def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> No
     assert colors[4:] == [["swatch r0", "swatch r2"], ["swatch r1"], ["swatch r1"], ["swatch r2"]]
 
 
+def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Path) -> None:
+    seconds = {10: 60.0, 20: 1.0, 30: 3.0}
+    rows = [training_row(step, **{"time/forward": spent}) for step, spent in seconds.items()]
+    runs = [made_run(tmp_path / "run", rows, {}), made_run(tmp_path / "one", rows[:1], {})]
+    write_report(runs, tmp_path / "out.html")
+    shown = texts(parsed(tmp_path / "out.html"), "tr")
+    assert f"{runs[0]}2,000.02,000.0" in shown and f"{runs[1]}60,000.060,000.0" in shown
+
+
 def test_without_a_finished_run_there_are_no_test_metrics(tmp_path: Path) -> None:
     write_report([made_run(tmp_path / "run", [training_row(1)], {})], tmp_path / "out.html")
     said = texts(parsed(tmp_path / "out.html"), "p")
