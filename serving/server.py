@@ -31,7 +31,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client import generate_latest as prometheus_text
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed import ProcessGroup
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -59,6 +59,16 @@ GRACE_SECONDS = 30
 """Time for requests in flight when the server stops."""
 
 PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/retrieve")
+ERROR: dict[str, Any] = {
+    "description": "What is wrong, in one line",
+    "content": {
+        "application/json": {
+            "schema": {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+        }
+    },
+}
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": ERROR, 503: ERROR}
+"""What /openapi.json says of the answers that are not 200."""
 BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 
@@ -172,7 +182,7 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
     app.add_middleware(Counting, metrics=metrics)
     described_body = {"required": True, "content": {"application/json": {"schema": Body.model_json_schema()}}}
 
-    @app.post("/retrieve", openapi_extra={"requestBody": described_body})
+    @app.post("/retrieve", openapi_extra={"requestBody": described_body}, responses=ERRORS)
     async def retrieve(request: Request) -> Response:
         """The best items for a history."""
         try:
@@ -192,7 +202,7 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
         source = answer.retriever.source
         return _json({"items": answer.rows, "run": source.run, "step": source.step})
 
-    @app.get("/items")
+    @app.get("/items", responses=ERRORS)
     async def items(
         query: Annotated[str, Query(max_length=100)] = "", limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
@@ -209,12 +219,12 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
         of = export.retriever
         return _json({"status": "ok", **vars(of.source), "num_items": of.num_items})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Metrics in Prometheus's text format."""
         return Response(prometheus_text(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/")
+    @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         """A page for people."""
         text, policy = _page()

@@ -411,6 +411,23 @@ def test_methods_paths_and_queries(silent: Running, method: str, path: str, stat
 
 
 @pytest.mark.parametrize(
+    ("path", "body"), [("/retrieve", b"["), ("/items?limit=0", b""), ("/", b""), ("/healthz", b""), ("/metrics", b"")]
+)
+def test_answers_are_those_that_are_described(server: Running, path: str, body: bytes) -> None:
+    """By status and type of their content."""
+    method = "POST" if body else "GET"
+    _, described = server.ask(b"", "GET", "/openapi.json")
+    responses = described["paths"][path.partition("?")[0]][method.lower()]["responses"]
+    assert "422" not in responses
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    connection.close()
+    status = "4XX" if 400 <= answer.status < 500 else str(answer.status)
+    assert answer.headers.get_content_type() in responses[status]["content"]
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         b"\r\n\r\n\r\n",
