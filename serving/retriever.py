@@ -124,7 +124,7 @@ class Retriever:
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in about.schema.features
         self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
-        self._unknown_1D = self._item_inputs([{}]).embed(self.tower, self._tables).vector_RD
+        self._unknown_1D = self._item_inputs([{}], ["an unknown item"]).embed(self.tower, self._tables).vector_RD
 
     @classmethod
     @naming_urls()
@@ -250,7 +250,7 @@ class Retriever:
                 read[place] = asked
         if read:
             for place, finite in zip(read, _finite(self._queries(list(read.values()))), strict=True):
-                problems[place] = None if finite else _too_large(0)
+                problems[place] = None if finite else _too_large("request 0")
         return problems
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
@@ -298,17 +298,20 @@ class Retriever:
         ]
 
     @torch.inference_mode()
-    def new_items(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The tensors of a shard of this export for untrained items, from the raw values of their features by name.
-        Raises ValueError that names the record and the feature."""
-        inputs, tower, about = self._item_inputs(records), self.tower, self._about
+    def new_items(self, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The tensors of a shard of this export for untrained items, from the raw values of their features by name, for
+        each raw id. Raises ValueError that names the item."""
+        names = [f"item {raw_id!r}" for raw_id in records]
+        inputs, tower, about = self._item_inputs(list(records.values()), names), self.tower, self._about
         embedded, scales = inputs.embed(tower, self._tables), scales_of(self._shards[0])
+        for name, finite in zip(names, _finite(tower.item_sides(embedded)), strict=True):
+            if not finite:
+                raise ValueError(_too_large(name))
         stored = stored_items(tower, embedded, about.precision, about.item_cache, scales)
         return stored if about.item_cache else stored | inputs.tensors(tower.schema)
 
-    def _item_inputs(self, records: Sequence[Mapping[str, Any]]) -> ItemInputs:
+    def _item_inputs(self, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ItemInputs:
         unknown_R = torch.zeros(len(records), dtype=torch.int64)
-        names = [f"item {place}" for place in range(len(records))]
         return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, names))
 
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
@@ -396,7 +399,7 @@ class Retriever:
         query = self._queries(asked)
         for of, finite in zip(asked, _finite(query), strict=True):
             if not finite:
-                raise ValueError(_too_large(of.place))
+                raise ValueError(_too_large(f"request {of.place}"))
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
         if self._group.size > 1:
             query = _each(query, Tensor.cpu)
@@ -538,15 +541,15 @@ def _each(query: Sides, change: Callable[[Tensor], Tensor]) -> Sides:
     return Sides(tuple(map(change, query.similarity)), hindexer)
 
 
-def _finite(query: Sides) -> list[bool]:
-    """Which queries are finite; the numbers among their features may be too large for that."""
-    parts = [*query.similarity, *(query.hindexer or ())]
+def _finite(sides: Sides) -> list[bool]:
+    """Which queries or items are finite; the numbers among their features may be too large for that."""
+    parts = [*sides.similarity, *(sides.hindexer or ())]
     finite: list[bool] = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
     return finite
 
 
-def _too_large(place: int) -> str:
-    return f"request {place}: a number among its features is too large"
+def _too_large(name: str) -> str:
+    return f"{name}: a number among its features is too large"
 
 
 def _list(request: Request, entry: str, place: int) -> list[Any]:

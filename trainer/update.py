@@ -61,7 +61,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     if new:
         rows = np.array(list(new.values()))
         columns = {name: column.take(pa.array(rows)) for name, column in table.columns.items()}
-        shards = list(_shards(retriever, features, columns, len(new)))
+        shards = list(_shards(retriever, features, columns, list(new)))
         titles = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else None
         _write(directory, contents, shards, list(new), titles)
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
@@ -82,12 +82,12 @@ def _read(items: str, id_column: str, console: Console) -> SideTable:
 
 
 def _shards(
-    retriever: Retriever, features: Mapping[str, Feature], columns: Mapping[str, pa.Array], count: int
+    retriever: Retriever, features: Mapping[str, Feature], columns: Mapping[str, pa.Array], ids: Sequence[str]
 ) -> Iterator[dict[str, Tensor]]:
     values = {name: as_in_requests(features[name], column) for name, column in columns.items() if name in features}
-    for start in range(0, count, CHUNK_ITEMS):
-        stop = min(start + CHUNK_ITEMS, count)
-        yield retriever.new_items([{name: of[row] for name, of in values.items()} for row in range(start, stop)])
+    for start in range(0, len(ids), CHUNK_ITEMS):
+        part = enumerate(ids[start : start + CHUNK_ITEMS], start)
+        yield retriever.new_items({raw_id: {name: of[row] for name, of in values.items()} for row, raw_id in part})
 
 
 def _write(

@@ -272,11 +272,19 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     assert update_items(served, str(tmp_path / "new.csv")) == {"added": 0, "known": 4, "num_items": ITEMS + 3}
 
 
-def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path) -> None:
+def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = json.loads((served / "manifest.json").read_text())
     (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
     with pytest.raises(ValueError, match="feature price has the value 'much', which is no number"):
         update_items(served, str(tmp_path / "new.csv"))
+    monkeypatch.setattr(update_module, "CHUNK_ITEMS", 2)
+    for name, value, said in (
+        ("price", "3e38", "item 'c': a number among its features is too large"),
+        ("image", "1|2", "feature image has lists of 2 numbers, not 3"),
+    ):
+        (tmp_path / "new.csv").write_text(f"item,{name}\na,\nb,\nc,{value}\n")
+        with pytest.raises(ValueError, match=said):
+            update_items(served, str(tmp_path / "new.csv"))
     pq.write_table(pa.table({"item": ["new"], "title": [["a", "list"]]}), tmp_path / "new.csv")
     with pytest.raises(ValueError, match="column title of the items is of type list"):
         update_items(served, str(tmp_path / "new.csv"))

@@ -130,6 +130,8 @@ def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
         return [None] * len(column.values)
     if not feature.sparse:
         numbers = _numbers(column) if feature.kind == "number" else _vectors(column)
+        if numbers[0].size != feature.width:
+            raise ValueError(f"feature {feature.name} has lists of {numbers[0].size} numbers, not {feature.width}")
         numbers[np.isnan(numbers)] = feature.mean
         return numbers.tolist()
     coded = _code(column)
