@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from logitmix.common.files import clean_up, whole_directory
+from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.mappings import from_mapping
 from logitmix.common.storage import alone, fetch_names, push
 from logitmix.modules.schema import Owner
@@ -162,18 +162,19 @@ def _write(
         made.columns,
         made.vocabularies,
     )
-    description = write_dataset(
-        directory,
-        contents,
-        options.name,
-        filters={name: getattr(options, name) for name in FILTERS}
-        | {"where": list(options.where), "removed": ordered.removed},
-        read=read,
-        titles=0 if titles is None else len(titles) - titles.null_count,
-        rejected_lines=rejects.count,
-        source=origin,
-        generator=raw.generator,
-    )
+    with naming(options.directory):
+        description = write_dataset(
+            directory,
+            contents,
+            options.name,
+            filters={name: getattr(options, name) for name in FILTERS}
+            | {"where": list(options.where), "removed": ordered.removed},
+            read=read,
+            titles=0 if titles is None else len(titles) - titles.null_count,
+            rejected_lines=rejects.count,
+            source=origin,
+            generator=raw.generator,
+        )
     _say(console, made.unused, description["repeated_targets"]["validation"])
     return description
 

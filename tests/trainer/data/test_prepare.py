@@ -367,6 +367,22 @@ def test_a_failed_job_leaves_the_old_dataset(table: Path, tmp_path: Path) -> Non
     assert entries(tmp_path) == {"in", "out"}
 
 
+def test_a_full_disk_is_named_by_the_output(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        main(["prepare", "table", "--source", str(table), "--out", str(out), "--min-user-actions", "1"])
+    assert capsys.readouterr().err == (
+        f"logitmix: {out}: Error writing bytes to file. Detail: [errno 28] No space left on device\n"
+    )
+    assert entries(tmp_path) == {"in"}
+
+
 @pytest.mark.parametrize("kind", ["folder", "dataset with more", "file", "link"])
 def test_what_is_no_dataset_is_never_replaced(kind: str, table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
