@@ -119,12 +119,15 @@ class ColumnBuilder:
         self.rows += rows
 
     def join(self) -> dict[str, pa.Array]:
-        """Joins the blocks. ValueError if their types cannot be one column."""
+        """Joins the blocks. ValueError if their types cannot be one column, or if a column is more than Arrow holds."""
         joined = {}
         while self._parts:
             # Otherwise the parts would stay in memory with the whole until the last column is joined.
             name, parts = self._parts.popitem()
-            joined[name] = _concatenate(name, parts)
+            try:
+                joined[name] = _concatenate(name, parts)
+            except pa.ArrowCapacityError:
+                raise ValueError(f"column {name} has more than 2 GiB of different texts; leave it out") from None
         return dict(reversed(joined.items()))
 
 

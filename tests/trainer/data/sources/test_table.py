@@ -11,7 +11,7 @@ import pytest
 from reading import PROGRESS, actions, decoded, file_of, listed, titles
 from rich.console import Console
 
-from logitmix.trainer.data import tabular
+from logitmix.trainer.data import raw, tabular
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.files import InputFile
@@ -490,6 +490,17 @@ def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypat
     finally:
         pa.set_memory_pool(usual)
     assert 50_000 * 16 < counted.max_memory() < 20_000_000
+
+
+def test_more_text_than_arrow_holds_is_one_line(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 GiB, of which this is told without having them."""
+
+    def concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
+        raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes, have 2147484000")
+
+    monkeypatch.setattr(raw, "_concatenate", concatenate)
+    with pytest.raises(ValueError, match=r"^column review has more than 2 GiB of different texts; leave it out$"):
+        shop_with(shop, "user,item,timestamp,review\nu,a,1,long\n")
 
 
 def test_the_delimiter_can_be_given(shop: Path) -> None:
