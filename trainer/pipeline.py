@@ -232,10 +232,13 @@ class Pipeline:
             raise ValueError(_not_finite(f"step {step}"))
 
     def out_of_time(self) -> bool:
-        """Whether the run has used up its minutes, on any rank; the learning rates follow that rank's time.
-        Collective."""
+        """Whether the run has used up its minutes, on any rank; the learning rates follow that rank's time, which is
+        that of all from now on. Collective."""
         if (limit := self.minutes * 60_000) < inf:
-            self.time_passed = largest(round(self.clock.total * 1000), self.model.ranks) / max(1.0, limit)
+            milliseconds = largest(round(self.clock.total * 1000), self.model.ranks)
+            # A checkpoint has rank 0's time: with less, a run that goes on would train on once its minutes are used up.
+            self.clock.total = milliseconds / 1000
+            self.time_passed = milliseconds / max(1.0, limit)
         return self.time_passed >= 1
 
     def apply_gradients(self, prefetch: bool = True) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import ITEM
+from logitmix.trainer import pipeline as pipelining
 from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
@@ -226,6 +227,18 @@ def test_learning_rates_follow_the_schedule(data: Path) -> None:
             assert pipeline.model.table_optimizers.fused[0].param_groups[0]["lr"] == rates[-1]["tables"]
     assert [rate["dense"] for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.5])
     assert [rate["tables"] for rate in rates] == pytest.approx([0.25, 0.5, 0.5, 0.25])
+
+
+def test_the_time_of_a_run_is_that_of_the_slowest_rank(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose minutes are used up is so when it goes on, from a checkpoint with rank 0's progress."""
+    with a_pipeline(small_config(data), 4) as pipeline:
+        pipeline.minutes = 1.0
+        pipeline.train_step()
+        assert not pipeline.out_of_time() and pipeline.progress.seconds < 50
+        monkeypatch.setattr(pipelining, "largest", lambda own, ranks: own + 60_000)
+        assert pipeline.out_of_time() and pipeline.progress.seconds >= 60
+        monkeypatch.undo()
+        assert pipeline.out_of_time()
 
 
 def test_the_clock_counts_phases_and_the_whole_run() -> None:
