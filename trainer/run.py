@@ -65,7 +65,8 @@ MAY_CHANGE = {
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
     "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
 }  # fmt: skip
-"""Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
+"""Settings that may differ when a run is resumed, as may how its tables are sharded; epochs and minutes only if the
+schedule does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,8 @@ def require_same_settings(run: Path, config: Config) -> None:
     if kept and before["train.minutes"]:
         # Rates that have fallen with the time would rise again.
         kept.add("train.minutes")
-    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in MAY_CHANGE - kept]
+    fixed = [key for key in before | now if key not in MAY_CHANGE - kept and not key.endswith(".sharding")]
+    changed = [key for key in fixed if before.get(key) != now.get(key)]
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
         raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")

@@ -166,7 +166,8 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
         (run / "checkpoints/step-3").mkdir()
         with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; give another --run"):
             start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
-        longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5})
+        sharding = {"tables.sharding": "row_wise", "tables.item.sharding": "column_wise"}
+        longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5, **sharding})
         start_run(run, longer, dataset, ranks)
         assert read_config(run) == longer
         other = load_dataset(write_dataset(tmp_path / "other", users=50))
