@@ -327,8 +327,16 @@ def _code(column: RawColumn) -> _Codes:
 
 
 def _code_values(values: pa.Array) -> _Codes:
+    if pa.types.is_floating(values.type) and _are_whole(values):
+        # pandas makes floats of integers where one is missing, and Arrow writes large ones with an exponent.
+        values = values.cast(pa.int64())
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     return _Codes(encoded.indices.fill_null(-1).to_numpy(), encoded.dictionary.cast(pa.string()))
+
+
+def _are_whole(numbers: pa.Array) -> bool:
+    whole = pc.and_(pc.equal(numbers, pc.floor(numbers)), pc.less(pc.abs(numbers), 2.0**53))
+    return pc.all(whole, min_count=0).as_py()
 
 
 def _code_lists(lists: pa.Array) -> _Codes:

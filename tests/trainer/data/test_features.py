@@ -183,6 +183,8 @@ def test_values_that_no_row_has_are_no_part_of_a_vocabulary() -> None:
     [
         (pa.array([3, 10, 3]), "id", ["3", "10", "3"]),
         (pa.array([1.0, 2.5, None]), "id", ["1", "2.5", ""]),
+        (pa.array([123456789012.0, None, -0.0, float("nan")]), "id", ["123456789012", "", "0", ""]),
+        (pa.array([[2.0**52], None, [5.0, None]]), "ids", [[str(2**52)], [], ["5"]]),
         (pa.array([True, None, False]), "id", ["true", "", "false"]),
         (pa.array([3, None, 10]), "ids", [["3"], [], ["10"]]),
         (pa.array(["a", "", "b"]), "ids", [["a"], [], ["b"]]),
