@@ -148,6 +148,12 @@ def export_model(
         if about.precision == "int8" and about.model.similarity.kind != "mol":
             kind = about.model.similarity.kind
             raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
+        # An export holds what becomes of the items' rows, and a request could name any of them.
+        if among := [of.name for of in about.schema.features if of.table == ITEM and of.name != ITEM]:
+            raise ValueError(
+                f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
+                "without them (--model.features), or prepare them with a table of their own"
+            )
         for name in extras:
             EXTRAS[name].check(about.model)
         staging = staging_path(out)

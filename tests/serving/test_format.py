@@ -522,6 +522,13 @@ def test_overwrites_nothing_else(served: Path, make: Callable[[Path], Path]) -> 
     assert [entry.name for entry in served.parent.iterdir()] == ["served"]
 
 
+def test_features_in_the_table_of_items_are_not_exported(tmp_path: Path) -> None:
+    schema = Schema((*Schema.of_ids(X).features, Feature("last", "user", "id", "item")), Schema.of_ids(X).tables)
+    with pytest.raises(ValueError, match="exports hold no table of items for other features, and the model uses last"):
+        export_small(small_model("mol", X, schema=schema), tmp_path / "served")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_diverged_model_is_not_written(tmp_path: Path, bad: float) -> None:
     for damage in (lambda model: model.item_XD[-1, 3:4], lambda model: model.tower.similarity.item_gate[0].bias):
