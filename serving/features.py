@@ -23,8 +23,8 @@ LARGEST = torch.finfo(torch.float32).max
 class FeatureReader:
     """Encodes feature values of a model's schema with its vocabularies.
 
-    A value that is missing or not in the vocabulary is unknown; a missing list is empty, and a missing number or vector
-    is the mean that the model was trained with.
+    A value that is missing or not in the vocabulary is unknown; a missing list is empty, a missing element of a list is
+    left out, as in a dataset, and a missing number or vector is the mean that the model was trained with.
     """
 
     def __init__(self, schema: Schema, vocabularies: Mapping[str, Texts]) -> None:
@@ -69,7 +69,8 @@ class FeatureReader:
             case "id":
                 return self._row(feature, value)
             case "ids":
-                return [self._row(feature, entry) for entry in _list(value)] if value is not None else []
+                there = [] if value is None else [entry for entry in _list(value) if entry not in (None, "")]
+                return [self._row(feature, entry) for entry in there]
             case "number":
                 return feature.mean if value is None else _number(value)
             case _:

@@ -25,7 +25,7 @@ READER = FeatureReader(SCHEMA, {"brand": in_order(["", "acme", "17"]), "tags": i
 
 def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
     items: list[dict[str, Any]] = [
-        {"brand": "acme", "tags": ["c", "new", "a"], "price": 7, "image": [1, 2.5]},
+        {"brand": "acme", "tags": ["c", "new", None, "a", ""], "price": 7, "image": [1, 2.5]},
         {"brand": 17, "tags": [], "price": -0.5, "image": (0.0, 0.0)},
         {"brand": "other"},
     ]
