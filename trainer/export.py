@@ -154,6 +154,11 @@ def export_model(
                 f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
                 "without them (--model.features), or prepare them with a table of their own"
             )
+        if about.precision != "fp32" and not about.item_cache:
+            raise ValueError(
+                f"precision {about.precision} is that of the item cache, and --no-item-cache leaves the cache out: "
+                "give only one of them"
+            )
         for name in extras:
             EXTRAS[name].check(about.model)
         staging = staging_path(out)

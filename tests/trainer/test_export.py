@@ -125,6 +125,11 @@ def test_the_export_serves_by_the_rule_of_the_evaluation(
     assert len(retriever.rows(["raw 3"], X)) == X - excluded
 
 
+def test_a_precision_without_item_cache_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="precision bf16 is that of the item cache, and --no-item-cache leaves"):
+        export(run, tmp_path / "served", item_cache=False, precision="bf16")
+
+
 def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:
     best, last = export(run, tmp_path / "best"), export(run, tmp_path / "last", which="last")
     assert (best["run"], best["dataset"], best["num_items"], best["step"], last["step"]) == ("the-run", "demo", X, 3, 6)
