@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 try:
+    import docstring_parser
     import tyro
     from rich.console import Console
     from rich.progress import Progress
@@ -730,7 +731,7 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
     """tyro's parser, but an error in the words is a ValueError of one line."""
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), _docstrings_on_one_line():
             return tyro.cli(
                 kind,
                 prog=f"logitmix {command}",
@@ -746,6 +747,26 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
         lines = [line.strip(BOX) for line in said.getvalue().splitlines()]
         problem = " ".join(line for line in lines[1:] if line.strip("-") and not line.startswith("For full helptext"))
         raise ValueError(_plainly(problem, command)) from None
+
+
+@contextlib.contextmanager
+def _docstrings_on_one_line() -> Iterator[None]:
+    """tyro would break the lines of its help also where those of a field's docstring end."""
+    parse = docstring_parser.parse_from_object
+
+    def joined(
+        obj: Any, style: docstring_parser.DocstringStyle = docstring_parser.DocstringStyle.AUTO
+    ) -> docstring_parser.Docstring:
+        found = parse(obj, style)
+        for field in found.params:
+            field.description = " ".join((field.description or "").split())
+        return found
+
+    docstring_parser.parse_from_object = joined
+    try:
+        yield
+    finally:
+        docstring_parser.parse_from_object = parse
 
 
 def _plainly(problem: str, command: str) -> str:

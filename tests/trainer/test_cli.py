@@ -142,6 +142,16 @@ def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.Captur
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
 
 
+def test_help_breaks_its_lines_where_they_are_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The docstring of this setting ends a line after "learns to"."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "demo-mol", "--help"])
+    assert "so that the model learns to work from" in capsys.readouterr().out
+
+
 def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(evaluate, "evaluate_run", lambda *_: found.append(os.environ["OMP_WAIT_POLICY"]) or {"step": 1})
