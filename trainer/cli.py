@@ -441,7 +441,7 @@ def _plan(words: list[str]) -> None:
     from logitmix.trainer.job_plan import plan_job
     from logitmix.trainer.plan import Devices
 
-    require(command.gpu_gib > 0, "gpu-gib", command.gpu_gib, "above 0")
+    require(command.gpu_gib > 0, "--gpu-gib", command.gpu_gib, "above 0")
     per_host = command.per_host or min(command.world_size, 8)
     memory = int(command.gpu_gib * 2**30) if command.device == "cuda" else None
     plan = plan_job(config, Devices(command.world_size, per_host, command.device, memory))
@@ -677,7 +677,7 @@ def _doctor(words: list[str]) -> None:
 def _start_ranks(command: str, words: list[str], count: int) -> None:
     """Starts the ranks that `words` ask for, and ends with their exit status; does nothing within a rank, or for one
     rank."""
-    require(count >= 1, "processes", count, "at least 1")
+    require(count >= 1, "--processes", count, "at least 1")
     if launched():
         world_size = os.environ.get("WORLD_SIZE", "")
         if count > 1 and world_size != str(count):

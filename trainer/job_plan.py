@@ -50,9 +50,9 @@ def plan_job(config: Config, devices: Devices) -> JobPlan:
 
     Raises ValueError for no dataset, settings that the devices do not support, and tables that they have no room for.
     """
-    require(devices.world_size >= 1, "world-size", devices.world_size, "at least 1")
+    require(devices.world_size >= 1, "--world-size", devices.world_size, "at least 1")
     whole_hosts = devices.per_host >= 1 and devices.world_size % devices.per_host == 0
-    require(whole_hosts, "per-host", devices.per_host, f"a divisor of the {devices.world_size} ranks")
+    require(whole_hosts, "--per-host", devices.per_host, f"a divisor of the {devices.world_size} ranks")
     dataset = load_dataset(config.data.path)
     model, tables = unsharded(dataset.schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config.tables, devices), tables, config.tables)

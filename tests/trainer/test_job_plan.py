@@ -35,9 +35,9 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         ("--gpu-gib 0.00001", "the planner cannot place the tables with tables.sharding auto: "),
-        ("--gpu-gib 0", "gpu-gib is 0.0; it must be above 0"),
-        ("--world-size 0", "world-size is 0; it must be at least 1"),
-        ("--world-size 6 --per-host 4", "per-host is 4; it must be a divisor of the 6 ranks"),
+        ("--gpu-gib 0", "--gpu-gib is 0.0; it must be above 0"),
+        ("--world-size 0", "--world-size is 0; it must be at least 1"),
+        ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
         ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains on CUDA"),
         ("--tables.brand.lr 1", "tables.brand: no table brand"),
         ("--data.path nothing", "no dataset at nothing"),
