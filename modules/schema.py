@@ -148,6 +148,11 @@ class Schema:
     def num_items(self) -> int:
         return self.table(ITEM).rows - 1
 
+    @property
+    def among_items(self) -> list[str]:
+        """Names of the features whose values are items: they use the item id's table, which exports do not hold."""
+        return [feature.name for feature in self.features if feature.table == ITEM and feature.name != ITEM]
+
     def dims(self, dim: int) -> dict[str, int]:
         """Width of each table's rows in a model of width `dim`."""
         return {table.name: table.dim or dim for table in self.tables}

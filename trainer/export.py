@@ -149,7 +149,7 @@ def export_model(
             kind = about.model.similarity.kind
             raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
         # An export holds what becomes of the items' rows, and a request could name any of them.
-        if among := [of.name for of in about.schema.features if of.table == ITEM and of.name != ITEM]:
+        if among := about.schema.among_items:
             raise ValueError(
                 f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
                 "without them (--model.features), or prepare them with a table of their own"

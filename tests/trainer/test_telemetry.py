@@ -14,9 +14,10 @@ from small_data import in_memory, small_config, write_dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logitmix.comm.config import WireConfig
+from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer import board, telemetry
 from logitmix.trainer.board import Board
-from logitmix.trainer.config import Config, TrainConfig
+from logitmix.trainer.config import Config, TrainConfig, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
@@ -51,6 +52,16 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
     assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
     chosen = start_block(dataset, some_model(precision="fp32"), "as the run began")
     assert "precision   FP32 (as the run began)\n" in chosen
+
+
+def test_the_start_block_says_what_cannot_be_exported() -> None:
+    dataset, model = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7), some_model()
+    schema = Schema((*dataset.schema.features, Feature("last", "user", "id", ITEM)), dataset.schema.tables)
+    dataset = replace(dataset, schema=schema)
+    said = "export      not possible: last and the item ids share a table"
+    assert said not in start_block(dataset, model).splitlines()
+    model.config = with_settings(model.config, {"model.features": ("last",)})
+    assert said in start_block(dataset, model).splitlines()
 
 
 def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
