@@ -137,7 +137,9 @@ def test_with_ids_alone_an_item_is_its_row_itself() -> None:
 
 
 def test_queries_of_a_batch_are_those_of_each_user_alone() -> None:
-    tower, tables = tower_of(), rows()
+    # Without norms, because that of a component near zero magnifies what is rounded.
+    similarity = replace(MOL, normalize=False, temperature=1.0)
+    tower, tables = tower_of(replace(CONFIG, similarity=similarity)), rows()
     item_TD = torch.randn(5, D)
     together = tower.query_sides(tower.queries(item_TD, Packing(torch.tensor(LENGTHS)), tables, features()))
     whole, start = features().values, 0
