@@ -245,7 +245,8 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     (old,) = before.recommend([request], ITEMS, exclude_history=False)
     records = {f"new-{item}": item_record(dataset, item) | {"title": f"Title {item}"} for item in (4, 7, 30)}
     records["item-5"] = item_record(dataset, 6) | {"title": "not taken"}
-    (tmp_path / "new.csv").write_text(csv_of(records))
+    # prepare would call the feature price, too.
+    (tmp_path / "new.csv").write_text(csv_of(records).replace("price", "price!", 1))
     assert update_items(served, str(tmp_path / "new.csv")) == {"added": 3, "known": 1, "num_items": ITEMS + 3}
 
     after = Retriever.load(served)

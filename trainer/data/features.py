@@ -14,7 +14,7 @@ A column is also not used if all its values are the same, or if it has another t
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -144,9 +144,7 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
     """The columns under valid feature names: letters, digits and underscores; and OWNER_NAME if two owners have a
     column of that name, or if the dataset's own columns use the name. ValueError if two columns of one owner get the
     same name."""
-    plain = [re.sub(r"\W+", "_", column.name).strip("_") for column in columns]
-    plain = [name if name.isidentifier() else f"_{name}" for name in plain]
-    named = []
+    plain, named = [valid_name(column.name) for column in columns], []
     for column, name in zip(columns, plain, strict=True):
         owners = {other.owner for other, same in zip(columns, plain, strict=True) if same == name}
         named.append(f"{column.owner}_{name}" if len(owners) > 1 or name in RESERVED else name)
@@ -158,6 +156,26 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
                 "; rename one"
             )
     return [replace(column, name=name) for column, name in zip(columns, named, strict=True)]
+
+
+def valid_name(column: str) -> str:
+    """A column's name with nothing but letters, digits and underscores, the first of them no digit."""
+    name = re.sub(r"\W+", "_", column).strip("_")
+    return name if name.isidentifier() else f"_{name}"
+
+
+def names_of_features(columns: Sequence[str], features: Collection[str]) -> dict[str, str]:
+    """For each column of new items, the name that `name_features` gave it in the dataset, or its own where there is no
+    such feature. ValueError if two have the same."""
+    names: dict[str, str] = {}
+    for column in columns:
+        plain = valid_name(column)
+        name = next((name for name in (column, plain, f"item_{plain}") if name in features), column)
+        if name in names.values():
+            twin = next(other for other, same in names.items() if same == name)
+            raise ValueError(f"columns {twin!r} and {column!r} would both be feature {name}; leave one out")
+        names[column] = name
+    return names
 
 
 def apply_options(

@@ -22,6 +22,7 @@ from logitmix.trainer.data.features import (
     infer_kind,
     make_features,
     name_features,
+    names_of_features,
     values_of_items,
 )
 from logitmix.trainer.export import in_order
@@ -347,6 +348,19 @@ def test_an_item_takes_the_first_or_last_value_in_time() -> None:
     assert values_of_items(values, items, times, 4, "last").to_pylist() == ["b", "d", None, None]
     assert values_of_items(values, items, np.zeros(7), 4, "first").to_pylist() == ["a", "d", None, None]
     assert values_of_items(values, items, np.zeros(7), 4, "last").to_pylist() == ["b", "e", None, None]
+
+
+def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
+    none = pa.nulls(3)
+    columns = [RawColumn(name, "item", none) for name in ("release-year", "price", "7th")]
+    named = name_features([*columns, RawColumn("price", "user", none)])
+    features = [column.name for column in named if column.owner == "item"]
+    assert features == ["release_year", "item_price", "_7th"]
+    names = [column.name for column in columns]
+    assert names_of_features([*names, "note"], features) == dict(zip(names, features, strict=True)) | {"note": "note"}
+    assert names_of_features(features, features) == {name: name for name in features}
+    with pytest.raises(ValueError, match="'release-year' and 'release_year' would both be feature release_year"):
+        names_of_features(["release-year", "release_year"], features)
 
 
 @pytest.mark.parametrize(
