@@ -71,11 +71,17 @@ def read_json(path: Path) -> Any:
 def parse_json(content: bytes, where: str) -> Any:
     """The value that JSON in UTF-8 stands for; ValueError that names its place if it is none."""
     try:
-        return json.loads(content.decode())
-    except RecursionError:
-        raise ValueError(f"{where} is damaged (nested too deep)") from None
+        return from_json(content.decode())
     except ValueError as error:
         raise ValueError(f"{where} is damaged ({error})") from None
+
+
+def from_json(text: str | bytes) -> Any:
+    """As json.loads, but ValueError also for what is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 class Fields(dict[str, Any]):

@@ -1,10 +1,10 @@
 """The JSON body of a request to the server -> a question for the Retriever, or one line that says what is wrong."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 from logitmix.serving.batcher import Question
 from logitmix.serving.retriever import Request
@@ -48,9 +48,7 @@ class Body(BaseModel):
 def parse(body: bytes) -> Question:
     """ValueError of one line for all that is not the JSON of a `Body`."""
     try:
-        found = json.loads(body)
-    except RecursionError:
-        raise ValueError("the body is nested too deep") from None
+        found = from_json(body)
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     try:

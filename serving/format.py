@@ -68,7 +68,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.common.files import file_digest, fits_digest, sync, with_digest
+from logitmix.common.files import file_digest, fits_digest, from_json, sync, with_digest
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
@@ -619,9 +619,7 @@ def _check_keys(file: Path, tree: Any, keys: tuple[str, ...], prefix: str) -> No
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes().decode())
-    except RecursionError:
-        _broken(file, "it is damaged (nested too deep)")
+        return from_json(file.read_bytes().decode())
     except ValueError as error:
         _broken(file, f"it is damaged ({error})")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from logitmix.common.files import writing_whole
+from logitmix.common.files import from_json, writing_whole
 from logitmix.serving.retriever import Request, Retriever
 
 TOGETHER = 256
@@ -23,9 +23,7 @@ def read_requests(path: Path) -> list[Request]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
-        except RecursionError:
-            raise ValueError(f"{path}, line {number}: not JSON (nested too deep)") from None
+            found = from_json(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if isinstance(found, list):

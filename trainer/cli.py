@@ -25,6 +25,7 @@ try:
 except ModuleNotFoundError as absent:  # where only what serving needs was installed
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
+from logitmix.common.files import from_json
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
 from logitmix.modules.config import EncoderConfig, SimilarityConfig
@@ -717,9 +718,7 @@ def _whole_numbers(flag: str, text: str) -> list[int]:
 
 def _json(flag: str, text: str, kind: type[T]) -> T:
     try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{flag} is not JSON: nested too deep") from None
+        found = from_json(text)
     except ValueError as error:
         raise ValueError(f"{flag} is not JSON: {error}") from None
     if not isinstance(found, kind):

@@ -1,10 +1,10 @@
 """The recipe `auto`: settings that follow from a dataset's size. Imports no torch."""
 
-import json
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from logitmix.common.files import from_json
 from logitmix.common.storage import fetched
 from logitmix.trainer.config import Config, load_recipe, with_settings
 
@@ -56,7 +56,7 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
     if not file.is_file():
         return recipe, ""
     try:
-        found = sized(json.loads(file.read_text(encoding="utf-8")))
+        found = sized(from_json(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError):
         return recipe, ""
     said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in found.items())

@@ -86,7 +86,7 @@ def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path:
     for name in set(recipe_names()) - {"auto"}:
         assert load_sized(name, str(clicks)) == (load_recipe(name), "")
     (tmp_path / "broken").mkdir()
-    for content in ("{", "[]", "{}", '{"users": null}'):
+    for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):
         (tmp_path / "broken" / "dataset.json").write_text(content)
         assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), "")
     assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), "")

@@ -78,7 +78,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, fits_digest
+from logitmix.common.files import file_digest, fits_digest, from_json
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
@@ -517,8 +517,8 @@ def read_description(path: Path) -> dict[str, Any]:
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
     try:
         text = file.read_bytes().decode()
-        description = json.loads(text)
-    except (ValueError, RecursionError):
+        description = from_json(text)
+    except ValueError:
         _broken(path, "dataset.json is not JSON")
     if isinstance(description, dict) and description.keys() & {FILES_DIGESTS, OWN_DIGEST}:
         _check_digests(path, text, description)
@@ -589,7 +589,7 @@ def _broken(path: Path, problem: str) -> NoReturn:
 def _command(path: Path) -> str:
     """The command that makes a dataset here: the same one, as far as the files tell."""
     try:
-        before = json.loads((path / "dataset.json").read_text(encoding="utf-8"))
+        before = from_json((path / "dataset.json").read_text(encoding="utf-8"))
         name, source, filters = before["name"], before["source"], before["filters"]
         words = [name if source_of(name) else "NAME"]
         words += ["--source", str(_nearby(path, source["name"]))] if source else []

@@ -314,6 +314,13 @@ def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> N
         load_dataset(made)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut off", "nested"])
+def test_a_description_that_is_not_json_is_named(made: Path, text: str) -> None:
+    (made / "dataset.json").write_text(text)
+    with pytest.raises(ValueError, match=r"dataset\.json is not JSON; make it again with: logitmix prepare "):
+        load_dataset(made)
+
+
 @pytest.fixture
 def featured(tmp_path: Path) -> Path:
     return small_data.forget_digests(small_data.write_dataset(tmp_path / "featured", features=True))
