@@ -65,8 +65,7 @@ MAY_CHANGE = {
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
     "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
 }  # fmt: skip
-"""Settings that may differ when a run is resumed, as may how its tables are sharded; epochs and minutes only if the
-schedule does not depend on them."""
+"""Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +259,8 @@ def require_same_settings(run: Path, config: Config) -> None:
     if kept and before["train.minutes"]:
         # Rates that have fallen with the time would rise again.
         kept.add("train.minutes")
-    fixed = [key for key in before | now if key not in MAY_CHANGE - kept and not key.endswith(".sharding")]
-    changed = [key for key in fixed if before.get(key) != now.get(key)]
+    differ = [key for key in before | now if before.get(key) != now.get(key)]
+    changed = [key for key in differ if key in kept or not _may_change(key)]
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
         raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")
@@ -350,13 +349,18 @@ def _read_text(path: Path) -> str:
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
-    """The settings that the content of a checkpoint depends on, by name. Not how it is evaluated, nor how its tables
-    are sharded: it loads into any sharding."""
+    """The settings that the content of a checkpoint depends on, by name. How it is evaluated is not among them."""
     return {
         name: value
         for name, value in flatten(config).items()
-        if name not in MAY_CHANGE and not name.startswith("evaluate.") and not name.endswith(".sharding")
+        if not _may_change(name) and not name.startswith("evaluate.")
     }
+
+
+def _may_change(name: str) -> bool:
+    """Whether a setting may differ when a run is resumed."""
+    # A checkpoint loads into any sharding.
+    return name in MAY_CHANGE or name.endswith(".sharding")
 
 
 def checkpoint_paths(run: Path) -> list[Path]:
