@@ -221,11 +221,11 @@ def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
     items = _ranks(item_order, len(actions.item_ids))[actions.items[kept]]
     timestamps = actions.timestamps[kept]
     rows = np.flatnonzero(kept) if actions.columns else None
-    within = () if actions.nanoseconds is None else (actions.nanoseconds[kept],)
+    nanoseconds = () if actions.nanoseconds is None else (actions.nanoseconds[kept],)
     actions.users = actions.items = actions.timestamps = kept = np.empty(0)
     actions.nanoseconds = None
     # lexsort is stable: actions of one user at one time stay in file order.
-    order = np.lexsort((*within, timestamps, users))
+    order = np.lexsort((*nanoseconds, timestamps, users))
     return _Ordered(
         np.concatenate(([0], np.cumsum(np.bincount(users)))),
         items[order],

@@ -35,7 +35,7 @@ class ActionBlock:
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
     """Other columns of the actions."""
     nanoseconds: np.ndarray | None = None
-    """int32: what the timestamps leave out, and yet orders the actions; None: nothing."""
+    """int32: fractions of a second, which the timestamps leave out but which order the actions; None: all 0."""
 
 
 @dataclass
@@ -154,20 +154,22 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
-    parts: tuple[list[np.ndarray], ...] = ([], [], [], [])
+    users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
     for block in blocks:
-        nanoseconds = np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds
-        codes = user_codes.encode(block.users), item_codes.encode(block.items)
-        for part, values in zip(parts, (*codes, block.timestamps, nanoseconds), strict=True):
-            part.append(values)
+        users.append(user_codes.encode(block.users))
+        items.append(item_codes.encode(block.items))
+        timestamps.append(block.timestamps)
+        nanoseconds.append(np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds)
         columns.append(block.columns, len(block.users))
-    if not any(part.any() for part in parts[-1]):
-        parts[-1].clear()
-    users, items, timestamps, within = (
-        _join(part, kind) for part, kind in zip(parts, ("i4", "i4", "i8", "i4"), strict=True)
+    return Actions(
+        _join(users, "i4"),
+        _join(items, "i4"),
+        _join(timestamps, "i8"),
+        user_codes.ids(),
+        item_codes.ids(),
+        columns.join(),
+        _join(nanoseconds, "i4") if any(part.any() for part in nanoseconds) else None,
     )
-    ids = user_codes.ids(), item_codes.ids()
-    return Actions(users, items, timestamps, *ids, columns.join(), within if len(within) else None)
 
 
 def _join(parts: list[np.ndarray], kind: str) -> np.ndarray:
@@ -184,7 +186,7 @@ def accept(
     stamps: pa.Array | None,
     text: Callable[[int], str | bytes],
     rejects: Rejects,
-    columns: Mapping[str, pa.Array] | None = None,
+    columns: Mapping[str, pa.Array],
     time: str = TIME,
     nanoseconds: np.ndarray | None = None,
 ) -> ActionBlock:
@@ -207,9 +209,13 @@ def accept(
         rejects.add(label, int(numbers[row]), reason, text(int(row)))
     rejects.check_format(label)
     mask = pa.array(accepted)
-    kept = {name: column.filter(mask) for name, column in (columns or {}).items()}
-    within = None if nanoseconds is None else nanoseconds[accepted]
-    return ActionBlock(users.filter(mask), items.filter(mask), times[accepted].astype(np.int64), kept, within)
+    return ActionBlock(
+        users.filter(mask),
+        items.filter(mask),
+        times[accepted].astype(np.int64),
+        {name: column.filter(mask) for name, column in columns.items()},
+        None if nanoseconds is None else nanoseconds[accepted],
+    )
 
 
 def filled(ids: pa.StringArray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Dates and times -> whole seconds since 1970, UTC, and the nanoseconds within them."""
+"""Dates and times -> whole seconds since 1970, UTC, and the nanoseconds beyond them."""
 
 import numpy as np
 import pyarrow as pa

@@ -89,9 +89,11 @@ def read_actions(
                 as_ids(file.label, name, column)
                 for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
             )
-            stamps, within = _as_stamps(file.label, names.timestamp, rows.keys[2]) if names.timestamp else (None, None)
+            stamps = nanoseconds = None
+            if names.timestamp:
+                stamps, nanoseconds = _as_stamps(file.label, names.timestamp, rows.keys[2])
             block = accept(
-                file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES, within
+                file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES, nanoseconds
             )
             if stamps is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
@@ -139,7 +141,7 @@ def _parts(source: Path, flag: str) -> list[InputFile]:
 
 
 def _as_stamps(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
-    """Numbers as they are, dates and times as seconds and the nanoseconds within them."""
+    """Numbers as they are, without nanoseconds; dates and times as seconds and the nanoseconds beyond them."""
     kind = column.type
     if is_time(kind):
         return seconds_of_times(column), nanoseconds_of_times(column)
