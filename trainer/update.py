@@ -24,7 +24,7 @@ from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.card import renew_card
-from logitmix.trainer.data.features import as_in_requests, names_of_features
+from logitmix.trainer.data.features import as_in_requests, find_features
 from logitmix.trainer.data.prepare import TITLE, titles_of
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
@@ -53,7 +53,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
     features = {feature.name: feature for feature in contents.about.schema.of("item") if feature.name != ITEM}
-    names = names_of_features(list(table.columns), features)
+    names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
         said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
     # If an id occurs several times, the last row counts.

@@ -144,38 +144,39 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
     """The columns under valid feature names: letters, digits and underscores; and OWNER_NAME if two owners have a
     column of that name, or if the dataset's own columns use the name. ValueError if two columns of one owner get the
     same name."""
-    plain, named = [valid_name(column.name) for column in columns], []
-    for column, name in zip(columns, plain, strict=True):
-        owners = {other.owner for other, same in zip(columns, plain, strict=True) if same == name}
-        named.append(f"{column.owner}_{name}" if len(owners) > 1 or name in RESERVED else name)
-    for place, name in enumerate(named):
-        if name in named[:place]:
-            twin = columns[named.index(name)].name
+    owners: dict[str, set[Owner]] = {}
+    for column in columns:
+        owners.setdefault(_valid_name(column.name), set()).add(column.owner)
+    named: dict[str, RawColumn] = {}
+    for column in columns:
+        plain = _valid_name(column.name)
+        name = f"{column.owner}_{plain}" if len(owners[plain]) > 1 or plain in RESERVED else plain
+        if name in named:
             raise ValueError(
-                f"columns {twin!r} and {columns[place].name!r} of {columns[place].owner}s would both be feature {name}"
+                f"columns {named[name].name!r} and {column.name!r} of {column.owner}s would both be feature {name}"
                 "; rename one"
             )
-    return [replace(column, name=name) for column, name in zip(columns, named, strict=True)]
+        named[name] = column
+    return [replace(column, name=name) for name, column in named.items()]
 
 
-def valid_name(column: str) -> str:
+def _valid_name(column: str) -> str:
     """A column's name with nothing but letters, digits and underscores, the first of them no digit."""
     name = re.sub(r"\W+", "_", column).strip("_")
     return name if name.isidentifier() else f"_{name}"
 
 
-def names_of_features(columns: Sequence[str], features: Collection[str]) -> dict[str, str]:
+def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str, str]:
     """For each column of new items, the name that `name_features` gave it in the dataset, or its own where there is no
-    such feature. ValueError if two have the same."""
-    names: dict[str, str] = {}
+    such feature. ValueError if two columns have the same feature."""
+    found: dict[str, str] = {}
     for column in columns:
-        plain = valid_name(column)
+        plain = _valid_name(column)
         name = next((name for name in (column, plain, f"item_{plain}") if name in features), column)
-        if name in names.values():
-            twin = next(other for other, same in names.items() if same == name)
-            raise ValueError(f"columns {twin!r} and {column!r} would both be feature {name}; leave one out")
-        names[column] = name
-    return names
+        if name in found:
+            raise ValueError(f"columns {found[name]!r} and {column!r} would both be feature {name}; leave one out")
+        found[name] = column
+    return {column: name for name, column in found.items()}
 
 
 def apply_options(

@@ -19,10 +19,10 @@ from logitmix.trainer.data.features import (
     RawColumn,
     apply_options,
     as_in_requests,
+    find_features,
     infer_kind,
     make_features,
     name_features,
-    names_of_features,
     values_of_items,
 )
 from logitmix.trainer.export import in_order
@@ -357,10 +357,10 @@ def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
     features = [column.name for column in named if column.owner == "item"]
     assert features == ["release_year", "item_price", "_7th"]
     names = [column.name for column in columns]
-    assert names_of_features([*names, "note"], features) == dict(zip(names, features, strict=True)) | {"note": "note"}
-    assert names_of_features(features, features) == {name: name for name in features}
+    assert find_features([*names, "note"], features) == dict(zip(names, features, strict=True)) | {"note": "note"}
+    assert find_features(features, features) == {name: name for name in features}
     with pytest.raises(ValueError, match="'release-year' and 'release_year' would both be feature release_year"):
-        names_of_features(["release-year", "release_year"], features)
+        find_features(["release-year", "release_year"], features)
 
 
 @pytest.mark.parametrize(
