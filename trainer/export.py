@@ -145,22 +145,7 @@ def export_model(
     def make() -> Path:
         clean_up(out)
         serving.check_target(out, overwrite)
-        if about.precision == "int8" and about.model.similarity.kind != "mol":
-            kind = about.model.similarity.kind
-            raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
-        # An export holds what becomes of the items' rows, and a request could name any of them.
-        if among := about.schema.among_items:
-            raise ValueError(
-                f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
-                "without them (--model.features), or prepare them with a table of their own"
-            )
-        if about.precision != "fp32" and not about.item_cache:
-            raise ValueError(
-                f"precision {about.precision} is that of the item cache, and --no-item-cache leaves the cache out: "
-                "give only one of them"
-            )
-        for name in extras:
-            EXTRAS[name].check(about.model)
+        _require_exportable(about, extras)
         staging = staging_path(out)
         staging.mkdir(parents=True)
         held.enter_context(held_alone(staging))
@@ -193,6 +178,25 @@ def export_model(
         raise
     finally:
         held.close()
+
+
+def _require_exportable(about: About, extras: Collection[Extra]) -> None:
+    """ValueError for what an export of such a model cannot have."""
+    if about.precision == "int8" and about.model.similarity.kind != "mol":
+        kind = about.model.similarity.kind
+        raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
+    if among := about.schema.among_items:
+        raise ValueError(
+            f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
+            "without them (--model.features), or prepare them with a table of their own"
+        )
+    if about.precision != "fp32" and not about.item_cache:
+        raise ValueError(
+            f"precision {about.precision} is that of the item cache, and --no-item-cache leaves the cache out: "
+            "give only one of them"
+        )
+    for name in extras:
+        EXTRAS[name].check(about.model)
 
 
 def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:
