@@ -96,7 +96,7 @@ FORMAT_VERSION = 3
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
-EXTRAS = re.compile(
+_EXTRA = re.compile(
     r"README\.md|(similarity|hindexer)\.faiss|query_tower\.onnx|programs/(query_tower|item_tower|cascade)(\.aoti)?\.pt2"
 )
 """Names of the extras: `read` neither reads nor checks them."""
@@ -251,7 +251,7 @@ def extra_entry(staging: Path, name: str) -> Entries:
 
 
 def is_extra(name: str) -> bool:
-    return EXTRAS.fullmatch(name) is not None
+    return _EXTRA.fullmatch(name) is not None
 
 
 def checked_extra(path: Path, name: str) -> Path:

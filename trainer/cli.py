@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, compare, report, export, retrieve, serve."""
+"""The command line."""
 
 import contextlib
 import dataclasses
@@ -103,8 +103,11 @@ recipes: {recipes}, or the path of a TOML file"""
 
 NO_START = "--no-start"
 """Train from random weights, also where the recipe has a run that is trained first."""
-BASE = ("fsspec", "numpy", "pyarrow", "safetensors", "tomli_w", "torch")
-EXTRAS = {"train": ("torchrec", "fbgemm_gpu", "tensorboard"), "serve": ("fastapi", "uvicorn", "prometheus_client")}
+BASE_MODULES = ("fsspec", "numpy", "pyarrow", "safetensors", "tomli_w", "torch")
+EXTRA_MODULES = {
+    "train": ("torchrec", "fbgemm_gpu", "tensorboard"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+}
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 
 PATIENCE = 365 * 24 * 3600
@@ -847,10 +850,10 @@ def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
     module = (error.name or "").partition(".")[0]
     if module in ("", "logitmix"):
         raise error
-    if module in BASE:
+    if module in BASE_MODULES:
         return f"{command} needs {module}: pip install logitmix"
     extra = "serve" if command == "serve" else "train"
-    others = [name for name in EXTRAS[extra] if name != module and find_spec(name) is None]
+    others = [name for name in EXTRA_MODULES[extra] if name != module and find_spec(name) is None]
     return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[{extra}]'"
 
 
