@@ -112,7 +112,7 @@ def scales_of(tensors: Mapping[str, Tensor]) -> Scales:
     return Scales(None if corpus is None else float(corpus), None if components is None else float(components))
 
 
-def weight_shapes(config: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, list[int]]:
+def weight_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
     """The weights of a tower of this configuration."""
     return {name: list(value.shape) for name, value in _empty_tower(config, schema).state_dict().items()}
 

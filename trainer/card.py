@@ -59,7 +59,7 @@ def read_facts(run: Path, config: Config, step: int, dataset: str, validation: M
 
 def write_card(staging: Path, about: About, entries: Entries, facts: Facts, raw_ids: Sequence[str]) -> Entries:
     """Writes the card of an export with these other files; `raw_ids`: a few, for the example."""
-    parts = (_head(about, facts), _use(about, raw_ids), _metrics(facts), _training(about, facts), _settings(facts))
+    parts = (_head(about), _use(about, raw_ids), _metrics(facts), _training(about, facts), _settings(facts))
     return _write(staging, about, entries, "\n".join(parts))
 
 
@@ -74,7 +74,7 @@ def _write(staging: Path, about: About, entries: Entries, before: str) -> Entrie
     return serving.extra_entry(staging, serving.CARD)
 
 
-def _head(about: About, facts: Facts) -> str:
+def _head(about: About) -> str:
     model = about.model
     similarity, encoder = model.similarity.kind, model.encoder.kind
     tags = ["recommendation", "retrieval", similarity, encoder]

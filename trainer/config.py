@@ -26,14 +26,13 @@ class DataConfig:
     held_out: float = 0.1
     """With split time: share of all actions, the latest ones, that is for the test; as many before them are for
     validation."""
-
     validation: bool = True
     """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
     best."""
 
     def __post_init__(self) -> None:
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
-        if self.held_out != 0.1 and self.split != "time":
+        if self.held_out != DataConfig.held_out and self.split != "time":
             raise ValueError(
                 f"data.held_out is {self.held_out}, but data.split is {self.split}, which holds out two actions of "
                 "each user; set data.split to time, or leave data.held_out out"
