@@ -168,8 +168,8 @@ def clean_up(out: Path) -> None:
 
 @contextmanager
 def in_turn(directory: Path) -> Iterator[None]:
-    """One process at a time, of those that replace a directory by another that is made of it: the next one finds the
-    new directory. Does nothing if there is no directory, or if the file system has no locks."""
+    """Processes that replace a directory with one made from it wait here for each other, so that each begins with what
+    the one before has made. Does nothing if there is no directory, or if the file system has no locks."""
     with ExitStack() as held:
         while directory.is_dir():
             descriptor = os.open(directory, os.O_RDONLY)

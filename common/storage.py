@@ -149,8 +149,8 @@ def fetch(path: Path) -> None:
 
 
 def fetch_run(path: Path) -> None:
-    """The same for a run, which may lead: a copy that was not uploaded whole stays as it is, and so does one that a job
-    trains in. If another copy has been uploaded since, the store's counts."""
+    """The same for a run, whose copy may be newer than the store: a copy that was not uploaded whole, or in which a job
+    trains, stays as it is. If another copy has been uploaded since, what is in the store counts."""
     if (copy := _copy_of(path)) is None:
         return
 

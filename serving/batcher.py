@@ -153,5 +153,5 @@ def _finite(rows: list[Row]) -> list[Row] | Exception:
 
 
 def _of_one(problem: str) -> str:
-    """Numbers count the requests of a call; its sender knows of one."""
+    """A client sent one request, and knows nothing of its number in the batch."""
     return problem.replace("request 0", "the request", 1)

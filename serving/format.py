@@ -310,7 +310,7 @@ def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Another one for each export that is at this path; None if there is none."""
+    """Differs between the exports that are at this path one after the other; None if there is none."""
     try:
         status = (path / MANIFEST).stat()
     except OSError:

@@ -138,10 +138,10 @@ class Retriever:
         cuda. On the CPU rows and items stay in their files until they are used. Several devices share the items, file
         by file, and the answers are those of one.
 
-        So do the processes of a `group` of torch.distributed that has gloo, each with the devices that it names. All of
-        them make the same calls, with the same requests, and get the same answers; or rank 0 makes them, the others
-        `follow`, and rank 0 ends with `release`. They read one directory. Rank 0 alone encodes the requests, and so
-        reads the rows of their histories from the files of all parts.
+        The processes of a `group` of torch.distributed that has gloo share the items likewise, each with the devices
+        that it names. All of them make the same calls, with the same requests, and get the same answers; or rank 0
+        makes them, the others `follow`, and rank 0 ends with `release`. They read one directory. Rank 0 alone encodes
+        the requests, and so reads the rows of their histories from the files of all parts.
 
         Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
         version, and for a device that does not exist; all processes raise what one finds.

@@ -95,7 +95,7 @@ def serve(
     with _bound(host, port) as listening:
         export = LiveExport(directory, _say, of_ranks)
         server = make_server(export, wait_ms / 1000)
-        # uvicorn raises the signal that stopped it again when it has stopped: here it changes nothing then.
+        # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         listening.listen(CONNECTIONS)
@@ -360,23 +360,23 @@ class Connection(H11Protocol):
         if len(self.connections) > CONNECTIONS:
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
             transport.close()
-        self._watch()
+        self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forgive()
+        self._cancel_deadline()
 
-    def _watch(self) -> None:
+    def _update_deadline(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._forgive()
+            self._cancel_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
 
-    def _forgive(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

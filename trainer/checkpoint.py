@@ -597,7 +597,7 @@ def _choose(
         if not found:
             raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
         known = {path: manifest for path, (manifest, _) in found.items() if manifest}
-        # Nobody knows how good the others were: they are tried first, so that they are named.
+        # The others cannot be read, so each may be the best: they are tried first, and a message names them.
         unknown = [path for path in found if path not in known]
         return [*unknown, *_by_merit(known, config.evaluate.metric)] if which == "best" else list(found)
 

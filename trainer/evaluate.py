@@ -198,8 +198,8 @@ def evaluate(
 
 def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:
     """The share of the corpus that is among anybody's best items (-1 is none), and the shares of the best items and of
-    the targets that are among the most popular 1 and 10 % of the corpus, by counts of training actions. Nothing where
-    nobody has any, because every history has the whole corpus and is left out."""
+    the targets that are among the most popular 1 and 10 % of the corpus, by counts of training actions. Empty if nobody
+    has a best item, because each history has the whole corpus and is left out of its ranking."""
     items, X = best_UK[best_UK >= 0], len(count_X)
     if not len(items):
         return {}

@@ -73,7 +73,6 @@ def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
 
 def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
     """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
-
     # The run may have ended while a signal was on its way.
     stopping.check()
 

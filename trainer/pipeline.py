@@ -232,11 +232,11 @@ class Pipeline:
             raise ValueError(_not_finite(f"step {step}"))
 
     def out_of_time(self) -> bool:
-        """Whether the run has used up its minutes, on any rank; the learning rates follow that rank's time, which is
-        that of all from now on. Collective."""
+        """Whether the run has used up its minutes, on any rank. The time of the slowest rank becomes that of all, which
+        the learning rates follow. Collective."""
         if (limit := self.minutes * 60_000) < inf:
             milliseconds = largest(round(self.clock.total * 1000), self.model.ranks)
-            # A checkpoint has rank 0's time: with less, a run that goes on would train on once its minutes are used up.
+            # A checkpoint has rank 0's time: if it were less, a run whose minutes are used up could be trained on.
             self.clock.total = milliseconds / 1000
             self.time_passed = milliseconds / max(1.0, limit)
         return self.time_passed >= 1

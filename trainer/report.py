@@ -152,8 +152,8 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
-    """Heading and metrics of what stands beside the runs, without duplicates; of several runs, each heading has the
-    colors of those that it is of, because runs of other datasets, users or seeds have other ones."""
+    """Heading and metrics of each baseline, without duplicates: runs of other datasets, users or seeds have figures of
+    their own. Where there are several runs, a heading has the colors of the runs whose figures these are."""
     found: list[tuple[str, Mapping[str, float]]] = []
     for prefix, label in BESIDE.items():
         of_runs = [
@@ -162,8 +162,9 @@ def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
         ]
         for of in of_runs:
             colors = [_swatch(number) for number, other in enumerate(of_runs) if other == of and len(runs) > 1]
-            if of and ("".join(colors) + label, of) not in found:
-                found.append(("".join(colors) + label, of))
+            heading = "".join(colors) + label
+            if of and (heading, of) not in found:
+                found.append((heading, of))
     return found
 
 

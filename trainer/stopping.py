@@ -63,7 +63,7 @@ class Stopping:
 
     def agreed(self) -> bool:
         """Whether a rank has been told to end. Collective."""
-        # A signal that comes from here on, the other ranks do not know of: it counts the next time.
+        # The other ranks do not know of a signal that comes after this line: it counts the next time.
         number = self.number
         told = largest(number and number * self.ranks.world_size + self.ranks.rank, self.ranks)
         if told and not self.cause[0]:

@@ -337,7 +337,7 @@ def test_the_example_of_the_docstring_runs() -> None:
 def test_memory_does_not_grow_with_pairs() -> None:
     """256 times the negatives, and the peak stays: all pairs at once would be 268 MB for one FP32 array of them.
 
-    Nor does it grow with calls.
+    It does not grow with calls either.
     """
     script = """
 import resource, sys, torch

@@ -47,16 +47,15 @@ A feature's column has its name and is stored by its kind:
 Rows of table item are item indices, and its last row, `items`, is the unknown item: so it has items + 1 rows. The item
 id itself is in the schema and has no column.
 
-`recency` is neither in the schema nor a column: a feature of owner event and kind id that follows from the timestamps.
-Its value is the number of bits of the time since the user's previous action, in the unit of the source ("0" for 0, "1"
-for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. Nor is `user`, of owner user and kind id: the
-raw_user_id, or user_index where there is none. Where the schema has a feature or table of one of these names, only that
-one counts.
+Two features of kind id are neither in the schema nor columns. `recency`, of owner event, follows from the timestamps:
+its value is the number of bits of the time since the user's previous action, in the unit of the source ("0" for 0, "1"
+for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. `user`, of owner user, is the raw_user_id, or
+user_index where there is none. Where the schema has a feature or table of one of these names, only that one counts.
 
-`load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. Lists may
-be list or large_list, integers and floats of any width, text large_string, a view or a dictionary; in place of text,
-integers stand for their digits. Both indices follow the raw ids: by number where all are
-digits, else by their UTF-8 bytes; so do the values of vocabularies.
+`load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. A list may
+be a large_list; integers and floats may have any width; text may be large_string, string_view, a dictionary, or
+integers, which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids
+and texts: by number where all are digits, else by their UTF-8 bytes.
 
 The last two entries, the digests, are optional too: other writers may leave out both. Where there is one of them, all
 files are read and compared with both before anything else is read of them, and a Parquet file that is not listed is

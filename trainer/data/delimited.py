@@ -1,8 +1,8 @@
 """Delimited text with one action per line, as `ActionBlock`s; and small side files, row by row.
 
 Lines end in LF or CRLF and have at most LONGEST_LINE bytes; blank lines are skipped. Only one block of a file is in
-memory at a time. A timestamp is a whole number in the unit of the source (`12.0` is whole). Fields between commas have
-no quotes: ids would silently contain them.
+memory at a time. A timestamp is a whole number in the unit of the source (`12.0` is whole). Fields between commas must
+have no quotes: ids would silently contain them.
 """
 
 import csv

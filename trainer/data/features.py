@@ -219,7 +219,7 @@ def values_of_items(
     one time are in the order given."""
     there = np.flatnonzero(as_numpy(_filled(values).is_valid()))
     there = there[np.argsort(timestamps[there], kind="stable")]
-    # The last of several assignments to one place wins.
+    # Of several assignments to one place, the last one counts.
     there = there if which == "last" else there[::-1]
     rows = np.full(count, -1)
     rows[items[there]] = there

@@ -1,10 +1,10 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
-One pass over the source codes users and items as integers. Then come the conditions of --where, the item filter and the
-user filter (each once, not iterated to a k-core), a stable sort by user and time, the features (features.py), and the
-writing. Sequences are not truncated here: a trainer takes the last actions it wants. Memory peaks at about 60 bytes an
-action and 15 for each further column of the actions, plus every distinct raw id (about 150 bytes each) and one block of
-the file; there is no Python object per action.
+One pass over the source codes users and items as integers. The conditions of --where, the item filter and the user
+filter follow (each once, not iterated to a k-core), then a stable sort by user and time, the features (features.py),
+and the writing. Sequences are not truncated here: a trainer takes the last actions it wants. Memory peaks at about 60
+bytes an action and 15 for each further column of the actions, plus every distinct raw id (about 150 bytes each) and one
+block of the file; there is no Python object per action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
 The same source and options give the same bytes.

@@ -119,7 +119,7 @@ class Generated:
     item_ids: list[str]
     titles: list[str]
     topic_of: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Of the high-rank world, by item: its topic."""
+    """Of the high-rank dataset, by item: its topic."""
     place_of: np.ndarray = field(default_factory=lambda: np.empty(0))
     """Its angle on the topic's ring, in radians."""
     interests: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
@@ -148,7 +148,7 @@ def raw_dataset(made: Generated, options: PrepareOptions, parameters: SizeParame
 
 
 def generate(parameters: DemoParameters, seed: int) -> Generated:
-    """The high-rank world."""
+    """The high-rank dataset."""
     rng = np.random.Generator(np.random.PCG64(seed))
     weights = _popularity(parameters, rng)
     members = rng.permutation(parameters.items).reshape(parameters.topics, -1)

@@ -390,10 +390,11 @@ NEWER: dict[str, list[tuple[str, list[Any], pa.DataType, pa.DataType]]] = {
         ("marks", [[("a", "x")], []], pa.map_(VIEW, VIEW), pa.map_(pa.string(), pa.string())),
     ],
 }
-"""Columns of tables: the name, the values, a type that Arrow reads but cannot filter or compare, and its older kin."""
+"""Columns of tables: the name, the values, a type that Arrow reads but cannot filter or compare, and the older one that
+it is read as."""
 
 
-def test_half_floats_small_decimals_and_views_are_as_their_older_kin(shop: Path) -> None:
+def test_half_floats_small_decimals_and_views_are_read_as_older_types(shop: Path) -> None:
     made, said = [], []
     for newer in (False, True):
         for table, columns in NEWER.items():
