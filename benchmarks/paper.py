@@ -216,7 +216,7 @@ PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
 }
 """By table, dataset and method; the metrics are those of `columns`. Methods that the paper does not have are empty."""
 RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 1864}
-"""The paper's table of ranks of the learnt phi on ML-1M, d = 50."""
+"""The paper's table of ranks of the learned phi on ML-1M, d = 50."""
 EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
 """Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
 DIMENSIONS = (64, 256, 1024)
@@ -403,8 +403,8 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
-    if analyse := {"rank": ranks, "groups": analyse_groups}.get(options.table):
-        analyse(options)
+    if analyze := {"rank": ranks, "groups": analyze_groups}.get(options.table):
+        analyze(options)
         return
     rows = []
     for dataset, methods in options.chosen():
@@ -460,7 +460,7 @@ def ranks(options: Options) -> None:
         if dataset in EXPLAINED:
             table.add_row("paper", *(f"{share:.4f}" for share in EXPLAINED[dataset]))
         Console().print(table)
-        table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learnt phi")
+        table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learned phi")
         for method in methods:
             run = Cell(dataset, method, 0).run(options)
             if (run / "results.json").exists():
@@ -468,7 +468,7 @@ def ranks(options: Options) -> None:
         Console().print(table)
 
 
-def analyse_groups(options: Options) -> None:
+def analyze_groups(options: Options) -> None:
     """HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits that there are."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(Path(options.data) / dataset))

@@ -199,9 +199,9 @@ def _draw(result: dict[str, Any], title: str, setting: str, file: str) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(parts) + 1.3), layout="constrained")
     ends = [0.0] * len(parts)
     labels = ("forward, and the gradients made in it", "backward")
-    for direction, label, colour in zip(DIRECTIONS, labels, ("#4c78a8", "#a8c4e0"), strict=True):
+    for direction, label, color in zip(DIRECTIONS, labels, ("#4c78a8", "#a8c4e0"), strict=True):
         widths = [100 * seconds[part][direction] / total for part in parts]
-        axes.barh(parts, widths, left=ends, color=colour, label=label, height=0.7)
+        axes.barh(parts, widths, left=ends, color=color, label=label, height=0.7)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
         axes.text(end + 0.5, place, f"{end:.1f} %", va="center")

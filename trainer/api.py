@@ -67,10 +67,10 @@ def compare(
     dataset: str | Path,
     out: str | Path,
     minutes: float,
-    methods: Sequence[str] = tuple(comparing.LEARNT),
+    methods: Sequence[str] = tuple(comparing.LEARNED),
     threads: int = 1,
 ) -> dict[str, Any]:
-    """Simple and learnt methods on a dataset directory, each with so many minutes; returns the content of the folder's
+    """Simple and learned methods on a dataset directory, each with so many minutes; returns the content of the folder's
     compare.json."""
     return comparing.compare(str(dataset), path_of(out), minutes, methods, threads)
 

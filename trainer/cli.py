@@ -72,7 +72,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
                                                     torchrun or torchx with the same words
   plan RECIPE [--world-size 8] [--device cuda]      where a job's tables would be placed, and the memory of its ranks
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
-  compare DATASET --minutes M                       simple and learnt methods in equal time, with intervals
+  compare DATASET --minutes M                       simple and learned methods in equal time, with intervals
   report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
@@ -193,7 +193,7 @@ class CompareCommand:
     minutes: float
     """Training time of each method, evaluation not counted."""
     methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
-    """Learnt methods; the simple ones are always there."""
+    """Learned methods; the simple ones are always there."""
     out: str = ""
     """Folder of the runs and of compare.json; runs/compare-DATASET when left empty."""
     threads: int = 0

@@ -1,6 +1,6 @@
-"""`logitmix compare`: simple and learnt methods on one dataset, in equal time, with intervals over the users.
+"""`logitmix compare`: simple and learned methods on one dataset, in equal time, with intervals over the users.
 
-Each method has a folder in the output directory. That of a learnt one is an ordinary run directory; that of a simple
+Each method has a folder in the output directory. That of a learned one is an ordinary run directory; that of a simple
 one has results.json, test_ranks.json and dataset.json. What is there is not done again. All methods see the same
 training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation.
 
@@ -71,7 +71,7 @@ from logitmix.trainer.run import (
 from logitmix.trainer.sizing import AUTO, load_sized
 from logitmix.trainer.stopping import Stopping
 
-LEARNT: Mapping[str, dict[str, Any]] = {
+LEARNED: Mapping[str, dict[str, Any]] = {
     "dot": {},
     "mol": {
         "model.similarity.kind": "mol",
@@ -112,7 +112,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     """
     require(minutes > 0, "minutes", minutes, "above 0")
     for name in methods:
-        require(name in LEARNT, "methods", name, f"among {', '.join(LEARNT)}")
+        require(name in LEARNED, "methods", name, f"among {', '.join(LEARNED)}")
     require_threads("threads", threads)
     torch.set_num_threads(threads)
     set_up_memory()
@@ -144,7 +144,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
 
 
 def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Config:
-    """The settings that a learnt method is trained with."""
+    """The settings that a learned method is trained with."""
     path = shown(dataset.path)
     config, _ = load_sized(AUTO, path)
     users = config.evaluate.users or dataset.num_users
@@ -163,7 +163,7 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
     }
     # Another kind of encoder has the same depth, heads and history.
     common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
-    config = with_settings(config, common | LEARNT[name])
+    config = with_settings(config, common | LEARNED[name])
     # MoL learns slowly from random weights.
     return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config
 
@@ -261,9 +261,9 @@ def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
 
 
 def _finish(
-    out: Path, dataset: Dataset, minutes: float, simple: Sequence[str], learnt: Sequence[str]
+    out: Path, dataset: Dataset, minutes: float, simple: Sequence[str], learned: Sequence[str]
 ) -> dict[str, Any]:
-    rows = [_simple_row(out, name) for name in simple] + [_learnt_row(out, name) for name in learnt]
+    rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
     reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
     ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
     tested = with_intervals(ranks, reference)
@@ -289,7 +289,7 @@ def _simple_row(out: Path, name: str) -> dict[str, Any]:
     return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
 
 
-def _learnt_row(out: Path, name: str) -> dict[str, Any]:
+def _learned_row(out: Path, name: str) -> dict[str, Any]:
     run = out / name
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
@@ -306,10 +306,10 @@ def _learnt_row(out: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _row(name: str, learnt: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
+def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
     return {
         "method": name,
-        "learnt": learnt,
+        "learnt": learned,
         "validation": {metric: validation[metric] for metric in SHOWN},
         "minutes": results["seconds"] / 60,
         "parameters": results["parameters"],
@@ -347,19 +347,19 @@ def _named(mean_M: NDArray[np.float64], mean_RM: NDArray[np.float64]) -> dict[st
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
-    """One sentence about the learnt method that is best on validation and the simple one that is, the reference."""
+    """One sentence about the learned method that is best on validation and the simple one that is, the reference."""
     simple = next(row for row in rows if row["method"] == reference)
     other = LABELS[reference]
     if not any(row["learnt"] for row in rows):
         return f"{other} is best on validation; nothing was trained to compare it with"
-    learnt = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
-    name = LABELS[learnt["method"]]
-    own, others = learnt["test"][CHOICE][0], simple["test"][CHOICE][0]
-    difference, low, high = learnt["difference"][CHOICE]
+    learned = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
+    name = LABELS[learned["method"]]
+    own, others = learned["test"][CHOICE][0], simple["test"][CHOICE][0]
+    difference, low, high = learned["difference"][CHOICE]
     figures = (
         f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
     )
-    if learnt["validation"][CHOICE] > simple["validation"][CHOICE]:
+    if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
         if low > 0:
             said = f"{name} is best on validation, and on the test part it beats the simple methods: {figures}"
         elif high < 0:
@@ -369,12 +369,12 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     elif low > 0:
         said = f"{other} is best on validation, but on the test part {name} is better: {figures}"
     else:
-        said = f"no learnt model beats {other}: on the test part {name}, the best of them on validation, has {figures}"
-    if low > 0 > learnt["difference"][WIDER][2]:
-        said += f"; in HR@50 it is behind, {learnt['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
-    if learnt["still_rising"]:
+        said = f"no learned model beats {other}: on the test part {name}, the best of them on validation, has {figures}"
+    if low > 0 > learned["difference"][WIDER][2]:
+        said += f"; in HR@50 it is behind, {learned['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
+    if learned["still_rising"]:
         said += f"; more minutes may help, since {name}'s validation was still rising at the end"
-    elif learnt["still_rising"] is None:
+    elif learned["still_rising"] is None:
         said += f"; more minutes may help, since there was time for one evaluation of {name} alone"
     return said
 

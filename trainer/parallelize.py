@@ -121,7 +121,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     plan = describe(plans, embedded, config.tables)
     parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, stream)
-    _initialise(parallel.shards(), config)
+    _initialize(parallel.shards(), config)
     return parallel
 
 
@@ -213,7 +213,7 @@ def computes_bf16(device: torch.device) -> bool:
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
-def _initialise(tables: Mapping[str, ShardedTensor], config: Config) -> None:
+def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
     """Fills rows from a truncated normal, each number a function of the seed and its place."""
     for name, sharded in tables.items():
         key, std = derive_key("table", name, config.train.seed), config.tables.of(name).init_std

@@ -39,7 +39,7 @@ def scales(wire: torch.Tensor, widths: list[int]) -> torch.Tensor:
 
 
 def error_bound(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, steps: int) -> torch.Tensor:
-    """In double; `steps` is 1 for the nearest number and 2 for one of both neighbours."""
+    """In double; `steps` is 1 for the nearest number and 2 for one of both neighbors."""
     relative, absolute = BOUNDS[dtype]
     bound = steps * torch.maximum(relative * exact.abs(), absolute * scale)
     saturated = torch.where(exact.abs() > LARGEST_BF16, exact.abs() * 2**-8, 0.0)
@@ -279,7 +279,7 @@ def test_c_reads_any_byte_as_the_plain_path_does(scale: int, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_c_rounds_every_kind_of_number_alike(dtype: torch.dtype) -> None:
-    # In the format's own units: each byte's value, the ties between neighbours, and the numbers next to all of these.
+    # In the format's own units: each byte's value, the ties between neighbors, and the numbers next to all of these.
     largest = torch.finfo(dtype).max
     levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
     levels = levels[levels <= largest]

@@ -202,8 +202,8 @@ def attempts() -> tuple[list[tuple[int, int, Any]], dict[tuple[int, int], int | 
 def test_a_lost_peer_holds_nobody_up(attempts: Any, attempt: int, exit_code: int) -> None:
     answers, exit_codes = attempts
     assert (exit_codes[attempt, 0], exit_codes[attempt, 1]) == (0, exit_code)
-    [(rank, (seconds, initialised))] = [answer[1:] for answer in answers if answer[0] == attempt]
-    assert (rank, initialised) == (0, False)
+    [(rank, (seconds, initialized))] = [answer[1:] for answer in answers if answer[0] == attempt]
+    assert (rank, initialized) == (0, False)
     assert seconds < TIMEOUT_SECONDS / 4
 
 

@@ -57,7 +57,7 @@ def check_every_byte(device: str) -> None:
 
 
 def check_every_kind_of_number(device: str) -> None:
-    """In the format's own units: each byte's value, ties between neighbours, and the numbers next to all of these."""
+    """In the format's own units: each byte's value, ties between neighbors, and the numbers next to all of these."""
     for dtype in FORMATS:
         largest = torch.tensor(torch.finfo(dtype).max)
         levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()

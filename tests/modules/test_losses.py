@@ -291,7 +291,7 @@ def recovered(popularity_V: Tensor, q_V: Tensor, log_q_V: Tensor | None) -> Tens
 
 
 def test_log_q_gives_every_way_of_drawing_negatives_the_optimum_of_uniform_ones() -> None:
-    """Which is log P(item). Without it, popularity is learnt only as far as negatives do not have it."""
+    """Which is log P(item). Without it, popularity is learned only as far as negatives do not have it."""
     popularity_V = F.normalize(1 / torch.arange(1.0, 101), p=1, dim=0)
     uniform_V = torch.full((100,), 0.01)
     mixed_V = 0.25 * uniform_V + 0.75 * popularity_V

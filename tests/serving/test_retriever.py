@@ -47,7 +47,7 @@ def load(model: SmallModel, folder: Path) -> Retriever:
 
 
 def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
-    """The k best of the scores; neighbours within rounding may change places."""
+    """The k best of the scores; neighbors within rounding may change places."""
     expected = score_BX.topk(min(k, score_BX.shape[1])).values
     torch.testing.assert_close(found.scores[:, : expected.shape[1]], expected, rtol=1e-5, atol=1e-5)
     for row, (items, scores) in enumerate(zip(found.items, found.scores, strict=True)):

@@ -1,4 +1,4 @@
-"""Simple and learnt methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
+"""Simple and learned methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
 
 import json
 import shutil
@@ -114,18 +114,18 @@ def row(
     rising: bool | None = False,
     high50: float = 0.0,
 ) -> dict[str, Any]:
-    learnt = method in comparing.LEARNT
+    learned = method in comparing.LEARNED
     return {
         "method": method,
-        "learnt": learnt,
+        "learnt": learned,
         "validation": {"hr@10": validation},
         "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
         "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
-    } | ({"still_rising": rising} if learnt else {})
+    } | ({"still_rising": rising} if learned else {})
 
 
 @pytest.mark.parametrize(
-    ("learnt", "said"),
+    ("learned", "said"),
     [
         (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and on the test part it beats"),
         (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats the simple"),
@@ -135,19 +135,19 @@ def row(
         ),
         (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
         (row("hstu", 0.1, 0.3, 0.05, 0.15), "EASE is best on validation, but on the test part HSTU is better"),
-        (row("hstu", 0.1, 0.19, -0.03, 0.01, True), "no learnt model beats EASE: on the test part HSTU, the best"),
+        (row("hstu", 0.1, 0.19, -0.03, 0.01, True), "no learned model beats EASE: on the test part HSTU, the best"),
     ],
 )
-def test_the_verdict_chooses_on_validation_and_reports_the_test(learnt: dict[str, Any], said: str) -> None:
+def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[str, Any], said: str) -> None:
     """`dot` would be the best on the test part, but not on validation."""
-    rows = [row("ease", 0.2, 0.2), row("popularity", 0.05, 0.9), learnt, row("dot", 0.01, 0.95, 0.7, 0.8)]
+    rows = [row("ease", 0.2, 0.2), row("popularity", 0.05, 0.9), learned, row("dot", 0.01, 0.95, 0.7, 0.8)]
     sentence = verdict(rows, "ease")
     assert sentence.startswith(said)
-    difference, low, high = learnt["difference"]["hr@10"]
+    difference, low, high = learned["difference"]["hr@10"]
     assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
-    assert ("validation was still rising" in sentence) == (learnt["still_rising"] is True)
-    assert ("time for one evaluation" in sentence) == (learnt["still_rising"] is None)
-    assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learnt["difference"]["hr@50"][2] < 0)
+    assert ("validation was still rising" in sentence) == (learned["still_rising"] is True)
+    assert ("time for one evaluation" in sentence) == (learned["still_rising"] is None)
+    assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learned["difference"]["hr@50"][2] < 0)
 
 
 TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,

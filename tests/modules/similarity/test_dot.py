@@ -35,7 +35,7 @@ def test_equals_the_sum_written_out(normalize: bool) -> None:
     item_ND[3] = 0
     query, item = dot.query(query_TD, torch.arange(7)), dot.item(item_ND, torch.arange(7))
     expected = torch.tensor([[plain(u, x, normalize, 0.05) for x in item_ND] for u in query_TD])
-    # Values up to 20, or 100 where they are not normalised, of a handful of roundings.
+    # Values up to 20, or 100 where they are not normalized, of a handful of roundings.
     all_pairs = dot.all_pairs(query, item)
     bound = (20 if normalize else 100) * 4 * EPS
     torch.testing.assert_close(all_pairs, expected, rtol=8 * EPS, atol=bound)
@@ -67,19 +67,19 @@ def test_a_cosine_over_the_temperature_stays_within_its_reciprocal() -> None:
     torch.testing.assert_close(opposite, torch.full((9,), -20.0), rtol=8 * EPS, atol=0)
 
 
-def test_normalising_is_full_precision_and_gives_zero_for_zero() -> None:
+def test_normalizing_is_full_precision_and_gives_zero_for_zero() -> None:
     x = vectors(4, 3)
     x[2] = 0
-    normalised = l2_normalize(x.bfloat16())
-    assert normalised.dtype == torch.float32
-    assert normalised.norm(dim=1).tolist() == pytest.approx([1, 1, 0, 1], abs=4 * EPS)
+    normalized = l2_normalize(x.bfloat16())
+    assert normalized.dtype == torch.float32
+    assert normalized.norm(dim=1).tolist() == pytest.approx([1, 1, 0, 1], abs=4 * EPS)
     zero = torch.zeros(1, 3, requires_grad=True)
     l2_normalize(zero).sum().backward()
     assert zero.grad is not None and bool(zero.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_normalising_is_torchs_own_and_so_are_its_gradients(dtype: torch.dtype) -> None:
+def test_normalizing_is_torchs_own_and_so_are_its_gradients(dtype: torch.dtype) -> None:
     # The last rows are shorter than eps, or zero, and are only scaled.
     x = torch.cat([vectors(6, 3), vectors(2, 4) * 1e-8, torch.zeros(1, 6)]).to(dtype).requires_grad_()
     weight, twin = vectors(9, 5), x.detach().double().requires_grad_()

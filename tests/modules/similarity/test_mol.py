@@ -51,7 +51,7 @@ def mlp(gate: nn.Module, x: Tensor) -> Tensor:
 
 def components(projection: nn.Module, x: Tensor, normalize: bool) -> list[Tensor]:
     """Gated linear unit, where there is one, and linear layer, cut into vectors of width C, each of length one where
-    normalised."""
+    normalized."""
     if projection.gated is not None:
         both = projection.gated.weight.double() @ x + projection.gated.bias.double()
         value, gate = both[: len(both) // 2], both[len(both) // 2 :]
@@ -180,7 +180,7 @@ def masks_of(rows: Tensor, rate: float) -> Tensor:
     return NOISE.dropout(torch.ones(len(rows), M), rate, "gates", rows)
 
 
-def test_what_gate_dropout_leaves_is_renormalised() -> None:
+def test_what_gate_dropout_leaves_is_renormalized() -> None:
     mol = make()
     query_TD, item_ND = vectors(4, 1), vectors(4, 2)
     query, item = sides(mol, query_TD, item_ND)
@@ -197,7 +197,7 @@ def test_what_gate_dropout_leaves_is_renormalised() -> None:
     diagonal = torch.arange(4)
     pairs = mol.pairs(query, item, lambda gates: gates * mask_TNM[diagonal, diagonal])
     torch.testing.assert_close(pairs.double(), expected.diagonal(), rtol=0, atol=20 * 32 * EPS)
-    # A weighted mean of logits lies among them; without renormalising it would leave their range.
+    # A weighted mean of logits lies among them; without renormalizing it would leave their range.
     one = torch.zeros(M)
     one[3] = 5.0
     only = mol.pairs(query, item, lambda gates: gates * one)
@@ -240,7 +240,7 @@ def test_dropout_of_the_inputs_goes_where_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_normalised_components_do_not_see_the_lengths_of_their_vectors(normalize: bool) -> None:
+def test_normalized_components_do_not_see_the_lengths_of_their_vectors(normalize: bool) -> None:
     mol = make(normalize=normalize)
     query_TD, item_ND = vectors(4, 1), vectors(5, 2)
     before = sides(mol, query_TD, item_ND)
