@@ -230,6 +230,13 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
         text, policy = _page()
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
 
+    _answer_errors(app)
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Gives {"error": one line} also where no function of a path answers."""
+
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         path = request.url.path
@@ -247,8 +254,6 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
         return _error(500, "an error of the server; its log says more")
-
-    return app
 
 
 class TooLarge(Exception):

@@ -512,8 +512,7 @@ def _evaluate(words: list[str]) -> None:
     from logitmix.trainer.evaluate import evaluate_run
     from logitmix.trainer.run import final_run
 
-    threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    run = fetched_run(command.run)
+    run, threads = fetched_run(command.run), _threads(command.threads)
     results = evaluate_run(run, command.split, command.exclude_history, command.users, command.device, threads)
     if _is_main():
         ranked = shown(final_run(run) if command.split == "test" else run)
@@ -528,8 +527,8 @@ def _compare(words: list[str]) -> None:
     from logitmix.trainer.compare import as_text, compare
 
     out = path_of(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
-    threads = command.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    found = compare(command.dataset, out, command.minutes, list(dict.fromkeys(command.methods)), threads)
+    methods = list(dict.fromkeys(command.methods))
+    found = compare(command.dataset, out, command.minutes, methods, _threads(command.threads))
     if _is_main():
         print(json.dumps(found) if command.json else as_text(found), end="\n" if command.json else "")
 
@@ -694,6 +693,11 @@ def _start_ranks(command: str, words: list[str], count: int) -> None:
 def _threads_of_each(count: int) -> int:
     """Of processes that divide the cores of this host."""
     return max(1, cores() // count)
+
+
+def _threads(given: int) -> int:
+    """Of this rank: as given, or where that is 0, its share of this host's cores."""
+    return given or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @contextlib.contextmanager
