@@ -97,7 +97,7 @@ class Schema:
     def __post_init__(self) -> None:
         _require_unique("feature", [feature.name for feature in self.features])
         _require_unique("table", [table.name for table in self.tables])
-        if Feature(ITEM, "item", "id", ITEM) not in self.features:
+        if ITEM_FEATURE not in self.features:
             raise ValueError(f"the schema has no feature {ITEM} of owner item, kind id and table {ITEM}: the item id")
         known, used = [table.name for table in self.tables], {f.table for f in self.features if f.sparse}
         for feature in self.features:
@@ -111,7 +111,7 @@ class Schema:
     @classmethod
     def of_ids(cls, items: int) -> "Schema":
         """A schema with the item ids alone."""
-        return cls((Feature(ITEM, "item", "id", ITEM),), (Table(ITEM, items + 1),))
+        return cls((ITEM_FEATURE,), (Table(ITEM, items + 1),))
 
     def to_mapping(self) -> dict[str, list[dict[str, Any]]]:
         """For JSON and TOML, without fields at their defaults; `common.mappings.from_mapping(Schema, …)` reads it."""
@@ -158,8 +158,8 @@ class Schema:
         return {table.name: table.dim or dim for table in self.tables}
 
     def of(self, owner: Owner) -> tuple[Feature, ...]:
-        """Features of an owner, in order."""
-        return tuple(feature for feature in self.features if feature.owner == owner)
+        """Features of an owner, in order, without the item id."""
+        return tuple(feature for feature in self.features if feature.owner == owner and feature.name != ITEM)
 
     def table(self, name: str) -> Table:
         """The table of this name, which must exist."""
@@ -183,5 +183,6 @@ def _fields(entry: Feature | Table) -> dict[str, Any]:
     return {of.name: value for of, value in values.items() if value != of.default}
 
 
+ITEM_FEATURE = Feature(ITEM, "item", "id", ITEM)
 RECENCY_FEATURE = Feature(RECENCY, "event", "id", RECENCY)
 USER_FEATURE = Feature(USER, "user", "id", USER)

@@ -22,7 +22,7 @@ from .hindexer import HIndexer
 from .initialize import reset_layers
 from .losses.blockwise import Side
 from .noise import Noise
-from .schema import ITEM, Schema
+from .schema import ITEM, ITEM_FEATURE, Schema
 from .similarity.build import build_similarity
 
 NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
@@ -36,10 +36,9 @@ class ItemTower(nn.Module):
 
     def __init__(self, dim: int, schema: Schema) -> None:
         super().__init__()
-        features, dims = schema.of("item"), schema.dims(dim)
-        own = [feature for feature in features if feature.name == ITEM]
-        self.own_row = FeatureEmbeddings(own, dims, dim)
-        self.features = FeatureEmbeddings([feature for feature in features if feature.name != ITEM], dims, dim)
+        dims = schema.dims(dim)
+        self.own_row = FeatureEmbeddings([ITEM_FEATURE], dims, dim)
+        self.features = FeatureEmbeddings(schema.of("item"), dims, dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         reset_layers(self, generator)
@@ -106,7 +105,7 @@ class Tower(nn.Module):
         self.query_tower = QueryTower(config, schema)
         self.item_tower = ItemTower(config.dim, schema)
         self.similarity = build_similarity(config.dim, config.similarity)
-        self.similarity.use_features(len(schema.of("user")) + len(schema.of("event")), len(schema.of("item")) - 1)
+        self.similarity.use_features(len(schema.of("user")) + len(schema.of("event")), len(schema.of("item")))
         self.hindexer: HIndexer | None = None
         if config.hindexer.weight > 0:
             self.hindexer = HIndexer(config.dim, config.hindexer)

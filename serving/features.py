@@ -11,7 +11,7 @@ import torch
 
 from logitmix.common.mappings import nearest
 from logitmix.modules.features import Values
-from logitmix.modules.schema import ITEM, Feature, Owner, Schema
+from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.serving.texts import Texts
 
 _REMEMBERED = 2**16
@@ -39,7 +39,7 @@ class FeatureReader:
 
         Raises ValueError that names the record (by `names`), the feature and what is wrong.
         """
-        features = {feature.name: feature for feature in self.schema.of(owner) if feature.name != ITEM}
+        features = {feature.name: feature for feature in self.schema.of(owner)}
         for place, record in enumerate(records):
             for name in record:
                 if name not in features:

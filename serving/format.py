@@ -378,8 +378,7 @@ def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
     kinds = {"id": "text or whole number", "ids": "list of texts or whole numbers", "number": "number"}
 
     def features(owner: Owner) -> dict[str, str]:
-        of_owner = [feature for feature in schema.of(owner) if feature.name != ITEM]
-        return {feature.name: kinds.get(feature.kind, f"list of {feature.width} numbers") for feature in of_owner}
+        return {of.name: kinds.get(of.kind, f"list of {of.width} numbers") for of in schema.of(owner)}
 
     return {
         "inputs": {
@@ -511,8 +510,6 @@ def _items(found: Mapping[str, Any], about: About) -> dict[str, Any]:
         return expected
     expected |= _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
     for feature in about.schema.of("item"):
-        if feature.name == ITEM:
-            continue
         name, dtype = f"{feature.name}.values", _DTYPES[stored_type(feature, about.schema)]
         count = found[name]["shape"][0] if feature.kind == "ids" else R
         expected[name] = {"dtype": dtype, "shape": [count, feature.width] if feature.kind == "vector" else [count]}

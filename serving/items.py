@@ -86,14 +86,14 @@ class ItemInputs:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], schema: Schema) -> "ItemInputs":
         """From the output of `tensors`."""
-        names = [feature.name for feature in _features(schema)]
+        names = [feature.name for feature in schema.of("item")]
         values = {name: Values(tensors[f"{name}.values"], tensors.get(f"{name}.offsets")) for name in names}
         return cls(tensors[OWN_ROW], values)
 
     def tensors(self, schema: Schema) -> dict[str, Tensor]:
         """As an export stores them."""
         tensors = {OWN_ROW: self.own_RW}
-        for feature in _features(schema):
+        for feature in schema.of("item"):
             of = self.values[feature.name]
             tensors[f"{feature.name}.values"] = of.values.to(stored_type(feature, schema))
             if of.offsets is not None:
@@ -112,7 +112,7 @@ class ItemInputs:
 
     def problem(self, schema: Schema) -> str | None:
         """What is wrong with the tensors' values, given that types and shapes are right."""
-        for feature in _features(schema):
+        for feature in schema.of("item"):
             of = self.values[feature.name]
             if of.offsets is not None and (
                 int(of.offsets[0]) != 0 or int(of.offsets[-1]) != len(of.values) or bool((of.offsets.diff() < 0).any())
@@ -130,11 +130,6 @@ def stored_type(feature: Feature, schema: Schema) -> torch.dtype:
     if not feature.sparse:
         return torch.float32
     return torch.int32 if schema.table(feature.table).rows <= 2**31 else torch.int64
-
-
-def _features(schema: Schema) -> list[Feature]:
-    """The features of items, without the item id."""
-    return [feature for feature in schema.of("item") if feature.name != ITEM]
 
 
 def _taken(of: Values, index_N: Tensor) -> Values:

@@ -124,7 +124,7 @@ def item_types(
     # Computed for one real item: torch takes seconds to load what it needs to compute with shapes alone.
     zeros = {name: torch.zeros(shape) for name, shape in weight_shapes(config, schema).items()}
     tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
-    one = Embedded(vector_1D, [vector_1D] * (len(schema.of("item")) - 1))
+    one = Embedded(vector_1D, [vector_1D] * len(schema.of("item")))
     with torch.inference_mode():
         scales = Scales(1.0 if tower.hindexer else None, 1.0 if precision == "int8" else None)
         stored = stored_items(tower, one, precision, cached, scales)

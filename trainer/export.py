@@ -303,7 +303,7 @@ def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
         types = item_types(about.model, about.schema, LANES, about.precision).values()
         item_bytes = -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
     else:
-        own = [columns[feature.name] for feature in about.schema.of("item") if feature.name != ITEM]
+        own = [columns[feature.name] for feature in about.schema.of("item")]
         of_all = sum(array.nbytes for column in own for array in (column.values, column.offsets) if array is not None)
         item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
     # Whole blocks of the INT8 corpus.
@@ -315,12 +315,11 @@ def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict
     """The items' features, with ids that are rows of whole tables."""
     values = {}
     for feature in schema.of("item"):
-        if feature.name != ITEM:
-            taken, offsets = taken_rows(columns[feature.name], item_R)
-            values[feature.name] = Values(
-                torch.from_numpy(taken).to(stored_type(feature, schema)),
-                None if offsets is None else torch.from_numpy(offsets),
-            )
+        taken, offsets = taken_rows(columns[feature.name], item_R)
+        values[feature.name] = Values(
+            torch.from_numpy(taken).to(stored_type(feature, schema)),
+            None if offsets is None else torch.from_numpy(offsets),
+        )
     return values
 
 

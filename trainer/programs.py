@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import ITEM, Feature, Owner
+from logitmix.modules.schema import ITEM, Feature
 from logitmix.modules.towers import NO_ROWS, Sides, Tower
 from logitmix.serving import format as serving
 from logitmix.serving.format import Contents, Entries
@@ -120,7 +120,7 @@ class QueryProgram(_Program):
             inputs["time"] = _Input(torch.zeros(2, dtype=torch.int64), B)
         inputs |= {_name(of): _example(of, (2,), B) for of in tower.schema.of("user")}
         inputs |= {_name(of): _example(of, (2, min(2, most)), BL) for of in tower.schema.of("event")}
-        super().__init__(tower, inputs, _tables_of(_features(tower, "user", "event"), tables))
+        super().__init__(tower, inputs, _tables_of([*tower.schema.of("user"), *tower.schema.of("event")], tables))
 
     def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         vectors_BLD, tower = given["vectors"], self.tower
@@ -137,11 +137,11 @@ class ItemProgram(_Program):
     def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
         V = {0: Dim("items", min=1)}
         inputs = {OWN_ROW: _Input(torch.zeros(2, tower.schema.dims(tower.config.dim)[ITEM]), V)}
-        inputs |= {_name(of): _example(of, (2,), V) for of in _features(tower, "item")}
-        super().__init__(tower, inputs, _tables_of(_features(tower, "item"), tables))
+        inputs |= {_name(of): _example(of, (2,), V) for of in tower.schema.of("item")}
+        super().__init__(tower, inputs, _tables_of(tower.schema.of("item"), tables))
 
     def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        values = {of.name: _values(of, given) for of in _features(self.tower, "item")}
+        values = {of.name: _values(of, given) for of in self.tower.schema.of("item")}
         item = self.tower.item_tower(self.tables | {ITEM: given[OWN_ROW]}, Features(values=values))
         return {VECTOR: item.vector_RD} | _outputs("item", self.tower.item_sides(item))
 
@@ -215,11 +215,6 @@ class _Rows(Packing):
             next_BL = times_BL[:, (place_L + 1).clamp(max=longest - 1)]
             asked_BL = torch.where(place_L == lengths_B[:, None] - 1, time_B[:, None], next_BL)
             self.time_T, self.asked_T = times_BL.flatten(), asked_BL.flatten()
-
-
-def _features(tower: Tower, *owners: Owner) -> list[Feature]:
-    """Those of some owners, without the item id."""
-    return [of for owner in owners for of in tower.schema.of(owner) if of.name != ITEM]
 
 
 def _tables_of(features: Sequence[Feature], tables: Mapping[str, Pieces]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from logitmix.common.files import clean_up, in_turn, whole_directory
 from logitmix.common.storage import alone, fetch, push
-from logitmix.modules.schema import ITEM, Feature
+from logitmix.modules.schema import Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
@@ -52,7 +52,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     contents = serving.read(directory)
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
-    features = {feature.name: feature for feature in contents.about.schema.of("item") if feature.name != ITEM}
+    features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
         said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)

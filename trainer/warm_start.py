@@ -132,7 +132,8 @@ def _common(tower: Tower) -> tuple[object, ...]:
 
 def _features(tower: Tower) -> dict[str, list[str]]:
     """The features that the model uses, in order, by owner. A number's mean and deviation may change."""
-    return {owner: [_said(feature) for feature in tower.schema.of(owner)] for owner in get_args(Owner)}
+    features = tower.schema.features
+    return {owner: [_said(feature) for feature in features if feature.owner == owner] for owner in get_args(Owner)}
 
 
 def _said(feature: Feature) -> str:

@@ -25,7 +25,7 @@ SCHEMA = Schema(
 
 
 def test_features_by_owner_and_tables_by_name() -> None:
-    assert [feature.name for feature in SCHEMA.of("item")] == ["item", "genres", "price", "image"]
+    assert [feature.name for feature in SCHEMA.of("item")] == ["genres", "price", "image"]
     assert [feature.name for feature in SCHEMA.of("user")] == ["favorite"]
     assert [feature.name for feature in SCHEMA.of("event")] == ["rating"]
     assert SCHEMA.table("genre") == Table("genre", 5)

@@ -102,11 +102,7 @@ def small_model(
         if table.name != ITEM
     }
     random = np.random.default_rng(seed)
-    features = {
-        feature.name: random_column(feature, schema, num_items, random)
-        for feature in schema.of("item")
-        if feature.name != ITEM
-    }
+    features = {feature.name: random_column(feature, schema, num_items, random) for feature in schema.of("item")}
     return SmallModel(config, item_XD, tower.eval(), others, features)
 
 

@@ -124,9 +124,8 @@ def items_for(model: SmallModel, count: int) -> tuple[dict[str, Tensor], dict[st
     generator, schema, tower = torch.Generator().manual_seed(count), model.tower.schema, model.tower
     given, values = {"own_row": torch.randn(count, 16, generator=generator)}, {}
     for feature in schema.of("item"):
-        if feature.name != ITEM:
-            of = given[f"item_{feature.name}"] = given_to(feature, schema, (count,), generator)
-            values[feature.name] = packed(feature, of)
+        of = given[f"item_{feature.name}"] = given_to(feature, schema, (count,), generator)
+        values[feature.name] = packed(feature, of)
     item = tower.item_tower({**model.others, ITEM: given["own_row"]}, Features(values=values))
     return given, {"item_vector": item.vector_RD} | sides_of("item", tower.item_sides(item))
 

@@ -85,8 +85,7 @@ def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
 
 
 def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
-    features = [f for f in dataset.schema.of("item") if f.name != ITEM]
-    return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in features}
+    return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in dataset.schema.of("item")}
 
 
 @torch.no_grad()

@@ -483,7 +483,7 @@ def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]
     """The features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
     file = path / "items.parquet"
     with _reading(path, "dataset.json"):
-        readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item") if f.name != ITEM}
+        readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item")}
     with _reading(path, file.name):
         with pq.ParquetFile(file) as table:
             _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *readers))

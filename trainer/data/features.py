@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
-from logitmix.modules.schema import ITEM, SPARSE, Feature, Kind, Owner, Schema, Table
+from logitmix.modules.schema import ITEM, ITEM_FEATURE, SPARSE, Feature, Kind, Owner, Schema, Table
 from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
 from logitmix.trainer.data.raw import as_numbers, as_numpy, order_of_texts
 
@@ -98,7 +98,7 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
         table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
     }
     tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
-    features, made = [Feature(ITEM, "item", "id", ITEM)], {}
+    features, made = [ITEM_FEATURE], {}
     for column in used:
         assert column.kind is not None
         if column.name in coded:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitmix.common.files import file_digest, with_digest
-from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.dataset import (
     FILES_DIGESTS,
     FORMAT_VERSION,
@@ -144,8 +144,7 @@ def _items(contents: DatasetContents, schema: Schema) -> pa.Table:
     if contents.titles is not None:
         columns["title"] = contents.titles
     for feature in schema.of("item"):
-        if feature.name != ITEM:
-            columns[feature.name] = _rows(feature, contents.columns[feature.name], 0, count)
+        columns[feature.name] = _rows(feature, contents.columns[feature.name], 0, count)
     return pa.table(columns)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitmix.modules.schema import ITEM, Feature, Kind, Owner, Table
+from logitmix.modules.schema import Feature, Kind, Owner, Table
 from logitmix.serving.features import FeatureReader
 from logitmix.trainer.data.features import (
     FeatureOptions,
@@ -382,7 +382,7 @@ def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
 )
 def test_new_items_are_read_as_those_of_a_dataset(kind: Kind, values: pa.Array) -> None:
     features = made(RawColumn("of", "item", values, kind))
-    (feature,) = (feature for feature in features.schema.features if feature.name != ITEM)
+    (feature,) = features.schema.of("item")
     found = as_in_requests(feature, values)
     texts = {name: in_order(stored(pa.chunked_array([of])), name, True) for name, of in features.vocabularies.items()}
     reader = FeatureReader(features.schema, texts)
