@@ -266,7 +266,7 @@ class _Copy:
         }
 
     def settle(self, take: Callable[[dict[str, str]], bool]) -> None:
-        """Has what is in the store taken until that does not change meanwhile, so that it is not of two uploads. `take`
+        """Calls `take` until the store has not changed during the call, so that what was taken is of one upload. `take`
         says whether it has fetched anything; its OSError may be for a file that was removed."""
         there = self.listing()
         for _ in range(MOST_ROUNDS):

@@ -7,14 +7,14 @@ from typing import Literal
 from logitmix.common.mappings import require, require_from
 
 WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
-"""Limits of widths, histories and numbers of negatives. What is far above them is a slip of the keyboard, and would end
-for want of memory."""
+"""Limits of widths, histories and numbers of negatives. A number far above them is a typing error, and there would not
+be enough memory for it."""
 
 
 @dataclass(frozen=True)
 class SASRecConfig:
-    """The user side, of kind "sasrec": causal self-attention over the history; the paper's
-    settings are in appendix A."""
+    """The user side, of kind "sasrec": causal self-attention over the history; the paper's settings are in appendix
+    A."""
 
     kind: Literal["sasrec"] = "sasrec"
     """sasrec, hstu or pooled; the other settings are those of the kind."""

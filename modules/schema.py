@@ -149,7 +149,7 @@ class Schema:
         return self.table(ITEM).rows - 1
 
     @property
-    def among_items(self) -> list[str]:
+    def item_valued(self) -> list[str]:
         """Names of the features whose values are items: they use the item id's table, which exports do not hold."""
         return [feature.name for feature in self.features if feature.table == ITEM and feature.name != ITEM]
 

@@ -148,8 +148,8 @@ class LiveExport:
         return ""
 
     def _fetch(self) -> None:
-        """Until the end: of an export at a URL, what has changed there; where that fails, the old one goes on, and it
-        is said once. Every process looks by itself, for it may be on another host than the others."""
+        """Fetches what has changed of an export at a URL, again and again until the end. Where that fails, the old one
+        goes on, and a line says so once. Every process does this, because it may be on another host than the others."""
         before = ""
         while not self._ended.wait(STORE_SECONDS):
             problem = ""

@@ -3,7 +3,7 @@ rules as the model.
 
 Popularity scores an item by its training actions. Item-kNN scores it by the sum of its similarities to the items of the
 user's history, each action counting RECENCY of the one after it; similarity is the cosine of the sets of users whose
-training actions have the items, and an item of the history speaks for its NEIGHBORS nearest items alone.
+training actions have the items, and an item of the history counts only for the NEIGHBORS items most similar to it.
 EASE ("Embarrassingly Shallow Autoencoders for Sparse Data", Steck, 2019) scores it by the sum of weights from the items
 of the history, in any order; the weights are those of a ridge regression of each item on all others.
 
@@ -127,7 +127,7 @@ class EASE:
     """B of Steck's equation 8."""
 
     weight_XX: Tensor
-    """float64: how much an item of the history (row) speaks for an item (column); the diagonal is 0."""
+    """float64: the weight of an item of the history (row) in the score of an item (column); the diagonal is 0."""
 
     @classmethod
     def fit(cls, both_XX: Tensor, penalty: float) -> "EASE":

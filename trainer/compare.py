@@ -93,7 +93,7 @@ CHOICE = "hr@10"
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 WIDER = "hr@50"
-"""Where the verdict's winner is behind in this, the verdict says so: what is retrieved may be ranked again."""
+"""The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
 RESAMPLES = 2000
 WAIT = 24 * 3600
 """Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""

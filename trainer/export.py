@@ -185,9 +185,9 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
     if about.precision == "int8" and about.model.similarity.kind != "mol":
         kind = about.model.similarity.kind
         raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
-    if among := about.schema.among_items:
+    if features := about.schema.item_valued:
         raise ValueError(
-            f"exports hold no table of items for other features, and the model uses {', '.join(among)}: train "
+            f"exports hold no table of items for other features, and the model uses {', '.join(features)}: train "
             "without them (--model.features), or prepare them with a table of their own"
         )
     if about.precision != "fp32" and not about.item_cache:

@@ -269,7 +269,7 @@ class _BagLookup(torch.autograd.Function):
 def _take_over(
     kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRowsAdam]
 ) -> None:
-    """Turn the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
+    """Turns the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[own_name(table.name)] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]

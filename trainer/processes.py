@@ -26,12 +26,12 @@ SAVING = 40.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 LAST = 5.0
-"""Seconds after the others have ended, after which a stopped rank is continued (SIGCONT): no rank is left to notice
-that it does not answer."""
+"""Seconds after the other ranks have ended. Then a stopped rank is continued (SIGCONT), because no rank is left that
+would notice that it does not answer."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 THREADS_A_CORE = 4
-"""Most of a process."""
+"""Most threads of a process, for each core."""
 MISTAKE = "mistake"
 """The file in torchrun's directory of a job that has the message of a user's mistake."""
 LOST_PEER = 3

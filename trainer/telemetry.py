@@ -255,8 +255,8 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
         "precision": precision,
         "wire": sent,
     }
-    if among := dataset.schema.only(model.config.model.features).among_items:
-        block["export"] = f"not possible: {', '.join(among)} and the item ids share a table"
+    if features := dataset.schema.only(model.config.model.features).item_valued:
+        block["export"] = f"not possible: {', '.join(features)} and the item ids share a table"
     return with_plan(block, model.plan)
 
 
