@@ -23,6 +23,8 @@ GRACE = 10.0
 """Seconds for ranks to end by themselves, once one of them has failed."""
 SAVING = 40.0
 """The same once a signal has told them to, and they save what they have done."""
+CAUSE = 5.0
+"""Seconds that a rank's own failure may show later than that it was lost, because a busy machine is slow to end it."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 LAST = 5.0
@@ -201,7 +203,7 @@ def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         failed = [rank for rank, status in enumerate(statuses) if status]
         causes = [rank for rank in failed if statuses[rank] != LOST_PEER]
         # This rank only lost another one, whose failure will show in a moment.
-        if causes or alone > 2:
+        if causes or alone > CAUSE:
             return (causes or failed)[0]
         if None not in statuses and not failed:
             return None

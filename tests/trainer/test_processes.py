@@ -51,7 +51,7 @@ def test_a_rank_that_is_stopped_last_is_continued(monkeypatch: pytest.MonkeyPatc
         ("print('wrong', file=sys.stderr); sys.exit(2)", 2, "wrong"),
         ("time.sleep(60) if rank == 0 else sys.exit([print('no device'), 2][1])", 2, "rank 1 of 2\nno device"),
         # The cause is told, though rank 0 ends first and for another reason.
-        ("sys.exit(3) if rank == 0 else (time.sleep(0.5), sys.exit('no memory'))", 1, "rank 1 of 2\nno memory"),
+        ("sys.exit(3) if rank == 0 else (time.sleep(3), sys.exit('no memory'))", 1, "rank 1 of 2\nno memory"),
         ("time.sleep(60) if rank == 0 else sys.exit('no memory')", 1, "rank 1 of 2\nno memory"),
         ("time.sleep(60) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
     ],
