@@ -92,7 +92,7 @@ DATASETS = {
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
     "beauty": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
     "games": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
-    "books": Data("amazon-dot", "hr@200", DENSE | {"mol": DENSE_MOL | {"temperature": 0.1}}, BOOKS),
+    "books": Data("amazon-dot", "hr@200", DENSE | {"mol": DENSE_MOL | {"temperature": 0.1}, "mlp": (256, 0.2)}, BOOKS),
     "demo-features": Data("demo-mol", "hr@10", DENSE, FEATURES),
 }
 

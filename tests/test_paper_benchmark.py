@@ -53,6 +53,16 @@ def test_recipes_of_mol_are_the_cells(paper: ModuleType, cell: str, recipe: str)
     assert "warm_start" in differ and differ <= {"warm_start", "data.path", "train.refit", "evaluate.baselines"}
 
 
+def test_sizes_of_the_other_similarities_are_those_of_the_appendix(paper: ModuleType) -> None:
+    """Its hidden layers and dropout rates of MLP, NeuMF and DeepFM."""
+    dense, sparse = [512, 0.1, 256, 0.1, 256, 0.2], [128, 0.2, 128, 0.2, 128, 0.3]
+    expected = {"ml-1m": dense, "ml-20m": dense, "beauty": sparse, "games": sparse,
+                "books": [256, 0.2, 256, 0.1, 256, 0.2]}  # fmt: skip
+    for dataset, sizes in expected.items():
+        settings = [paper.settings_of(name, paper.DATASETS[dataset].sizes) for name in ("mlp", "neumf", "deepfm")]
+        assert [of[f"model.similarity.{name}"] for of in settings for name in ("hidden", "dropout")] == sizes, dataset
+
+
 def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
     cell = paper.Cell
     assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
