@@ -82,15 +82,21 @@ def machine() -> str:
 
 def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
-    with all output if it fails."""
+    with all output if it fails. Ctrl-C ends both, this one when that has saved its step."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
         command += ["--processes", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:
+        try:
+            output, errors = child.communicate()
+        except KeyboardInterrupt:
+            child.communicate()
+            raise
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{output}{errors}")
+    return output
 
 
 def _status(field: str) -> int:

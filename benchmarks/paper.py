@@ -334,7 +334,10 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
     run, settings = cell.run(options), cell.settings(options)
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
-    logitmix("train", cell.recipe, *words, "--run", str(run))
+    try:
+        logitmix("train", cell.recipe, *words, "--run", str(run))
+    except KeyboardInterrupt:
+        raise SystemExit(f"{cell.name} is stopped; the same command goes on with it") from None
     return collected(run, cell.recipe)
 
 

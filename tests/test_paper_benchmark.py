@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,6 +89,23 @@ def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_
     paper.result(paper.Cell("ml-1m", "mol", 1), options)
     assert trained == ([] if kept else ["ml-1m-dot-1"]) + ["ml-1m-mol-1"]
     assert json.loads((tmp_path / "ml-1m-dot-1.json").read_text()) == {"kept": True}
+
+
+def test_an_interrupted_cell_saves_its_step_first(
+    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that interrupts the benchmark, as Ctrl-C does, and takes a while to save."""
+    child = tmp_path / "child"
+    child.write_text('#!/bin/sh\nsleep 0.5\nkill -INT $PPID\nsleep 1\ntouch "$0.saved"\nexit 75\n')
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit, match="ml-1m-dot-0 is stopped; the same"):
+            paper.train(paper.Cell("ml-1m", "dot", 0), paper.Options(out=str(tmp_path)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "child.saved").exists()
 
 
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
