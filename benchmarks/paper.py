@@ -14,7 +14,8 @@ Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes
 its refit takes as many epochs); without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
-gives the mean over the seeds, their standard deviation where there are several, and the standard error over users.
+gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
+many users and items the figures are of.
 """
 
 import json
@@ -353,6 +354,7 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
     return {
         "recipe": recipe,
         "settings": settings,
+        "seed": now["train.seed"],
         "metric": now["evaluate.metric"],
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
@@ -395,6 +397,7 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
     users = found[0]["users"]
     minutes = [60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found]
     of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(minutes)}
+    of["measured"] = list(dict.fromkeys((each["users"], each["corpus"], each["machine"]) for each in found))
     for metric in metrics:
         values = [each["refit"][metric] for each in found]
         mean = statistics.mean(values)
@@ -421,7 +424,7 @@ def main(options: Options) -> None:
     if options.figure:
         popularity(rows, options)
     elif options.json:
-        print(json.dumps({"machine": machine(), "rows": rows}))
+        print(json.dumps({"rows": rows}))
     else:
         show(rows, options)
 
@@ -430,9 +433,12 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         metrics = columns(options.table, dataset)
         heads = [head for metric in metrics for head in (metric, "paper")]
-        table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit; {machine()}")
+        table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
+        measured: dict[tuple[int, int, str], list[str]] = {}
         for row in (row for row in rows if row["dataset"] == dataset):
             ours, cells = row["ours"], []
+            for of in ours["measured"] if ours else ():
+                measured.setdefault(of, []).append(row["method"])
             for metric in metrics:
                 cells += [_shown(ours and ours[metric]), f"{row['paper'][metric]:.4f}" if row["paper"] else ""]
             about = ["", "", ""]
@@ -442,7 +448,13 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         Console(width=170).print(table)
         metric = DATASETS[dataset].metric
         if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
-            Console().print(f"standard error of {metric} over users: at most {max(errors):.4f}", highlight=False)
+            _say(f"standard error of {metric} over users: at most {max(errors):.4f}")
+        for (users, corpus, machine_), names in measured.items():
+            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items; {machine_}")
+
+
+def _say(line: str) -> None:
+    Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _shown(of: Mapping[str, Any] | None) -> str:

@@ -110,8 +110,8 @@ def test_an_interrupted_cell_saves_its_step_first(
 
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
     return {
-        "settings": {}, "metric": "hr@10", "users": 400, "hours": {"run": 0.5 + seed},
-        "validation": {"hr@10": 0.5}, "refit": dict.fromkeys(paper.MOVIELENS, rate),
+        "settings": {}, "metric": "hr@10", "users": 400, "corpus": 1500, "machine": "cores, commit abc",
+        "hours": {"run": 0.5 + seed}, "validation": {"hr@10": 0.5}, "refit": dict.fromkeys(paper.MOVIELENS, rate),
     }  # fmt: skip
 
 
@@ -131,6 +131,9 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     dot, mol = json.loads(capsys.readouterr().out)["rows"]
     assert (dot["method"], mol["method"], mol["ours"]) == ("dot", "mol", None)
     assert dot["ours"]["seeds"] == 1 and dot["ours"]["mrr"] == {"mean": 0.4, "deviation": None}
+    paper.main(paper.Options(methods="dot,mol", **ml_100k | {"json": False}))
+    shown = capsys.readouterr().out
+    assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 1
     with pytest.raises(SystemExit, match="--methods has moll"):
         paper.main(paper.Options(methods="moll", **ml_100k))
 
