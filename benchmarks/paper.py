@@ -9,9 +9,10 @@ A cell is a dataset, a method and a seed. It trains the method's settings on top
 checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
 looked at to choose anything. The cells of all other similarities start from the run of the dot product, which is
 trained first; their minutes count it. A cell whose result is in --results is not trained again, an interrupted one
-resumes, and cells that were not trained stay empty. The tables `rank` and `groups` are of the runs that --out has.
-Datasets are read from --data/NAME, as `logitmix prepare` writes them. --minutes bounds the training time of a run (and
-its refit takes as many epochs); without it, the recipes' epochs are trained.
+resumes, and cells that were not trained stay empty. The tables `rank` and `groups` and the figure need the runs
+themselves: a cell whose run and refit --out lacks is trained, even if its result is known. Datasets are read from
+--data/NAME, as `logitmix prepare` writes them. --minutes bounds the training time of a run (and its refit takes as many
+epochs); without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
@@ -326,12 +327,20 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
     return found
 
 
+def finished(cell: Cell, options: Options) -> Path | None:
+    """The cell's run, with its refit; trained first, even if its result is known, where --out lacks it and it may
+    be."""
+    result(cell, options)
+    if not (refit_path(cell.run(options)) / "results.json").exists():
+        if options.show:
+            return None
+        train(cell, options)
+    return cell.run(options)
+
+
 def train(cell: Cell, options: Options) -> dict[str, Any]:
     if cell.start:
-        result(cell.start, options)
-        if not (refit_path(cell.start.run(options)) / "results.json").exists():
-            # Its result is known, but its run and refit, from which this cell's begin, are not here.
-            train(cell.start, options)
+        finished(cell.start, options)
     run, settings = cell.run(options), cell.settings(options)
     words = [word for name, value in settings.items() for word in _words(name, value)]
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
@@ -409,6 +418,9 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
+    if options.figure:
+        popularity(options)
+        return
     if analyze := {"rank": ranks, "groups": analyze_groups}.get(options.table):
         analyze(options)
         return
@@ -421,9 +433,7 @@ def main(options: Options) -> None:
             paper = PAPER[options.table][dataset][method]
             rows.append({"dataset": dataset, "method": method, "paper": dict(zip(metrics, paper, strict=False)),
                          "ours": summary(found, metrics) if found else None})  # fmt: skip
-    if options.figure:
-        popularity(rows, options)
-    elif options.json:
+    if options.json:
         print(json.dumps({"rows": rows}))
     else:
         show(rows, options)
@@ -477,14 +487,14 @@ def ranks(options: Options) -> None:
         Console().print(table)
         table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learned phi")
         for method in methods:
-            run = Cell(dataset, method, 0).run(options)
-            if (run / "results.json").exists():
-                table.add_row(method, str(rank_of_scores(run)), str(RANK_OF_SCORES.get(method, "")))
+            if run := finished(Cell(dataset, method, 0), options):
+                paper = RANK_OF_SCORES.get(method, "") if dataset == "ml-1m" else ""
+                table.add_row(method, str(rank_of_scores(run)), str(paper))
         Console().print(table)
 
 
 def analyze_groups(options: Options) -> None:
-    """HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits that there are."""
+    """HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(Path(options.data) / dataset))
         held_out = leave_one_out(data, validation=False)
@@ -512,9 +522,9 @@ def analyze_groups(options: Options) -> None:
 
 
 def refits(dataset: str, method: str, options: Options) -> list[Path]:
-    """Those that are finished."""
-    paths = [refit_path(Cell(dataset, method, seed).run(options)) for seed in range(options.seeds)]
-    return [path for path in paths if (path / "results.json").exists()]
+    """Those of the seeds' cells."""
+    runs = [finished(Cell(dataset, method, seed), options) for seed in range(options.seeds)]
+    return [refit_path(run) for run in runs if run]
 
 
 def hit_rates(rank_U: np.ndarray, groups: Sequence[np.ndarray]) -> list[float]:
@@ -589,7 +599,7 @@ def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, RankingUsers]]:
             yield similarity, queries, items, part
 
 
-def popularity(rows: list[dict[str, Any]], options: Options) -> None:
+def popularity(options: Options) -> None:
     """Draws how often items are among the best 10 of the test part's users: items by buckets of that number."""
     import matplotlib
 
@@ -598,12 +608,14 @@ def popularity(rows: list[dict[str, Any]], options: Options) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     edges = np.concatenate([[0, 1], 2 ** np.arange(1, 13)])
-    drawn = [row for row in rows if Cell(row["dataset"], row["method"], 0).run(options).exists()]
-    for number, row in enumerate(drawn):
-        run = final_run(Cell(row["dataset"], row["method"], 0).run(options))
-        share, _ = np.histogram(recommended(run), [*edges, np.inf])
+    cells = [Cell(dataset, method, 0) for dataset, methods in options.chosen() for method in methods]
+    drawn = {cell: run for cell in cells if (run := finished(cell, options))}
+    if not drawn:
+        raise SystemExit(f"{options.out} has no finished run of {', '.join(cell.name for cell in cells)}")
+    for number, (cell, run) in enumerate(drawn.items()):
+        share, _ = np.histogram(recommended(final_run(run)), [*edges, np.inf])
         place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
-        axes.bar(place, share, 1 / len(drawn), label=f"{row['dataset']} {row['method']}")
+        axes.bar(place, share, 1 / len(drawn), label=f"{cell.dataset} {cell.method}")
     axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")
     axes.set_xticks(range(len(edges)), [str(edge) for edge in edges])
     axes.legend(frameon=False)

@@ -108,6 +108,34 @@ def test_an_interrupted_cell_saves_its_step_first(
     assert (tmp_path / "child.saved").exists()
 
 
+def test_analyses_train_the_runs_that_they_need(
+    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where a result is known; the paper's ranks stand beside those of its dataset alone."""
+    trained = []
+
+    def train(*words: str) -> None:
+        refit = Path(words[-1]) / "refit"
+        refit.mkdir(parents=True)
+        (refit / "results.json").touch()
+        trained.append(refit.parent.name)
+
+    monkeypatch.setattr(paper, "logitmix", train)
+    monkeypatch.setattr(paper, "collected", lambda run, recipe: {})
+    monkeypatch.setattr(paper, "load_dataset", lambda path: SimpleNamespace(num_users=1, num_items=1))
+    monkeypatch.setattr(paper, "explained", lambda dataset: [0.2, 0.3, 0.4])
+    monkeypatch.setattr(paper, "rank_of_scores", lambda run: 61)
+    (tmp_path / "ml-100k-dot-0.json").write_text("{}")
+    of = {"datasets": "ml-100k,ml-1m", "methods": "dot", "out": str(tmp_path / "runs"), "results": str(tmp_path)}
+    paper.main(paper.Options("rank", show=True, **of))
+    assert trained == [] and "61" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has no finished run of ml-100k-dot-0, ml-1m-dot-0"):
+        paper.main(paper.Options("rank", figure="popularity", show=True, **of))
+    paper.main(paper.Options("rank", **of))
+    shown = capsys.readouterr().out
+    assert trained == ["ml-100k-dot-0", "ml-1m-dot-0"] and (shown.count("61"), shown.count("50 ")) == (2, 1)
+
+
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
     return {
         "settings": {}, "metric": "hr@10", "users": 400, "corpus": 1500, "machine": "cores, commit abc",
