@@ -36,7 +36,8 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
-from logitmix.common.files import write_whole
+from logitmix.common.files import Fields, parse_json, write_whole
+from logitmix.common.mappings import require
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity.base import Similarity
 from logitmix.trainer.baselines import training_counts
@@ -47,6 +48,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.evaluate import means
+from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path
 
 Settings = Mapping[str, Any]
@@ -256,6 +258,11 @@ class Options:
         """The datasets with their methods."""
         table = PAPER.get(self.table, PAPER["movielens"])
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
+        if not wanted:
+            raise SystemExit(
+                f"--data {self.data} has none of {', '.join(table)}; make one with: logitmix prepare NAME --out "
+                f"{self.data}/NAME"
+            )
         if strange := set(wanted) - set(table):
             raise SystemExit(
                 f"--datasets has {', '.join(sorted(strange))}; --table {self.table} has {', '.join(table)}"
@@ -323,8 +330,16 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
         trained = train(cell, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(trained, indent=1) + "\n")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return read_result(path)
+
+
+def read_result(path: Path) -> Fields:
+    """ValueError that names the file if it is no result, here or where a field that it lacks is read."""
+    content = parse_json(path.read_bytes(), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    parts = {name: Fields(of, f"{path}: {name}") if isinstance(of, dict) else of for name, of in content.items()}
+    return Fields(parts, str(path))
 
 
 def finished(cell: Cell, options: Options) -> Path | None:
@@ -417,7 +432,16 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 
 
 def main(options: Options) -> None:
-    torch.set_num_threads(options.threads)
+    try:
+        require(options.seeds > 0, "--seeds", options.seeds, "1 or more")
+        require_threads("--threads", options.threads)
+        torch.set_num_threads(options.threads)
+        _show_or_draw(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _show_or_draw(options: Options) -> None:
     if options.figure:
         popularity(options)
         return

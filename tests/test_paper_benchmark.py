@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -164,6 +165,30 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 1
     with pytest.raises(SystemExit, match="--methods has moll"):
         paper.main(paper.Options(methods="moll", **ml_100k))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"datasets": ""}, "--data {} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare NAME"),
+        ({"table": "groups"}, "no dataset at {}/ml-100k; make it with: logitmix prepare"),
+        ({"show": True}, "{}/ml-100k-bce-0.json is damaged"),
+        ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
+        ({"show": True, "methods": "mol"}, "{}/ml-100k-mol-0.json: hours has no field run"),
+        ({"seeds": 0}, "--seeds is 0; it must be 1 or more"),
+        ({"threads": 0}, "--threads is 0; it must be from 1 to"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    paper: ModuleType, tmp_path: Path, settings: dict[str, object], said: str
+) -> None:
+    result = found(paper, 0, 0.4)
+    contents = {"bce": '{"recipe": ', "dot": "{}", "mol": json.dumps(result | {"hours": {}})}
+    for method, content in contents.items():
+        (tmp_path / f"ml-100k-{method}-0.json").write_text(content)
+    of = {"datasets": "ml-100k", "data": str(tmp_path), "results": str(tmp_path), "out": str(tmp_path)}
+    with pytest.raises(SystemExit, match=re.escape(said.format(tmp_path))):
+        paper.main(paper.Options(**of | settings))
 
 
 def test_as_many_dimensions_as_there_are_items_explain_everything(paper: ModuleType) -> None:
