@@ -125,10 +125,10 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
         evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)
-        simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
         to_train = on_first_rank(
             lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks
         )
+        simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks) as stopping:
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:

@@ -21,7 +21,7 @@ from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users,
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
-from logitmix.trainer.run import read_config, read_ranks, read_rows
+from logitmix.trainer.run import read_config, read_ranks, read_results, read_rows
 
 
 @pytest.fixture
@@ -206,6 +206,7 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
     assert mol["minutes"] == sum(seconds) / 60
     with pytest.raises(SystemExit):
         cli.main(["compare", str(data), "--minutes", "3", "--out", str(out)])
+    assert read_results(out / "ease")["budget"] == 5  # nothing was fitted for the fewer minutes
     assert "was trained for 5 minutes; give --minutes 5 or more, or another --out" in capsys.readouterr().err
     rows = {name: read_rows(out / name) for name in ("dot", "mol")}
     cli.main(["compare", str(data), "--minutes", "6", "--out", str(out), "--methods", "dot", "mol"])
