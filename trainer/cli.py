@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -750,8 +750,10 @@ def _parse(kind: type[T], command: str, words: list[str], default: T | None = No
     except SystemExit as stop:
         if not stop.code:
             raise
-        lines = [line.strip(BOX) for line in said.getvalue().splitlines()]
-        problem = " ".join(line for line in lines[1:] if line.strip("-") and not line.startswith("For full helptext"))
+        lines = [line.strip(BOX) for line in said.getvalue().splitlines()[1:]]
+        # Its last sentence takes more lines where the command is long, as that of a recipe's path is.
+        lines = list(takewhile(lambda line: not line.startswith("For full helptext"), lines))
+        problem = " ".join(line for line in lines if line.strip("-"))
         raise ValueError(_plainly(problem, command)) from None
 
 
@@ -792,7 +794,7 @@ def _plainly(problem: str, command: str) -> str:
         return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
     refused = re.match(r"Error parsing (\S+): (.*)", problem)
     if refused is None:
-        return f"{problem.removesuffix(f' logitmix {command} --help')}; {see}"
+        return f"{problem}; {see}"
     flag, reason = refused.groups()
     value = re.search(r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason)
     if value is None:

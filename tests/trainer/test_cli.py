@@ -237,6 +237,23 @@ def test_a_recipe_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == f"logitmix: {path}: not UTF-8 at byte 8, as TOML must be\n"
 
 
+@pytest.mark.parametrize("length", range(10, 130, 12))
+def test_a_mistake_in_a_recipe_with_a_long_path_is_said_plainly(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tyro's own sentence about --help, which has the path, takes several lines."""
+    monkeypatch.chdir(tmp_path)
+    path = f"{'a' * length}.toml"
+    Path(path).write_text("[data]\nvalidation = false\n")
+    with pytest.raises(SystemExit):
+        cli.main(["train", path, "--train.refit"])
+    said = "train.refit needs the validation actions, but data.validation is false; leave one of them out"
+    assert capsys.readouterr().err == f"logitmix: {said}\n"
+    with pytest.raises(SystemExit):
+        cli.main(["train", path, "--zzz", "3"])
+    assert capsys.readouterr().err == f"logitmix: unknown option --zzz; see logitmix train {path} --help\n"
+
+
 def test_a_refit_has_no_directory_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
