@@ -140,12 +140,13 @@ def _results(runs: Sequence[Run]) -> str:
             cells.append(f"<strong>{text}</strong>" if mark else text)
         rows.append([escape(name), *cells, *(_with_interval(name, of.get(name), 0) for _, of in baselines)])
     none = [""] * len(baselines)
-    users = [f"{int(run.results['users']):,}" if "users" in run.results else NONE for run in runs]
-    steps = [f"{int(run.results['step']):,}" if run.results else NONE for run in runs]
-    rows += [["users", *users, *none], ["step of the checkpoint", *steps, *none]]
+    for name, label in (("users", "users"), ("corpus", "items ranked"), ("step", "step of the checkpoint")):
+        counts = [f"{int(run.results[name]):,}" if name in run.results else NONE for run in runs]
+        rows.append([label, *counts, *none])
+    last = "" if all(run.config.data.validation for run in runs) else " (of a run without a validation part: the last)"
     note = (
-        "Of the best checkpoint on validation, over the whole corpus. The intervals of hit rates are 95 % Wilson "
-        "intervals over the users ranked; they say nothing about other seeds. The other metrics have none."
+        f"Of the best checkpoint on validation{last}, over the whole corpus. The intervals of hit rates are 95 % "
+        "Wilson intervals over the users ranked; they say nothing about other seeds. The other metrics have none."
     ) + (" The highest value of a run is bold." if len(runs) > 1 else "")
     heads = ["metric", *_names(runs), *(heading for heading, _ in baselines)]
     return _section("Test metrics", f"<p>{note}</p>" + _table(heads, rows))

@@ -65,7 +65,8 @@ def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
-    """One finished, one with a strange name that has not, one that has logged nothing, one without validation."""
+    """One finished, one with a strange name that has not, one that has logged nothing, one that was not evaluated and
+    has no validation part."""
     wire = {"wire/item/forward/bytes_per_step": 2000.0, "wire/item/forward/fp32_bytes_per_step": 8000.0}
     rows = [training_row(step, **wire) for step in (1, 2, 4)]
     validated = {"kind": "validation", "step": 2, "hr@10": 0.5, "mrr": 0.25}
@@ -80,7 +81,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
         made_run(
             tmp_path / "plain",
             rows,
-            {"evaluate.every_epochs": 0},
+            {"evaluate.every_epochs": 0, "data.validation": False},
             results={"step": 4, "examples_per_second": 5.0, "seconds": 24.0},
         ),
     ]
@@ -97,16 +98,19 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     ]
     assert texts(metrics, "th") == ["metric", *map(str, runs), "popularity"]
     assert {"hr@100.2500 [0.1578, 0.3723]---0.3000", "examples_per_second7--5-"} < set(texts(metrics, "tr"))
+    assert {"users60---", "items ranked50---", "step of the checkpoint2--4"} < set(texts(metrics, "tr"))
+    note = "Of the best checkpoint on validation (of a run without a validation part: the last), over the whole corpus."
+    assert any(text.startswith(note) for text in texts(page, "p"))
     assert texts(metrics, "strong") == ["0.2500 [0.1578, 0.3723]", "0.1000"]
     rows_shown = texts(page, "tr")
     assert f"{runs[0]}itemforward2.00.250-" in rows_shown
     assert f"{runs[0]}recommended25.0%50.0%25.0%60.0%" in rows_shown
     assert f"{runs[0]}test targets12.5%37.5%50.0%-" in rows_shown
     marks = texts(page, "mark")
-    differing = [row for row in rows_shown if row.startswith(("train.seed", "evaluate.every_epochs"))]
-    assert differing == ["train.seed0300", "evaluate.every_epochs1110"]
+    differing = [row for row in rows_shown if row.startswith(("data.val", "train.seed", "evaluate.every_epochs"))]
+    assert differing == ["data.validationTrueTrueTrueFalse", "train.seed0300", "evaluate.every_epochs1110"]
     # The path of the data differs as well.
-    assert len(marks) == 3 * 4
+    assert len(marks) == 4 * 4
 
 
 def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> None:
