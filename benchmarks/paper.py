@@ -253,6 +253,7 @@ class Options:
     """Train nothing: show what there is."""
     plot: str = "popularity.png"
     json: bool = False
+    """Print JSON."""
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
@@ -445,8 +446,16 @@ def _show_or_draw(options: Options) -> None:
     if options.figure:
         popularity(options)
         return
-    if analyze := {"rank": ranks, "groups": analyze_groups}.get(options.table):
-        analyze(options)
+    analyses = {"rank": (ranks, show_ranks), "groups": (groups, show_groups)}
+    if options.table in analyses:
+        analyze, show_one = analyses[options.table]
+        found_of = []
+        for of in analyze(options):
+            found_of.append(of)
+            if not options.json:
+                show_one(of)
+        if options.json:
+            print(json.dumps({"rows": found_of}))
         return
     rows = []
     for dataset, methods in options.chosen():
@@ -498,27 +507,38 @@ def _shown(of: Mapping[str, Any] | None) -> str:
     return f"{of['mean']:.4f}{deviation}"
 
 
-def ranks(options: Options) -> None:
-    """Explained variance of ln p(x|u), from the actions alone, and numerical rank of each trained method's phi."""
+def ranks(options: Options) -> Iterator[dict[str, Any]]:
+    """By dataset, explained variance of ln p(x|u), from the actions alone, and numerical rank of each method's phi."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(Path(options.data) / dataset))
         if data.num_users * data.num_items > MOST_PAIRS:
             raise SystemExit(f"{dataset} has more than {MOST_PAIRS:,} pairs of users and items; give other --datasets")
-        table = Table("", *(f"d = {d}" for d in DIMENSIONS), title=f"{dataset}: share of variance of ln p(x|u)")
-        table.add_row("ours", *(f"{share:.4f}" for share in explained(data)))
-        if dataset in EXPLAINED:
-            table.add_row("paper", *(f"{share:.4f}" for share in EXPLAINED[dataset]))
-        Console().print(table)
-        table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}: learned phi")
-        for method in methods:
-            if run := finished(Cell(dataset, method, 0), options):
-                paper = RANK_OF_SCORES.get(method, "") if dataset == "ml-1m" else ""
-                table.add_row(method, str(rank_of_scores(run)), str(paper))
-        Console().print(table)
+        runs = {method: finished(Cell(dataset, method, 0), options) for method in methods}
+        yield {
+            "dataset": dataset,
+            "users": data.num_users,
+            "items": data.num_items,
+            "explained": dict(zip(DIMENSIONS, explained(data), strict=True)),
+            "ranks": {method: rank_of_scores(run) for method, run in runs.items() if run},
+        }
 
 
-def analyze_groups(options: Options) -> None:
-    """HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits."""
+def show_ranks(of: Mapping[str, Any]) -> None:
+    dataset, size = of["dataset"], f"{of['users']:,} users, {of['items']:,} items"
+    heads = (f"d = {d}" for d in of["explained"])
+    table = Table("", *heads, title=f"{dataset}, {size}: share of variance of ln p(x|u)")
+    table.add_row("ours", *(f"{share:.4f}" for share in of["explained"].values()))
+    if dataset in EXPLAINED:
+        table.add_row("paper", *(f"{share:.4f}" for share in EXPLAINED[dataset]))
+    Console().print(table)
+    table = Table("method", "numerical rank of phi", "paper", title=f"{dataset}, {size}: learned phi")
+    for method, rank in of["ranks"].items():
+        table.add_row(method, str(rank), str(RANK_OF_SCORES.get(method, "") if dataset == "ml-1m" else ""))
+    Console().print(table)
+
+
+def groups(options: Options) -> Iterator[dict[str, Any]]:
+    """By dataset, HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(Path(options.data) / dataset))
         held_out = leave_one_out(data, validation=False)
@@ -528,21 +548,38 @@ def analyze_groups(options: Options) -> None:
             "earlier actions of the user": users.seen_lengths,
         }
         runs = {method: refits(dataset, method, options) for method in methods}
+        found: dict[str, Any] = {"dataset": dataset, "users": len(users), "items": data.num_items, "by": {}}
         for name, value_U in by.items():
             quarters = np.array_split(np.argsort(value_U, kind="stable"), QUARTERS)
-            heads = [f"{value_U[of].min():,} to {value_U[of].max():,}" for of in quarters]
-            table = Table("method", "seeds", *heads, title=f"{dataset}: HR@10 of the refits, by {name}")
-            for method, found in runs.items():
-                if found:
-                    rates = np.mean([hit_rates(read_ranks(run), quarters) for run in found], axis=0)
-                    table.add_row(method, str(len(found)), *(f"{rate:.4f}" for rate in rates))
-            Console().print(table)
-        table = Table("run", "entropy / of even use", "least", "most", title=f"{dataset}: weights of MoL's components")
-        for run in (run for method, found in runs.items() if method.endswith("mol") for run in found):
+            rates = {
+                method: np.mean([hit_rates(read_ranks(run), quarters) for run in of], axis=0).tolist()
+                for method, of in runs.items()
+                if of
+            }
+            bounds = [[int(value_U[of].min()), int(value_U[of].max())] for of in quarters]
+            found["by"][name] = {"bounds": bounds, "hr@10": rates}
+        found["seeds"] = {method: len(of) for method, of in runs.items()}
+        found["components"] = {}
+        for run in (run for method, of in runs.items() if method.endswith("mol") for run in of):
             entropy, use_M = use_of_components(run)
-            table.add_row(run.parent.name, f"{entropy:.3f}", *(f"{float(of):.4f}" for of in (use_M.min(), use_M.max())))
-        if table.row_count:
-            Console().print(table)
+            least, most = float(use_M.min()), float(use_M.max())
+            found["components"][run.parent.name] = {"entropy": entropy, "least": least, "most": most}
+        yield found
+
+
+def show_groups(found: Mapping[str, Any]) -> None:
+    title = f"{found['dataset']}, {found['users']:,} users ranked over {found['items']:,} items"
+    for name, of in found["by"].items():
+        heads = [f"{least:,} to {most:,}" for least, most in of["bounds"]]
+        table = Table("method", "seeds", *heads, title=f"{title}: HR@10 of the refits, by {name}")
+        for method, rates in of["hr@10"].items():
+            table.add_row(method, str(found["seeds"][method]), *(f"{rate:.4f}" for rate in rates))
+        Console().print(table)
+    table = Table("run", "entropy / of even use", "least", "most", title=f"{title}: weights of MoL's components")
+    for run, of in found["components"].items():
+        table.add_row(run, f"{of['entropy']:.3f}", f"{of['least']:.4f}", f"{of['most']:.4f}")
+    if table.row_count:
+        Console().print(table)
 
 
 def refits(dataset: str, method: str, options: Options) -> list[Path]:

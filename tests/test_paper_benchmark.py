@@ -135,6 +135,12 @@ def test_analyses_train_the_runs_that_they_need(
     paper.main(paper.Options("rank", **of))
     shown = capsys.readouterr().out
     assert trained == ["ml-100k-dot-0", "ml-1m-dot-0"] and (shown.count("61"), shown.count("50 ")) == (2, 1)
+    paper.main(paper.Options("rank", json=True, **of))
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["dataset"], row["items"], row["ranks"]) for row in rows] == [
+        ("ml-100k", 1, {"dot": 61}),
+        ("ml-1m", 1, {"dot": 61}),
+    ]
 
 
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
