@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -241,7 +241,7 @@ class Options:
     """All of the table when left empty; hstu+dot and hstu+mol take the other encoder."""
     seeds: int = 1
     """train.seed 0, 1, …"""
-    minutes: float = 0.0
+    minutes: Annotated[float, tyro.conf.arg(aliases=("--budget",))] = 0.0
     """Training time of a run; 0 trains the recipe's epochs."""
     threads: int = 1
     data: str = "data"

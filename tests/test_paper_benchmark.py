@@ -197,6 +197,10 @@ def test_what_cannot_be_shown_is_one_line(
         paper.main(paper.Options(**of | settings))
 
 
+def test_minutes_are_the_budget_too(paper: ModuleType) -> None:
+    assert [paper.tyro.cli(paper.Options, args=[flag, "2"]).minutes for flag in ("--minutes", "--budget")] == [2, 2]
+
+
 def test_as_many_dimensions_as_there_are_items_explain_everything(paper: ModuleType) -> None:
     random = np.random.default_rng(0)
     dataset = in_memory(np.arange(0, 41 * 9, 9), random.integers(0, 300, 360), 300)
