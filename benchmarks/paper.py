@@ -260,9 +260,10 @@ class Options:
         table = PAPER.get(self.table, PAPER["movielens"])
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
         if not wanted:
+            names = [self.path(name).name for name in table]
             raise SystemExit(
-                f"--data {self.data} has none of {', '.join(table)}; make one with: logitmix prepare NAME --out "
-                f"{self.data}/NAME"
+                f"--data {self.data} has none of {', '.join(names)}; make one with: logitmix prepare {names[0]} --out "
+                f"{self.path(next(iter(table)))}"
             )
         if strange := set(wanted) - set(table):
             raise SystemExit(
@@ -278,7 +279,13 @@ class Options:
         return chosen
 
     def _has(self, dataset: str) -> bool:
-        return self.show or (Path(self.data) / dataset / "dataset.json").is_file()
+        return self.show or (self.path(dataset) / "dataset.json").is_file()
+
+    def path(self, dataset: str) -> Path:
+        """Where it is, or else where `logitmix prepare` would write it: as amazon-beauty, what is beauty here."""
+        path = Path(self.data) / dataset
+        of_amazon = dataset in PAPER["amazon"] and not (path / "dataset.json").is_file()
+        return path.with_name(f"amazon-{dataset}") if of_amazon else path
 
 
 @dataclass(frozen=True)
@@ -310,7 +317,7 @@ class Cell:
 
     def settings(self, options: Options) -> dict[str, Any]:
         data = DATASETS[self.dataset]
-        settings = {"data.path": str(Path(options.data) / self.dataset), "evaluate.metric": data.metric}
+        settings = {"data.path": str(options.path(self.dataset)), "evaluate.metric": data.metric}
         settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
         if start := self.start:
             settings |= FROM_DOT | {"model.loss.negatives": data.from_dot["model.loss.negatives"]}
@@ -510,7 +517,7 @@ def _shown(of: Mapping[str, Any] | None) -> str:
 def ranks(options: Options) -> Iterator[dict[str, Any]]:
     """By dataset, explained variance of ln p(x|u), from the actions alone, and numerical rank of each method's phi."""
     for dataset, methods in options.chosen():
-        data = load_dataset(str(Path(options.data) / dataset))
+        data = load_dataset(str(options.path(dataset)))
         if data.num_users * data.num_items > MOST_PAIRS:
             raise SystemExit(f"{dataset} has more than {MOST_PAIRS:,} pairs of users and items; give other --datasets")
         runs = {method: finished(Cell(dataset, method, 0), options) for method in methods}
@@ -540,7 +547,7 @@ def show_ranks(of: Mapping[str, Any]) -> None:
 def groups(options: Options) -> Iterator[dict[str, Any]]:
     """By dataset, HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits."""
     for dataset, methods in options.chosen():
-        data = load_dataset(str(Path(options.data) / dataset))
+        data = load_dataset(str(options.path(dataset)))
         held_out = leave_one_out(data, validation=False)
         users = ranking_users(data, "test", 1, held_out)
         by = {

@@ -176,7 +176,10 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"datasets": ""}, "--data {} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare NAME"),
+        (
+            {"datasets": ""},
+            "--data {0} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare ml-1m --out {0}/ml-1m",
+        ),
         ({"table": "groups"}, "no dataset at {}/ml-100k; make it with: logitmix prepare"),
         ({"show": True}, "{}/ml-100k-bce-0.json is damaged"),
         ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
@@ -195,6 +198,18 @@ def test_what_cannot_be_shown_is_one_line(
     of = {"datasets": "ml-100k", "data": str(tmp_path), "results": str(tmp_path), "out": str(tmp_path)}
     with pytest.raises(SystemExit, match=re.escape(said.format(tmp_path))):
         paper.main(paper.Options(**of | settings))
+
+
+def test_datasets_of_amazon_are_found_where_prepare_writes_them(paper: ModuleType, tmp_path: Path) -> None:
+    options = paper.Options("amazon", data=str(tmp_path))
+    with pytest.raises(SystemExit, match="has none of amazon-beauty, amazon-games, amazon-books; make one"):
+        options.chosen()
+    for name in ("amazon-games", "amazon-beauty", "beauty"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dataset.json").touch()
+    assert [name for name, _ in options.chosen()] == ["beauty", "games"]
+    paths = [paper.Cell(name, "dot", 0).settings(options)["data.path"] for name in ("beauty", "games", "ml-1m")]
+    assert paths == [str(tmp_path / name) for name in ("beauty", "amazon-games", "ml-1m")]
 
 
 def test_minutes_are_the_budget_too(paper: ModuleType) -> None:
