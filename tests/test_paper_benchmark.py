@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,24 @@ def test_sizes_of_the_other_similarities_are_those_of_the_appendix(paper: Module
     for dataset, sizes in expected.items():
         settings = [paper.settings_of(name, paper.DATASETS[dataset].sizes) for name in ("mlp", "neumf", "deepfm")]
         assert [of[f"model.similarity.{name}"] for of in settings for name in ("hidden", "dropout")] == sizes, dataset
+
+
+def test_an_ablation_is_mol_but_for_what_it_leaves_out(paper: ModuleType) -> None:
+    def settings(dataset: str, method: str) -> dict[str, Any]:
+        of = paper.Cell(dataset, method, 0)
+        return flatten(with_settings(load_recipe(of.recipe), of.settings(paper.Options())))
+
+    assert set(paper.PAPER["ablation"]) == {"ml-1m", "ml-20m", "beauty", "games", "books"}
+    for dataset, methods in paper.PAPER["ablation"].items():
+        whole, changed = settings(dataset, "mol"), {}
+        for method in methods:
+            less = settings(dataset, method)
+            changed[method] = {name.rpartition(".")[2]: less[name] for name in less if less[name] != whole[name]}
+        k = whole["model.similarity.query_components"]
+        assert changed["mol"] == {} and changed["mol-no-l2-norm"] == {"normalize": False}
+        dropouts = changed["mol-no-gating-dropout"]
+        assert "gate_dropout" in dropouts and set(dropouts.values()) == {0.0}
+        assert changed["mol-half"] == {"query_components": k // 2, "item_components": k // 2}
 
 
 def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
