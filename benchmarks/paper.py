@@ -320,6 +320,7 @@ class Cell:
             settings["warm_start"] = str(start.run(options))
         if self.method.endswith("mol-quarter-negatives"):
             settings["model.loss.negatives"] = data.from_dot["model.loss.negatives"] // 4
+            settings["model.loss.in_batch"] = load_recipe(self.recipe).model.loss.in_batch // 4
         settings |= {"train.seed": self.seed, "train.minutes": options.minutes, "train.threads": options.threads}
         return settings | {"train.refit": True}
 

@@ -83,6 +83,8 @@ def test_an_ablation_is_mol_but_for_what_it_leaves_out(paper: ModuleType) -> Non
         dropouts = changed["mol-no-gating-dropout"]
         assert "gate_dropout" in dropouts and set(dropouts.values()) == {0.0}
         assert changed["mol-half"] == {"query_components": k // 2, "item_components": k // 2}
+        loss = {name: whole[f"model.loss.{name}"] // 4 for name in ("negatives", "in_batch")}
+        assert changed["mol-quarter-negatives"] == {name: count for name, count in loss.items() if count}
 
 
 def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
