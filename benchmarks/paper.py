@@ -425,7 +425,8 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
     users = found[0]["users"]
     minutes = [60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found]
     of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(minutes)}
-    of["measured"] = list(dict.fromkeys((each["users"], each["corpus"], each["machine"]) for each in found))
+    on = [(each["users"], each["corpus"], each["settings"].get("train.minutes", 0), each["machine"]) for each in found]
+    of["measured"] = list(dict.fromkeys(on))
     for metric in metrics:
         values = [each["refit"][metric] for each in found]
         mean = statistics.mean(values)
@@ -480,7 +481,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         metrics = columns(options.table, dataset)
         heads = [head for metric in metrics for head in (metric, "paper")]
         table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
-        measured: dict[tuple[int, int, str], list[str]] = {}
+        measured: dict[tuple[int, int, float, str], list[str]] = {}
         for row in (row for row in rows if row["dataset"] == dataset):
             ours, cells = row["ours"], []
             for of in ours["measured"] if ours else ():
@@ -495,8 +496,9 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         metric = DATASETS[dataset].metric
         if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
             _say(f"standard error of {metric} over users: at most {max(errors):.4f}")
-        for (users, corpus, machine_), names in measured.items():
-            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items; {machine_}")
+        for (users, corpus, limit, machine_), names in measured.items():
+            most = f"; at most {limit:g} minutes a run" if limit else ""
+            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items{most}; {machine_}")
 
 
 def _say(line: str) -> None:

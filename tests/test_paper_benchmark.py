@@ -182,14 +182,17 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     paper: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(paper, 0, 0.4)))
+    short = found(paper, 0, 0.2) | {"settings": {"train.minutes": 0.5}}
+    (tmp_path / "ml-100k-bce-0.json").write_text(json.dumps(short))
     ml_100k = {"datasets": "ml-100k", "results": str(tmp_path), "show": True, "json": True}
     paper.main(paper.Options(methods="dot,mol", seeds=2, **ml_100k))
     dot, mol = json.loads(capsys.readouterr().out)["rows"]
     assert (dot["method"], mol["method"], mol["ours"]) == ("dot", "mol", None)
     assert dot["ours"]["seeds"] == 1 and dot["ours"]["mrr"] == {"mean": 0.4, "deviation": None}
-    paper.main(paper.Options(methods="dot,mol", **ml_100k | {"json": False}))
+    paper.main(paper.Options(methods="bce,dot,mol", **ml_100k | {"json": False}))
     shown = capsys.readouterr().out
-    assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 1
+    assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 2
+    assert "bce: 400 users ranked over 1,500 items; at most 0.5 minutes a run; cores" in shown
     with pytest.raises(SystemExit, match="--methods has moll"):
         paper.main(paper.Options(methods="moll", **ml_100k))
 
