@@ -375,7 +375,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     if learned["still_rising"]:
         said += f"; more minutes may help, since {name}'s validation was still rising at the end"
     elif learned["still_rising"] is None:
-        said += f"; more minutes may help, since there was time for one evaluation of {name} alone"
+        said += f"; more minutes may help, since there was time for only one evaluation of {name}"
     return said
 
 

@@ -146,7 +146,7 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[st
     difference, low, high = learned["difference"]["hr@10"]
     assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
     assert ("validation was still rising" in sentence) == (learned["still_rising"] is True)
-    assert ("time for one evaluation" in sentence) == (learned["still_rising"] is None)
+    assert ("time for only one evaluation of" in sentence) == (learned["still_rising"] is None)
     assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learned["difference"]["hr@50"][2] < 0)
 
 
