@@ -16,7 +16,8 @@ epochs); without it, the recipes' epochs are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
-many users and items the figures are of.
+many users and items the figures are of. Its minutes are those of the run and of the one that it starts from, without
+the refits, which take about as long again.
 """
 
 import json
