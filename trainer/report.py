@@ -17,7 +17,7 @@ import numpy as np
 from logitmix.common.files import write_whole
 from logitmix.common.storage import shown
 from logitmix.trainer.config import BESIDE, Config, flatten
-from logitmix.trainer.run import read_config, read_description, read_results, read_rows
+from logitmix.trainer.run import read_config, read_description, read_results, read_rows, refit_path
 
 COLORS = 8
 """Number of colors; further runs reuse them."""
@@ -148,6 +148,10 @@ def _results(runs: Sequence[Run]) -> str:
         f"Of the best checkpoint on validation{last}, over the whole corpus. The intervals of hit rates are 95 % "
         "Wilson intervals over the users ranked; they say nothing about other seeds. The other metrics have none."
     ) + (" The highest value of a run is bold." if len(runs) > 1 else "")
+    shown_here = {run.path for run in runs}
+    others = [path for path in map(refit_path, shown_here) if path not in shown_here]
+    if refits := sorted(shown(path) for path in others if (path / "results.json").exists()):
+        note += f" The refit, which exports and evaluate take, is a run of its own: {escape(', '.join(refits))}."
     heads = ["metric", *_names(runs), *(heading for heading, _ in baselines)]
     return _section("Test metrics", f"<p>{note}</p>" + _table(heads, rows))
 

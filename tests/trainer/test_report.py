@@ -113,6 +113,19 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert len(marks) == 4 * 4
 
 
+def test_a_refit_that_is_not_shown_is_named(tmp_path: Path) -> None:
+    """Once it is finished, for the figures of its run are not those of what is exported."""
+    results = {"hr@10": 0.25, "users": 60, "step": 2, "seconds": 24.0}
+    run = made_run(tmp_path / "run", [], {}, results=results)
+    refit = made_run(run / "refit", [], {"data.validation": False})
+    said = []
+    for runs in ([run], [run], [run, refit]):
+        write_report(runs, tmp_path / "out.html")
+        said.append(f"is a run of its own: {refit}." in texts(parsed(tmp_path / "out.html"), "p")[0])
+        (refit / "results.json").write_text(json.dumps(results))
+    assert said == [False, True, False]
+
+
 def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> None:
     """The first and the third are of one dataset, and the last two have peeked: other figures under one label."""
     shown = [(0.3, None), (0.4, 0.6), (0.3, 0.5)]
