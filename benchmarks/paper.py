@@ -275,7 +275,8 @@ class Options:
         return chosen
 
     def _has(self, dataset: str) -> bool:
-        return self.show or (self.path(dataset) / "dataset.json").is_file()
+        # What the other tables show of a result needs no dataset.
+        return (self.show and self.table in PAPER) or (self.path(dataset) / "dataset.json").is_file()
 
     def path(self, dataset: str) -> Path:
         """Where it is, or else where `logitmix prepare` would write it: as amazon-beauty, what is beauty here."""

@@ -204,6 +204,7 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
             {"datasets": ""},
             "--data {0} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare ml-1m --out {0}/ml-1m",
         ),
+        ({"datasets": "", "table": "rank", "show": True}, "--data {} has none of ml-1m, ml-100k, ml-20m"),
         ({"table": "groups"}, "no dataset at {}/ml-100k; make it with: logitmix prepare"),
         ({"show": True}, "{}/ml-100k-bce-0.json is damaged"),
         ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
