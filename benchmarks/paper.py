@@ -480,8 +480,8 @@ def _show_or_draw(options: Options) -> None:
 
 def show(rows: list[dict[str, Any]], options: Options) -> None:
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
-        metrics = columns(options.table, dataset)
-        heads = [head for metric in metrics for head in (metric, "paper")]
+        metrics, of_paper = columns(options.table, dataset), any(PAPER[options.table][dataset].values())
+        heads = [head for metric in metrics for head in ((metric, "paper") if of_paper else (metric,))]
         table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
         measured: dict[tuple[int, int, float, str], list[str]] = {}
         for row in (row for row in rows if row["dataset"] == dataset):
@@ -489,12 +489,14 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
             for of in ours["measured"] if ours else ():
                 measured.setdefault(of, []).append(row["method"])
             for metric in metrics:
-                cells += [_shown(ours and ours[metric]), f"{row['paper'][metric]:.4f}" if row["paper"] else ""]
+                cells.append(_shown(ours and ours[metric]))
+                if of_paper:
+                    cells.append(f"{row['paper'][metric]:.4f}" if row["paper"] else "")
             about = ["", "", ""]
             if ours:
                 about = [f"{ours['validation']:.4f}", str(ours["seeds"]), f"{ours['minutes']:.0f}"]
             table.add_row(row["method"], *cells, *about)
-        Console(width=170).print(table)
+        Console(width=180).print(table)
         metric = DATASETS[dataset].metric
         if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
             _say(f"standard error of {metric} over users: at most {max(errors):.4f}")
