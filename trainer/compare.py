@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, a method that
     had more minutes before, and one whose folder has a run of other settings or of another dataset.
     """
-    require(minutes > 0, "minutes", minutes, "above 0")
+    require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
     for name in methods:
         require(name in LEARNED, "methods", name, f"among {', '.join(LEARNED)}")
     require_threads("threads", threads)

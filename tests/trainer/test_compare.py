@@ -296,6 +296,8 @@ def ease_of(found: dict[str, Any]) -> dict[str, Any]:
     ("given", "message"),
     [
         ({"methods": ["MoL"]}, "methods is MoL; it must be among dot, mol, hstu"),
+        ({"minutes": 0.0}, "minutes is 0.0; it must be above 0 and finite"),
+        ({"minutes": float("inf")}, "minutes is inf; it must be above 0 and finite"),
         ({"threads": 0}, "threads is 0; it must be from 1 to "),
         ({"threads": 10_000}, "threads is 10000; it must be from 1 to "),
         ({"out": "data/runs"}, "is in the dataset directory"),
