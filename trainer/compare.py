@@ -69,16 +69,24 @@ from logitmix.trainer.run import (
     write_ranks,
     write_results,
 )
-from logitmix.trainer.sizing import AUTO, AUTO_MOL, load_sized
+from logitmix.trainer.sizing import AUTO, load_sized
 from logitmix.trainer.stopping import Stopping
 
 LEARNED: Mapping[str, dict[str, Any]] = {
     "dot": {},
-    # All items are scored, so there is no stage 1; the rates are those of the other methods.
-    "mol": {"model.hindexer.weight": 0.0, "tables.lr": 0.003, "dense.lr": 0.003},
+    "mol": {
+        "model.similarity.kind": "mol",
+        "model.similarity.query_components": 4,
+        "model.similarity.item_components": 4,
+        "model.similarity.projection_hidden": 128,
+        "model.similarity.gate_hidden": 64,
+        # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
+        "model.loss.share": "group",
+        "model.loss.negatives": 128,
+    },
     "hstu": {"model.encoder.kind": "hstu"},
 }
-"""What differs from the recipe `auto`, and for MoL from `auto-mol`."""
+"""What differs from the recipe `auto`."""
 LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"}
 SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
 CHOICE = "hr@10"
@@ -139,7 +147,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
 def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Config:
     """The settings that a learned method is trained with."""
     path = shown(dataset.path)
-    config, _ = load_sized(AUTO_MOL if name == "mol" else AUTO, path)
+    config, _ = load_sized(AUTO, path)
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)
@@ -157,7 +165,7 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
     # Another kind of encoder has the same depth, heads and history.
     common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
     config = with_settings(config, common | LEARNED[name])
-    # The dot product that MoL starts from is trained as that of its own row.
+    # MoL learns slowly from random weights.
     return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config
 
 

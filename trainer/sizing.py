@@ -1,4 +1,4 @@
-"""The recipes `auto` and `auto-mol`: settings that follow from a dataset's size. Imports no torch."""
+"""The recipe `auto`: settings that follow from a dataset's size. Imports no torch."""
 
 import textwrap
 from collections.abc import Mapping
@@ -8,8 +8,7 @@ from logitmix.common.files import from_json
 from logitmix.common.storage import fetched
 from logitmix.trainer.config import Config, load_recipe, with_settings
 
-AUTO, AUTO_MOL = "auto", "auto-mol"
-"""The dot product, and MoL that starts from it."""
+AUTO = "auto"
 POSITIONS = 4000
 """Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
@@ -18,14 +17,12 @@ STEPS = 300
 """Fewest steps between two evaluations."""
 MOST_STEPS = 30_000
 """Most steps of training; patience usually ends it long before."""
-MOL_STEPS = 3000
-"""Steps of MoL, about, once the dot product is trained."""
 RANKED = 20_000
 """Most users that an evaluation ranks: with this many, a hit rate of 5 % has a 95 % interval of +- 0.3 %."""
 
 
 def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Settings of `auto` by name, each with the reason; they depend only on the content of a dataset.json."""
+    """Settings by name, each with the reason; they depend only on the content of a dataset.json."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     mean = actions / users
     longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
@@ -49,11 +46,11 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
-    """A recipe from `load_recipe`, with the dataset's settings if it is `auto` or `auto-mol`, and a line with these
-    settings and their reasons. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is
-    sized, and loading it raises the error later."""
+    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and a line with these settings and
+    their reasons. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and
+    loading it raises the error later."""
     recipe = load_recipe(name)
-    if name not in (AUTO, AUTO_MOL):
+    if name != AUTO:
         return recipe, ""
     file = fetched(data_path or recipe.data.path) / "dataset.json"
     if not file.is_file():
@@ -62,18 +59,9 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
         found = sized(from_json(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError):
         return recipe, ""
-    if name == AUTO_MOL:
-        found = _of_mol(found)
-    said = "; ".join(f"{key.removeprefix('model.')} {value} ({reason})" for key, (value, reason) in found.items())
-    lines = textwrap.fill(f"{name}: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return with_settings(recipe, {key: value for key, (value, _) in found.items()}), lines
-
-
-def _of_mol(found: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
-    """Those of `auto-mol`: its first run has the epochs and negatives of `auto`."""
-    of_auto = {f"start.{key}": found.pop(key) for key in ("train.epochs", "model.loss.negatives")}
-    epochs = max(1, of_auto["start.train.epochs"][0] * MOL_STEPS // MOST_STEPS)
-    return found | of_auto | {"train.epochs": (epochs, "of MoL, in which its learning rates fall")}
+    said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in found.items())
+    lines = textwrap.fill(f"auto: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), lines
 
 
 def _power_of_two(number: float) -> int:

@@ -1,7 +1,6 @@
-"""What the recipes `auto` and `auto-mol` make of a dataset, and what stands above it."""
+"""What the recipe `auto` makes of a dataset, and what stands above it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +82,8 @@ def test_what_is_said_stands_above_what_is_sized(
     assert trained[2].train == sizes.train
 
 
-def test_mol_starts_from_the_dot_product_of_auto(clicks: Path) -> None:
-    dot, mol = (load_sized(name, str(clicks))[0] for name in ("auto", "auto-mol"))
-    first = mol.first
-    assert first is not None and not first.evaluate.baselines
-    assert replace(first, evaluate=replace(first.evaluate, baselines=True)) == dot
-    assert isinstance(mol.model.similarity, MoLConfig) and mol.model.hindexer.weight > 0
-    assert mol.model.loss.negatives == load_recipe("auto-mol").model.loss.negatives
-    # Both see the same batches of the same data.
-    assert (mol.train.batch_size, mol.model.encoder, mol.model.features, mol.evaluate) == (
-        dot.train.batch_size, dot.model.encoder, dot.model.features, dot.evaluate,
-    )  # fmt: skip
-    assert 1 <= mol.train.epochs == dot.train.epochs // 10
-
-
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
-    for name in set(recipe_names()) - {"auto", "auto-mol"}:
+    for name in set(recipe_names()) - {"auto"}:
         assert load_sized(name, str(clicks)) == (load_recipe(name), "")
     (tmp_path / "broken").mkdir()
     for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):

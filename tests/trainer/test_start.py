@@ -292,7 +292,7 @@ def test_from_python(tmp_path: Path) -> None:
 
 def test_the_recipes_start_as_the_dot_products_recipes_train() -> None:
     starting = {name: load_recipe(name).first for name in recipe_names()}
-    pairs = {"ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu", "amazon-mol": "amazon-dot", "auto-mol": "auto"}
+    pairs = {"ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu", "amazon-mol": "amazon-dot"}
     assert {name for name, first in starting.items() if first} == pairs.keys()
     for name, dot in pairs.items():
         first, alone = flatten(starting[name]), flatten(load_recipe(dot))
