@@ -123,7 +123,7 @@ def write_projector(run: Path, dataset: Dataset, model: ParallelModel) -> None:
     count_X = np.bincount(dataset.items_flat, minlength=dataset.num_items)
     main = model.ranks.rank == 0
     item_V = np.sort(np.argsort(-count_X, kind="stable")[: PROJECTED_ITEMS if main else 0])
-    embedder = Embedder(model.tower, model.sharded_rows(), columns_of(dataset, model.tower.schema))
+    embedder = Embedder(*model.evaluated(), columns_of(dataset, model.tower.schema))
     vector_VD = embedder.items(item_V).vector_RD.float().cpu().numpy()
     if not main:
         return

@@ -8,8 +8,9 @@ A checkpoint is a directory `checkpoints/step-N`:
                                       tensors depend on), files (the SHA-256 of each), sha256 (that of the other
                                       fields)
 
-The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE. A checkpoint
-is written under another name and renamed when it is complete and on disk, and no directory is written twice.
+The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE; with
+train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read. A checkpoint is written
+under another name and renamed when it is complete and on disk, and no directory is written twice.
 
 No rank has more of a table in memory than its own rows: files are written in blocks, and mapped to be read.
 """
@@ -29,7 +30,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -370,7 +371,7 @@ def prune(run: Path, model: ParallelModel) -> None:
 def restore_best(run: Path, model: ParallelModel) -> int:
     """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
-    state = _state(model)
+    state = _evaluated(model)
     opened = _choose(run, "best", model.config, model.tower.schema, _kinds(state), model.ranks)
     _fill(state, opened.tensors)
     return opened.progress.step
@@ -386,36 +387,48 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     config = read_config(run)
     schema = model_schema(read_schema(run), config)
     tower = Tower(config.model, schema)
-    weights: dict[str, ShardedTensor | Tensor] = {f"tower/{name}": of for name, of in tower.state_dict().items()}
-    tables = {f"tables/{table.name}": _kind_of(table, config) for table in schema.tables}
+    prefix = _AVERAGE if config.train.ema else ""
+    weights = _weights(tower, {}, prefix)
+    tables = {f"{prefix}tables/{table.name}": _kind_of(table, config) for table in schema.tables}
     opened = _choose(run, which, config, schema, _kinds(weights) | tables, ranks)
     _fill(weights, opened.tensors)
     progress = opened.progress
-    return SavedModel(config, progress.step, tower, partial(_read_rows, opened.tensors, schema), progress.validation)
+    read_rows = partial(_read_rows, opened.tensors, schema, prefix)
+    return SavedModel(config, progress.step, tower, read_rows, progress.validation)
 
 
-def _read_rows(tensors: SavedTensors, schema: Schema, table: str, start: int, stop: int) -> Tensor:
+def _read_rows(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> Tensor:
     row_RD = torch.empty(stop - start, schema.table(table).dim)
-    tensors.read(f"tables/{table}", (start, 0), row_RD)
+    tensors.read(f"{prefix}tables/{table}", (start, 0), row_RD)
     return row_RD
 
 
-def _state(model: ParallelModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, ShardedTensor | Tensor]:
-    """The content of a checkpoint by name and by reference: loading into it in place restores the model. Without an
-    optimizer, the weights alone."""
-    tower, tables = model.tower, model.shards()
-    state = {f"tables/{name}": table for name, table in tables.items()}
-    state |= {f"tower/{name}": weight for name, weight in tower.state_dict().items()}
-    if optimizer is not None:
-        of_tables = model.table_optimizers.state_dict()
-        state |= {
-            f"table_optimizers/{name}/{key}": of for name, states in of_tables.items() for key, of in states.items()
-        }
-        of_tower = {name: optimizer.state[parameter] for name, parameter in tower.named_parameters()}
-        state |= {
-            f"dense_optimizer/{name}/{key}": of for name, states in of_tower.items() for key, of in states.items()
-        }
-    return state
+State: TypeAlias = dict[str, ShardedTensor | Tensor]
+"""Tensors of a checkpoint by name and by reference: loading into them in place restores the model."""
+
+
+def _state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
+    """The content of a checkpoint."""
+    of_tables = model.table_optimizers.state_dict()
+    of_tower = {name: optimizer.state[parameter] for name, parameter in model.tower.named_parameters()}
+    return {
+        **_weights(model.tower, model.shards()),
+        **{f"table_optimizers/{name}/{key}": of for name, states in of_tables.items() for key, of in states.items()},
+        **{f"dense_optimizer/{name}/{key}": of for name, states in of_tower.items() for key, of in states.items()},
+        **_evaluated(model),
+    }
+
+
+def _evaluated(model: ParallelModel) -> State:
+    """The weights that are evaluated."""
+    if model.average is None:
+        return _weights(model.tower, model.shards())
+    return _weights(model.average.tower, model.average.tables, _AVERAGE)
+
+
+def _weights(tower: Tower, tables: Mapping[str, ShardedTensor], prefix: str = "") -> State:
+    of_tables: State = {f"{prefix}tables/{name}": table for name, table in tables.items()}
+    return of_tables | {f"{prefix}tower/{name}": weight for name, weight in tower.state_dict().items()}
 
 
 def _kinds(state: Mapping[str, ShardedTensor | Tensor]) -> dict[str, Kind]:
@@ -427,8 +440,8 @@ def _kinds(state: Mapping[str, ShardedTensor | Tensor]) -> dict[str, Kind]:
 
 
 def _kind_of(table: Table, config: Config) -> Kind:
-    dtype = torch.float16 if config.tables.of(table.name).precision == "fp16" else torch.float32
-    return Kind(dtype, (table.rows, table.dim))
+    fp16 = config.tables.of(table.name).precision == "fp16" and not config.train.ema
+    return Kind(torch.float16 if fp16 else torch.float32, (table.rows, table.dim))
 
 
 def _pieces(of: ShardedTensor | Tensor) -> list[Piece]:
@@ -590,7 +603,7 @@ def _choose(
     expected: Mapping[str, Kind],
     ranks: Ranks | None,
 ) -> _Opened:
-    """The requested checkpoint; if it is damaged, the next one. Its optimizers' states are not checked."""
+    """The requested checkpoint; if it is damaged, the next one. What only training needs is not checked."""
 
     def candidates() -> list[Path]:
         found = _manifests(run)
@@ -602,13 +615,18 @@ def _choose(
         return [*unknown, *_by_merit(known, config.evaluate.metric)] if which == "best" else list(found)
 
     paths = on_first_rank(candidates, ranks) if ranks else candidates()
-    opened, problems = _open_first(paths, config, schema, expected, ranks, beside=_OPTIMIZERS)
+    opened, problems = _open_first(paths, config, schema, expected, ranks, beside=_beside(config))
     for path, problem in problems.items():
         _say(shown(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken"), ranks)
     return opened
 
 
-_OPTIMIZERS = ("table_optimizers/", "dense_optimizer/")
+_AVERAGE = "average/"
+
+
+def _beside(config: Config) -> tuple[str, ...]:
+    """How the names of tensors begin that only training needs."""
+    return "table_optimizers/", "dense_optimizer/", *(("tables/", "tower/") if config.train.ema else ())
 
 
 def _open_first(

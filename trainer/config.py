@@ -134,6 +134,10 @@ class TrainConfig:
     train.minutes if that comes first, and wsd falls linearly over the last fifth."""
     warmup_steps: int = 0
     """Steps over which the learning rates rise linearly from 0."""
+    ema: float = 0.0
+    """Decay in each step of a moving average of all weights, such as 0.999, which is then evaluated, exported and taken
+    by warm starts in their place; 0 averages nothing. In the first steps it is lower, to average the last tenth of
+    them."""
     clip: float = 0.0
     """Largest norm of all gradients together, including those of the tables' rows: larger gradients are scaled down to
     it. 0 clips nothing. With clipping, no row is updated before all gradients have arrived."""
@@ -174,6 +178,7 @@ class TrainConfig:
         )
         for name in ("minutes", "patience", "warmup_steps", "checkpoint_every", "profile"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        require(0 <= self.ema < 1, "train.ema", self.ema, "in [0, 1)")
         require(0 <= self.clip < inf, "train.clip", self.clip, "0 or more and finite")
 
 

@@ -23,10 +23,10 @@ class JobPlan:
     devices: Devices
     tables: Mapping[str, TablePlan]
     table_bytes: tuple[int, ...]
-    """By rank: its rows with their optimizers' state."""
+    """By rank: its rows with their optimizers' state and moving averages."""
     tower_parameters: int
     tower_bytes: int
-    """The same on each rank: the tower with its gradients and its optimizer's state."""
+    """The same on each rank: the tower with its gradients, its optimizer's state and its moving average."""
 
     def text(self) -> str:
         """Lines as those that training begins with."""
@@ -55,7 +55,7 @@ def plan_job(config: Config, devices: Devices) -> JobPlan:
     require(whole_hosts, "--per-host", devices.per_host, f"a divisor of the {devices.world_size} ranks")
     dataset = load_dataset(config.data.path)
     model, tables = unsharded(dataset.schema, config, torch.device(devices.kind))
-    plan = describe(plan_tables(tables, config.tables, devices), tables, config.tables)
+    plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())
     return JobPlan(
         dataset=dataset.name,
@@ -65,5 +65,5 @@ def plan_job(config: Config, devices: Devices) -> JobPlan:
         tables=plan,
         table_bytes=tuple(bytes_by_rank(plan, devices.world_size)),
         tower_parameters=weights,
-        tower_bytes=weights * bytes_per_weight(config.dense),
+        tower_bytes=weights * bytes_per_weight(config),
     )

@@ -200,11 +200,11 @@ def _evaluated(pipeline: Pipeline, evaluation: Evaluation, telemetry: Telemetry,
     """The progress after this step, with its metrics on validation, if there is a validation part. Collective."""
     model, config = pipeline.model, pipeline.model.config
     if config.evaluate.peek_test:
-        peeked = evaluation("test", model.tower, model.sharded_rows())
+        peeked = evaluation("test", *model.evaluated())
         telemetry.log_evaluation("peeked", pipeline.step, epoch, peeked)
     if not config.data.validation:
         return pipeline.progress
-    validation = evaluation("validation", model.tower, model.sharded_rows())
+    validation = evaluation("validation", *model.evaluated())
     telemetry.log_evaluation("validation", pipeline.step, epoch, validation)
     return replace(pipeline.progress, validation=validation)
 
@@ -229,7 +229,7 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, 
     """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end. The
     checkpoint is loaded into the model."""
     step = checkpoint.restore_best(run, model)
-    metrics, rank_U = evaluation.with_ranks("test", model.tower, model.sharded_rows())
+    metrics, rank_U = evaluation.with_ranks("test", *model.evaluated())
     if model.ranks.rank == 0:
         write_ranks(run, rank_U)
     beside = evaluation.baselines("test")

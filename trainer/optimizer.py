@@ -4,7 +4,7 @@ TorchRec fuses most table optimizers into the backward of the lookup, but FBGEMM
 TouchedRowsAdam does the same.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -23,7 +23,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.modules.embeddings import own_name
-from logitmix.trainer.config import DenseConfig, TablesConfig, TableSettings
+from logitmix.trainer.config import Config, DenseConfig, TablesConfig, TableSettings
 
 ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
@@ -72,9 +72,10 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     return optimizer
 
 
-def bytes_per_weight(config: DenseConfig) -> int:
-    """Of the dense part: the weight, its gradient and the optimizer's state, in FP32."""
-    return 4 * (2 + (0 if config.optimizer == "sgd" else len(_MOMENTS)))
+def bytes_per_weight(config: Config) -> int:
+    """Of the dense part: the weight, its gradient, the optimizer's state and the moving average, in FP32."""
+    moments = 0 if config.dense.optimizer == "sgd" else len(_MOMENTS)
+    return 4 * (2 + moments + (config.train.ema > 0))
 
 
 class TableOptimizers:
@@ -136,6 +137,14 @@ def table_name(key: str) -> str:
     return own_name(key.split(".")[-2])
 
 
+def with_shards(whole: ShardedTensor, held: Sequence[Tensor]) -> ShardedTensor:
+    """Another tensor that is sharded as `whole` is; this rank holds `held`, in the order of its local shards."""
+    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(held, whole.local_shards(), strict=True)]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, whole.metadata(), process_group=whole._process_group
+    )
+
+
 class TouchedRowsAdam:
     """Adam over this rank's shards of a table, inside the backward of a lookup: rows that no rank looked up, and their
     moments, do not change.
@@ -186,11 +195,7 @@ class TouchedRowsAdam:
 
     def _sharded(self, name: str) -> ShardedTensor:
         moments = {shard.row.data_ptr(): getattr(shard, name) for shard in self.shards}
-        shards = self.weight.local_shards()
-        local = [Shard(moments[shard.tensor.data_ptr()], shard.metadata) for shard in shards]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            local, self.weight.metadata(), process_group=self.weight._process_group
-        )
+        return with_shards(self.weight, [moments[shard.tensor.data_ptr()] for shard in self.weight.local_shards()])
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -30,6 +30,7 @@ from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.modules.towers import Tower
+from logitmix.trainer.average import MovingAverage
 from logitmix.trainer.bags import PooledTable
 from logitmix.trainer.clipping import LookupCuts
 from logitmix.trainer.config import Config, TablesConfig
@@ -53,11 +54,14 @@ class ParallelModel:
     config: Config
     cuts: LookupCuts | None
     """With gradient clipping: where the backward of lookups waits for the norm."""
+    average: MovingAverage | None
+    """With train.ema."""
     stream: torch.cuda.Stream | None
     """CUDA: the stream that copies the next batch to the device while one is trained on."""
 
     @property
     def tower(self) -> Tower:
+        """The tower in training."""
         return cast(SampledLosses, self.replicated.module).tower
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
@@ -82,14 +86,16 @@ class ParallelModel:
         (loss * self.ranks.world_size).backward()
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """The tables by name, with this rank's shards; by reference."""
+        """The tables in training by name, with this rank's shards; by reference."""
         modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
         states = [module.state_dict() for module in modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
-    def sharded_rows(self) -> dict[str, ShardedRows]:
-        """The tables' rows, to be fetched in FP32 without the codec."""
-        return {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in self.shards().items()}
+    def evaluated(self) -> tuple[Tower, dict[str, ShardedRows]]:
+        """What is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their moving
+        averages, if there are any."""
+        tower, tables = (self.average.tower, self.average.tables) if self.average else (self.tower, self.shards())
+        return tower, {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in tables.items()}
 
 
 def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
@@ -98,7 +104,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     unknown table, settings that the device does not support, and settings that leave the planner no room.
     """
     model, embedded = unsharded(schema, config, ranks.device)
-    plans = plan_tables(embedded, config.tables, Devices.of(ranks), ranks.group)
+    plans = plan_tables(embedded, config, Devices.of(ranks), ranks.group)
     collections = _shard(model.tables, plans, config.tables, ranks)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
     sharded, pooled = [], []
@@ -119,10 +125,13 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     if config.comm.dense == "bf16":
         replicated.register_comm_hook(ranks.group, _bf16_gradients)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-    plan = describe(plans, embedded, config.tables)
-    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, stream)
-    _initialize(parallel.shards(), config)
-    return parallel
+    plan = describe(plans, embedded, config)
+    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, None, stream)
+    tables = parallel.shards()
+    _initialize(tables, config)
+    return replace(
+        parallel, average=MovingAverage(parallel.tower, tables, config.train.ema) if config.train.ema else None
+    )
 
 
 def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[RetrievalModel, list[EmbeddingTable]]:

@@ -260,6 +260,8 @@ class Pipeline:
         with self.clock("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.model.average:
+                self.model.average.update(self.step - self.skipped)
         self.examples += self.batch.total_positions
         self.state = "rows sent" if following else "no rows sent"
 

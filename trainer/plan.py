@@ -24,7 +24,7 @@ from torchrec.distributed.types import ParameterSharding
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
-from logitmix.trainer.config import TablesConfig, TableSettings
+from logitmix.trainer.config import Config, TablesConfig, TableSettings
 from logitmix.trainer.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 
 _IDS = 10_000
@@ -53,7 +53,7 @@ class TablePlan:
     precision: str
     pooled: bool
     bytes: int
-    """Bytes of its rows and their optimizer's state."""
+    """Bytes of its rows, their optimizer's state and their moving average."""
     shards: tuple[ShardPlace, ...]
 
 
@@ -80,50 +80,54 @@ class Devices:
 
 
 def plan_tables(
-    tables: Sequence[EmbeddingTable], config: TablesConfig, devices: Devices, group: dist.ProcessGroup | None = None
+    tables: Sequence[EmbeddingTable], config: Config, devices: Devices, group: dist.ProcessGroup | None = None
 ) -> Plans:
     """The planner's choice within the configuration's limits. With a group, collective: rank 0's choice, on all ranks.
     Raises ValueError if the devices have no room.
     """
+    settings = config.tables
+    # The planner does not know of moving averages.
+    averages = sum(_average_bytes(table, config) for table in tables) // devices.world_size
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=devices.world_size,
             local_world_size=devices.per_host,
             compute_device=devices.kind,
-            hbm_cap=devices.bytes,
+            hbm_cap=devices.bytes and max(0, devices.bytes - averages),
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
-        constraints=_constraints(tables, config, devices.world_size),
+        constraints=_constraints(tables, settings, devices.world_size),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
     # EmbeddingBagCollection exists.
     collections = embedding_collections([replace(table, pooled=False) for table in tables])
     for key, weight in collections.named_parameters():
-        set_fused_optimizer(weight, config.of(table_name(key)))
+        set_fused_optimizer(weight, settings.of(table_name(key)))
     try:
         sharders = [EmbeddingCollectionSharder()]
         whole = planner.collective_plan(collections, sharders, group) if group else planner.plan(collections, sharders)
     except PlannerError as error:
         raise ValueError(
-            f"the planner cannot place the tables with tables.sharding {config.sharding}: {first_line(error)}"
+            f"the planner cannot place the tables with tables.sharding {settings.sharding}: {first_line(error)}"
         ) from None
     plans: dict[str, ParameterSharding] = {}
     for collection in collections:
         found = cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
         plans |= {own_name(name): plan for name, plan in found.items()}
     for name, plan in plans.items():
-        plan.compute_kernel = table_kernel(config.of(name), devices.kind).value
+        plan.compute_kernel = table_kernel(settings.of(name), devices.kind).value
     return plans
 
 
-def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: TablesConfig) -> dict[str, TablePlan]:
+def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: Config) -> dict[str, TablePlan]:
     """The plans by table, as TablePlans."""
-    return {table.name: _describe(plans[table.name], table, config.of(table.name)) for table in tables}
+    return {table.name: _describe(plans[table.name], table, config) for table in tables}
 
 
-def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) -> TablePlan:
+def _describe(parameter: Any, table: EmbeddingTable, config: Config) -> TablePlan:
+    settings = config.tables.of(table.name)
     return TablePlan(
         rows=table.rows,
         dim=table.dim,
@@ -131,7 +135,7 @@ def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) ->
         optimizer=settings.optimizer,
         precision=table.precision,
         pooled=table.pooled,
-        bytes=_bytes(table, settings),
+        bytes=_bytes(table, settings) + _average_bytes(table, config),
         shards=tuple(
             ShardPlace(
                 shard.placement.rank(),
@@ -146,7 +150,7 @@ def _describe(parameter: Any, table: EmbeddingTable, settings: TableSettings) ->
 
 
 def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[int]:
-    """Bytes of rows and their optimizers' state that each rank holds."""
+    """Bytes of rows, their optimizers' state and their moving averages that each rank holds."""
     held = [0] * world_size
     for table in plan.values():
         for shard in table.shards:
@@ -206,6 +210,10 @@ def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool,
 def _columns_per_rank(dim: int, world_size: int) -> int:
     """Width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for FBGEMM."""
     return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * world_size >= dim)
+
+
+def _average_bytes(table: EmbeddingTable, config: Config) -> int:
+    return 4 * table.rows * table.dim if config.train.ema else 0
 
 
 def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:

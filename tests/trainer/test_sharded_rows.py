@@ -20,7 +20,7 @@ def fetch_from(configs: list[Config]) -> list[list[torch.Tensor]]:
     found = []
     for config in configs:
         with process_group("cpu", 60) as ranks:
-            rows = parallelize(Schema.of_ids(ITEMS - 1), config, ranks).sharded_rows()[ITEM]
+            rows = parallelize(Schema.of_ids(ITEMS - 1), config, ranks).evaluated()[1][ITEM]
             rounds = len(ASKED)
             own = [ASKED[(number + ranks.rank) % rounds] for number in range(rounds)] + [[]]
             found.append([rows.fetch(torch.tensor(ids, dtype=torch.int64)) for ids in own])
