@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
@@ -11,12 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 try:
-    import docstring_parser
     import tyro
     from rich.console import Console
     from rich.progress import Progress
@@ -25,7 +23,6 @@ try:
 except ModuleNotFoundError as absent:  # where only what serving needs was installed
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
-from logitmix.common.files import from_json
 from logitmix.common.mappings import class_of_kind, nearest, of_class, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
 from logitmix.modules.config import EncoderConfig, SimilarityConfig
@@ -57,6 +54,7 @@ from logitmix.trainer.processes import (
 )
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.sizing import load_sized
+from logitmix.trainer.words import json_value, parse, parts, whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,17 +111,15 @@ EXTRA_MODULES = {
 PATIENCE = 365 * 24 * 3600
 """Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
 request. The end of a rank is noticed at once."""
-BOX = " ╭╮╰╯─│+|"
-"""What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
 
 OF_THE_RUN = "(default: the run's setting)"
 
-T = TypeVar("T")
 R = TypeVar("R", bound=Config)
 RunPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 ExportPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
 
 
+@tyro.conf.configure(tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction)
 @dataclass(frozen=True)
 class PrepareCommand(PrepareOptions):
     """Raw files in, dataset directory out."""
@@ -369,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare(words: list[str]) -> None:
-    command = _parse(PrepareCommand, "prepare", words)
+    command = parse(PrepareCommand, "prepare", words)
     from logitmix.trainer.data.prepare import prepare
 
     description = prepare(command)
@@ -430,7 +426,7 @@ def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, s
         recipe = replace(recipe, start={})
     recipe = _with_kinds(recipe, others)
     others, by_name = take_table_words(others)
-    command = _parse(kind, f"{name} {words[0]}", others, kind(**vars(_parsed(recipe))))
+    command = parse(kind, f"{name} {words[0]}", others, kind(**vars(_parsed(recipe))))
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
     config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
     config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
@@ -464,7 +460,7 @@ def _with_start(config: Config, start: Mapping[str, Any], words: list[str], reci
     try:
         first = _with_kinds(with_settings(config.inherited(), flatten(start)), words)
         others, by_name = take_table_words(words)
-        given = _parse(Config, f"train {recipe}", others, _parsed(first))
+        given = parse(Config, f"train {recipe}", others, _parsed(first))
         given = with_tables_by_name(with_tables_by_name(given, first.tables.by_name), by_name)
     except ValueError as error:
         raise ValueError(f"--start: {error}") from None
@@ -506,7 +502,7 @@ def _last_value(words: Sequence[str], flag: str) -> str:
 
 
 def _evaluate(words: list[str]) -> None:
-    command = _parse(EvaluateCommand, "evaluate", words)
+    command = parse(EvaluateCommand, "evaluate", words)
     _start_ranks("evaluate", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.evaluate import evaluate_run
@@ -521,7 +517,7 @@ def _evaluate(words: list[str]) -> None:
 
 
 def _compare(words: list[str]) -> None:
-    command = _parse(CompareCommand, "compare", words)
+    command = parse(CompareCommand, "compare", words)
     _start_ranks("compare", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.compare import as_text, compare
@@ -534,7 +530,7 @@ def _compare(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    command = _parse(ReportCommand, "report", words)
+    command = parse(ReportCommand, "report", words)
     from logitmix.trainer.report import write_report
 
     write_report([fetched_run(run) for run in command.runs], Path(command.out))
@@ -542,7 +538,7 @@ def _report(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    command = _parse(ExportCommand, "export", words)
+    command = parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.export import EXTRAS, export
@@ -568,7 +564,7 @@ def _export(words: list[str]) -> None:
 
 
 def _retrieve(words: list[str]) -> None:
-    command = _parse(RetrieveCommand, "retrieve", words)
+    command = parse(RetrieveCommand, "retrieve", words)
     _start_ranks("retrieve", words, command.processes)
     _let_threads_sleep()
     from logitmix.serving.retriever import Retriever
@@ -585,14 +581,14 @@ def _retrieve(words: list[str]) -> None:
 def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
     request: Request = {
-        "history": _parts(command.history),
-        "timestamps": _whole_numbers("--timestamps", command.timestamps),
-        "user": _json("--user", command.user, dict),
-        "events": _json("--events", command.events, list),
-        "blocked": _parts(command.blocked),
+        "history": parts(command.history),
+        "timestamps": whole_numbers("--timestamps", command.timestamps),
+        "user": json_value("--user", command.user, dict),
+        "events": json_value("--events", command.events, list),
+        "blocked": parts(command.blocked),
     }
     if command.allowed:
-        request["allowed"] = _parts(command.allowed)
+        request["allowed"] = parts(command.allowed)
     if command.time is not None:
         request["time"] = command.time
     if command.histories or command.out:
@@ -633,7 +629,7 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
 
 
 def _serve(words: list[str]) -> None:
-    command = _parse(ServeCommand, "serve", words)
+    command = parse(ServeCommand, "serve", words)
     _start_ranks("serve", words, command.processes)
     _let_threads_sleep()
     from logitmix.serving.server import serve
@@ -643,7 +639,7 @@ def _serve(words: list[str]) -> None:
 
 
 def _update_items(words: list[str]) -> None:
-    command = _parse(UpdateItemsCommand, "update-items", words)
+    command = parse(UpdateItemsCommand, "update-items", words)
     _let_threads_sleep()
     from logitmix.trainer.update import update_items
 
@@ -658,7 +654,7 @@ def _update_items(words: list[str]) -> None:
 
 
 def _doctor(words: list[str]) -> None:
-    command = _parse(DoctorCommand, "doctor", words)
+    command = parse(DoctorCommand, "doctor", words)
     from logitmix.trainer import doctor
 
     if launched():
@@ -710,97 +706,6 @@ def _items_group() -> "Iterator[ProcessGroup | None]":
 
     with process_group("cpu", PATIENCE) as ranks:
         yield ranks.group
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _whole_numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in _parts(text)]
-    except ValueError:
-        raise ValueError(f"{flag} is {text}; it must be whole numbers, separated by commas") from None
-
-
-def _json(flag: str, text: str, kind: type[T]) -> T:
-    try:
-        found = from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{flag} is not JSON: {error}") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"{flag} is {text}; it must be a JSON {'object' if kind is dict else 'list'}")
-    return found
-
-
-def _parse(kind: type[T], command: str, words: list[str], default: T | None = None) -> T:
-    """tyro's parser, but an error in the words is a ValueError of one line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), _docstrings_on_one_line():
-            return tyro.cli(
-                kind,
-                prog=f"logitmix {command}",
-                args=words,
-                default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction)
-                if kind is PrepareCommand
-                else (tyro.conf.AvoidSubcommands,),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        lines = [line.strip(BOX) for line in said.getvalue().splitlines()[1:]]
-        # Its last sentence takes more lines where the command is long, as that of a recipe's path is.
-        lines = list(takewhile(lambda line: not line.startswith("For full helptext"), lines))
-        problem = " ".join(line for line in lines if line.strip("-"))
-        raise ValueError(_plainly(problem, command)) from None
-
-
-@contextlib.contextmanager
-def _docstrings_on_one_line() -> Iterator[None]:
-    """tyro would break the lines of its help also where those of a field's docstring end."""
-    parse = docstring_parser.parse_from_object
-
-    def joined(
-        obj: Any, style: docstring_parser.DocstringStyle = docstring_parser.DocstringStyle.AUTO
-    ) -> docstring_parser.Docstring:
-        found = parse(obj, style)
-        for field in found.params:
-            field.description = " ".join((field.description or "").split())
-        return found
-
-    docstring_parser.parse_from_object = joined
-    try:
-        yield
-    finally:
-        docstring_parser.parse_from_object = parse
-
-
-def _plainly(problem: str, command: str) -> str:
-    """tyro's error message, without the parts for Python programmers."""
-    see = f"see logitmix {command} --help"
-    if unknown := re.match(r"Unrecognized options: ([^\s,]+)", problem):
-        kind = "option" if unknown[1].startswith("-") else "word"
-        near = re.search(rf"(?:Perhaps you meant|similar to {re.escape(unknown[1])}): (--[^\s,]+)", problem)
-        return f"unknown {kind} {unknown[1]}{f' (did you mean {near[1]}?)' if near else ''}; {see}"
-    if missing := re.match(r"Missing from .*?: (.*) \(required\)", problem):
-        needs = re.findall(r"(?:^|\(required\) )((?:--\S+ )?\S+)", missing[1])
-        return f"{command} needs {' and '.join(needs)}; {see}"
-    if missing := re.match(r"Missing value for argument '(.*?)'", problem):
-        return f"{missing[1]} needs a value; {see}"
-    if choice := re.match(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", problem):
-        known = [name for name in re.findall("'(.*?)'", choice[3]) if name != "None"]
-        return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
-    refused = re.match(r"Error parsing (\S+): (.*)", problem)
-    if refused is None:
-        return f"{problem}; {see}"
-    flag, reason = refused.groups()
-    value = re.search(r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason)
-    if value is None:
-        return reason
-    number = "a whole number" if value[1].startswith("invalid") else "a number"
-    return f"{flag} is {value[2]}; it must be {number}; {see}"
 
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
