@@ -33,6 +33,7 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import ParallelModel, parallelize
 from logitmix.trainer.ranking import NOT_SERVED, rank_corpus
 from logitmix.trainer.run import RunProgress, read_config
+from logitmix.trainer.tensor_files import SavedTensors
 
 X, USERS = 50, 80
 
@@ -200,9 +201,9 @@ def export_in_parts(run: Path, out: Path, shard_bytes: int) -> tuple[dict[str, A
     export_module.SHARD_BYTES = shard_bytes
     read_rows, most = checkpoint._read_rows, [0]
 
-    def counted(path: Path, schema: Schema, table: str, start: int, stop: int) -> torch.Tensor:
+    def counted(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> torch.Tensor:
         most[0] = max(most[0], stop - start)
-        return read_rows(path, schema, table, start, stop)
+        return read_rows(tensors, schema, prefix, table, start, stop)
 
     checkpoint._read_rows = counted
     return export(run, out), most[0]
@@ -228,7 +229,7 @@ def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, mo
 
 
 def fail_on_the_second_rank(run: Path, out: Path, among: str) -> str:
-    def broken(path: Path, schema: Schema, table: str, start: int, stop: int) -> torch.Tensor:
+    def broken(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> torch.Tensor:
         is_broken = among == ("tables" if start == X else "items")
         return torch.full((stop - start, schema.table(table).dim), torch.nan if is_broken else 0.0)
 

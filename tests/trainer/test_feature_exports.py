@@ -31,6 +31,7 @@ from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.export import export
 from logitmix.trainer.loop import train
+from logitmix.trainer.tensor_files import SavedTensors
 from logitmix.trainer.update import update_items
 
 
@@ -149,8 +150,8 @@ def export_in_files(run: Path, out: Path, file_bytes: int) -> tuple[dict[str, An
     export_module.SHARD_BYTES = file_bytes
     read_rows, most = checkpoint._read_rows, Counter[str]()
 
-    def counted(path: Path, schema: Schema, table: str, start: int, stop: int) -> Tensor:
-        rows = read_rows(path, schema, table, start, stop)
+    def counted(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> Tensor:
+        rows = read_rows(tensors, schema, prefix, table, start, stop)
         most[table] = max(most[table], rows.nbytes)
         return rows
 
