@@ -68,7 +68,11 @@ def _plainly(problem: str, command: str) -> str:
     if unknown := re.match(r"Unrecognized options: ([^\s,]+)", problem):
         kind = "option" if unknown[1].startswith("-") else "word"
         near = re.search(rf"(?:Perhaps you meant|similar to {re.escape(unknown[1])}): (--[^\s,]+)", problem)
-        return f"unknown {kind} {unknown[1]}{f' (did you mean {near[1]}?)' if near else ''}; {see}"
+        meant = near[1] if near else ""
+        if meant and unknown[1] == f"--no-{meant[2:]}":
+            section, _, name = meant.rpartition(".")
+            meant = f"{section}.no-{name}"
+        return f"unknown {kind} {unknown[1]}{f' (did you mean {meant}?)' if meant else ''}; {see}"
     if missing := re.match(r"Missing from .*?: (.*) \(required\)", problem):
         needs = re.findall(r"(?:^|\(required\) )((?:--\S+ )?\S+)", missing[1])
         return f"{command} needs {' and '.join(needs)}; {see}"
