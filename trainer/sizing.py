@@ -17,6 +17,9 @@ STEPS = 300
 """Fewest steps between two evaluations."""
 MOST_STEPS = 30_000
 """Most steps of training; patience usually ends it long before."""
+EMA = 0.99
+AVERAGED = 1_000_000
+"""Most items whose rows are averaged: every tenth step passes over all of them, whatever a batch asks for."""
 RANKED = 20_000
 """Most users that an evaluation ranks: with this many, a hit rate of 5 % has a 95 % interval of +- 0.3 %."""
 
@@ -38,6 +41,8 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
         "train.epochs": (max(3, MOST_STEPS // steps), "or until validation stops rising"),
     }
+    if items <= AVERAGED:
+        settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if features:

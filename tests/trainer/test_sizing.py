@@ -61,6 +61,11 @@ def test_item_features_are_taken_and_no_others() -> None:
     assert "model.features" not in sized(described(10, 10, 100, AGE))
 
 
+def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
+    assert sized(described(10, 1_000_000, 100))["train.ema"][0] == 0.99
+    assert "train.ema" not in sized(described(10, 1_000_001, 100))
+
+
 def test_what_is_said_stands_above_what_is_sized(
     clicks: Path, trained: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
