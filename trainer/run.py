@@ -174,9 +174,9 @@ def epochs_of_refit(run: Path) -> float:
 
 def refit_config(run: Path, epochs: float) -> Config:
     """The settings of the refit of a run whose best checkpoint was that after these epochs: the learning rates of the
-    run, without its limits of time and patience. If another run is trained first, the
-    refit of that one is trained first, too. A warm start is taken from the refit of the run that it names, if there is
-    one. ValueError if that refit is not finished."""
+    run, without its limits of time and patience. If another run is trained first, the refit of that one is trained
+    first, too. A warm start is taken from the refit of the run that it names, if there is one. ValueError if that refit
+    is not finished."""
     config = read_config(run)
     refit = _without_validation(config, run, epochs)
     if first := config.first:
