@@ -8,11 +8,12 @@
 A cell is a dataset, a method and a seed. It trains the method's settings on top of the dataset's recipe, with the best
 checkpoint chosen on validation; then its refit (train.refit), whose test figures the table shows. No test figure is
 looked at to choose anything. The cells of all other similarities start from the run of the dot product, which is
-trained first; their minutes count it. A cell whose result is in --results is not trained again, an interrupted one
-resumes, and cells that were not trained stay empty. The tables `rank` and `groups` and the figure need the runs
-themselves: a cell whose run and refit --out lacks is trained, even if its result is known. Datasets are read from
---data/NAME, as `logitmix prepare` writes them. --minutes bounds the training time of a run (and its refit takes as many
-epochs); without it, the recipes' epochs are trained.
+trained first; their minutes count it. On ml-1m, hstu+mol is the recipe ml-1m-hstu-mol, which trains what it starts
+from. A cell whose result is in --results is not trained again, an interrupted one resumes, and cells that were not
+trained stay empty. The tables `rank` and `groups` and the figure need the runs themselves: a cell whose run and refit
+--out lacks is trained, even if its result is known. Datasets are read from --data/NAME, as `logitmix prepare` writes
+them. --minutes bounds the training time of a run (and its refit takes as many epochs); without it, the recipes' epochs
+are trained.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
@@ -50,7 +51,7 @@ from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.evaluate import means
 from logitmix.trainer.processes import require_threads
-from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path
+from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path, source_of
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -74,14 +75,15 @@ keep their rows."""
 @dataclass(frozen=True)
 class Data:
     """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder, where it has its own), the
-    metric that chooses, appendix A's sizes of methods, and what differs from the recipe: in all runs, and in those of
-    MoL, which start from the dot product's."""
+    metric that chooses, appendix A's sizes of methods, what differs from the recipe in all runs, and in those of MoL,
+    which start from the dot product's. `hstu_mol` is a recipe of MoL with that encoder that is trained as it is."""
 
     recipe: str
     metric: str
     sizes: Mapping[str, Any]
     settings: Settings
     hstu: str = ""
+    hstu_mol: str = ""
     from_dot: Settings = field(default_factory=lambda: FROM_DOT)
 
 
@@ -92,7 +94,7 @@ FEATURES = {"model.encoder.kind": "pooled", "model.features": ("all",), "model.h
 """The paper's industrial model: non-sequential, with many features."""
 ML_20M = {"model.dim": 256, "model.encoder.blocks": 4, "model.encoder.heads": 8}
 DATASETS = {
-    "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}, hstu="ml-1m-hstu"),
+    "ml-1m": Data("ml-1m-dot", "hr@10", DENSE, {}, hstu="ml-1m-hstu", hstu_mol="ml-1m-hstu-mol"),
     "ml-100k": Data("ml-1m-dot", "hr@10", DENSE, {}),
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
     "beauty": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
@@ -152,6 +154,7 @@ PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
             "mol": (0.0675, 0.3079, 0.5657, 0.8677, 0.1433),
             "hstu+dot": (),
             "hstu+mol": (),
+            "hstu+mol 8x8": (),
         },
         "ml-100k": {name: () for name in ("bce", "dot", "mlp", "neumf", "deepfm", "mol", "hstu+dot", "hstu+mol")},
         "ml-20m": {
@@ -298,14 +301,22 @@ class Cell:
     @property
     def recipe(self) -> str:
         data = DATASETS[self.dataset]
+        if self.is_recipe:
+            return data.hstu_mol
         return data.hstu if data.hstu and self.method.startswith("hstu+") else data.recipe
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the cell is a recipe as it is, with what it starts from."""
+        return self.method == "hstu+mol" and bool(DATASETS[self.dataset].hstu_mol)
 
     @property
     def start(self) -> "Cell | None":
         """The cell whose run gives the first weights: that of the dot product with the same encoder, because the other
-        similarities learn slowly from random ones. The two baselines themselves have none."""
+        similarities learn slowly from random ones. The two baselines themselves have none, nor has a recipe as it is,
+        which trains what it starts from."""
         encoder, plus, name = self.method.rpartition("+")
-        if self.dataset == "demo-features" or name in ("bce", "dot"):
+        if self.dataset == "demo-features" or name in ("bce", "dot") or self.is_recipe:
             return None
         return Cell(self.dataset, f"{encoder}{plus}dot", self.seed)
 
@@ -315,7 +326,8 @@ class Cell:
     def settings(self, options: Options) -> dict[str, Any]:
         data = DATASETS[self.dataset]
         settings = {"data.path": str(options.path(self.dataset)), "evaluate.metric": data.metric}
-        settings |= {"evaluate.baselines": False, **data.settings, **settings_of(self.method, data.sizes)}
+        settings |= {"evaluate.baselines": False, **data.settings}
+        settings |= {} if self.is_recipe else settings_of(self.method, data.sizes)
         if start := self.start:
             settings |= FROM_DOT | {"model.loss.negatives": data.from_dot["model.loss.negatives"]}
             settings |= data.from_dot if "mol" in self.method else {}
@@ -374,12 +386,13 @@ def train(cell: Cell, options: Options) -> dict[str, Any]:
 
 def collected(run: Path, recipe: str) -> dict[str, Any]:
     """The result of a run that is finished, with its settings that differ from the recipe."""
-    before, now = flatten(load_recipe(recipe)), flatten(read_config(run))
+    config = read_config(run)
+    before, now = flatten(load_recipe(recipe)), flatten(config)
     settings = {name: value for name, value in now.items() if before.get(name) != value and name != "data.path"}
     first, refit = (json.loads((path / "results.json").read_text()) for path in (run, refit_path(run)))
     hours = {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600}
-    if start := now["warm_start"]:
-        hours["start"] = json.loads((Path(start) / "results.json").read_text())["seconds"] / 3600
+    if start := source_of(run, config):
+        hours["start"] = json.loads((start / "results.json").read_text())["seconds"] / 3600
     best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
     return {
         "recipe": recipe,
@@ -569,7 +582,7 @@ def groups(options: Options) -> Iterator[dict[str, Any]]:
             found["by"][name] = {"bounds": bounds, "hr@10": rates}
         found["seeds"] = {method: len(of) for method, of in runs.items()}
         found["components"] = {}
-        for run in (run for method, of in runs.items() if method.endswith("mol") for run in of):
+        for run in (run for method, of in runs.items() if "mol" in method for run in of):
             entropy, use_M = use_of_components(run)
             least, most = float(use_M.min()), float(use_M.max())
             found["components"][run.parent.name] = {"entropy": entropy, "least": least, "most": most}

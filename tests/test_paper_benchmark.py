@@ -18,8 +18,9 @@ from small_data import in_memory
 from logitmix.modules.config import DotConfig, MoLConfig
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
-from logitmix.trainer.config import flatten, load_recipe, with_settings
+from logitmix.trainer.config import dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.run import append_row
 
 
 @pytest.fixture
@@ -48,13 +49,23 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         assert config.train.refit and config.evaluate.metric == data.metric
 
 
-@pytest.mark.parametrize("cell, recipe", [("ml-1m hstu+mol", "ml-1m-hstu-mol"), ("beauty mol", "amazon-mol")])
-def test_recipes_of_mol_are_the_cells(paper: ModuleType, cell: str, recipe: str) -> None:
-    of = paper.Cell(*cell.split(), 0)
+FREE = {"data.path", "train.refit", "evaluate.baselines"}
+
+
+def test_the_recipe_of_mol_on_amazon_is_the_cell(paper: ModuleType) -> None:
+    of = paper.Cell("beauty", "mol", 0)
     trained = flatten(with_settings(load_recipe(of.recipe), of.settings(paper.Options())))
-    alone = flatten(replace(load_recipe(recipe), start={}))
+    alone = flatten(replace(load_recipe("amazon-mol"), start={}))
     differ = {name for name in trained if trained[name] != alone[name]}
-    assert "warm_start" in differ and differ <= {"warm_start", "data.path", "train.refit", "evaluate.baselines"}
+    assert "warm_start" in differ and differ <= FREE | {"warm_start"}
+
+
+@pytest.mark.parametrize(("method", "recipe"), [("hstu+dot", "ml-1m-hstu"), ("hstu+mol", "ml-1m-hstu-mol")])
+def test_recipes_of_hstu_are_the_cells(paper: ModuleType, method: str, recipe: str) -> None:
+    of = paper.Cell("ml-1m", method, 0)
+    trained, alone = with_settings(load_recipe(recipe), of.settings(paper.Options())), flatten(load_recipe(recipe))
+    assert (of.recipe, of.start, trained.start) == (recipe, None, load_recipe(recipe).start)
+    assert {name for name, value in flatten(trained).items() if value != alone[name]} <= FREE
 
 
 def test_sizes_of_the_other_similarities_are_those_of_the_appendix(paper: ModuleType) -> None:
@@ -90,7 +101,8 @@ def test_an_ablation_is_mol_but_for_what_it_leaves_out(paper: ModuleType) -> Non
 def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
     cell = paper.Cell
     assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
-    assert cell("ml-1m", "hstu+mol", 0).start == cell("ml-1m", "hstu+dot", 0)
+    assert cell("ml-100k", "hstu+mol", 0).start == cell("ml-100k", "hstu+dot", 0)
+    assert cell("ml-1m", "hstu+mol 8x8", 0).start == cell("ml-1m", "hstu+dot", 0)
     assert cell("ml-1m", "neumf", 1).start == cell("ml-1m", "dot", 1)
     assert all(cell(*of, 0).start is None for of in (("demo-features", "mol 8x4"), ("ml-1m", "dot"), ("ml-1m", "bce")))
 
@@ -162,6 +174,29 @@ def test_analyses_train_the_runs_that_they_need(
         ("ml-100k", 1, {"dot": 61}),
         ("ml-1m", 1, {"dot": 61}),
     ]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_result_counts_the_run_that_gave_the_first_weights(paper: ModuleType, tmp_path: Path, named: bool) -> None:
+    """Whether it lies in the run, as a recipe's own does, or is another cell's."""
+    recipe, run = ("ml-1m-hstu", "ml-1m-hstu-mol")[not named], tmp_path / "mol"
+    start = tmp_path / "dot" if named else run / "start"
+    for path, hours in ((run, 2), (run / "refit", 3), (start, 5)):
+        path.mkdir(parents=True, exist_ok=True)
+        results = {"step": 8, "seconds": 3600 * hours, "hr@10": hours / 10, "users": 40, "corpus": 15}
+        (path / "results.json").write_text(json.dumps(results))
+    settings = {"train.seed": 1, "train.refit": True} | ({"warm_start": str(start)} if named else {})
+    (run / "config.toml").write_text(dump_toml(with_settings(load_recipe(recipe), settings)))
+    for step in (4, 8):
+        append_row(run, "validation", step, {"epoch": step / 2, "hr@10": step / 100})
+    of = paper.collected(run, recipe)
+    assert of["hours"] == {"run": 2, "refit": 3, "start": 5} and of["settings"] == settings
+    assert (of["epochs"], of["validation"], of["test"], of["refit"]) == (
+        4,
+        {"hr@10": 0.08},
+        {"hr@10": 0.2},
+        {"hr@10": 0.3},
+    )
 
 
 def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
