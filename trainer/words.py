@@ -39,7 +39,7 @@ def parse(kind: type[T], command: str, words: list[str], default: T | None = Non
         # Its last sentence takes more lines where the command is long, as that of a recipe's path is.
         lines = list(takewhile(lambda line: not line.startswith("For full helptext"), lines))
         problem = " ".join(line for line in lines if line.strip("-"))
-        raise ValueError(_plainly(problem, command)) from None
+        raise ValueError(_plainly(problem, command, default)) from None
 
 
 @contextlib.contextmanager
@@ -62,15 +62,15 @@ def _docstrings_on_one_line() -> Iterator[None]:
         docstring_parser.parse_from_object = from_object
 
 
-def _plainly(problem: str, command: str) -> str:
+def _plainly(problem: str, command: str, default: object) -> str:
     """tyro's error message, without the parts for Python programmers."""
     see = f"see logitmix {command} --help"
     if unknown := re.match(r"Unrecognized options: ([^\s,]+)", problem):
         kind = "option" if unknown[1].startswith("-") else "word"
         near = re.search(rf"(?:Perhaps you meant|similar to {re.escape(unknown[1])}): (--[^\s,]+)", problem)
         meant = near[1] if near else ""
-        if meant and unknown[1] == f"--no-{meant[2:]}":
-            section, _, name = meant.rpartition(".")
+        section, _, name = meant.rpartition(".")
+        if section and unknown[1] == f"--no-{meant[2:]}" and _is_switch(meant, default):
             meant = f"{section}.no-{name}"
         return f"unknown {kind} {unknown[1]}{f' (did you mean {meant}?)' if meant else ''}; {see}"
     if missing := re.match(r"Missing from .*?: (.*) \(required\)", problem):
@@ -90,6 +90,13 @@ def _plainly(problem: str, command: str) -> str:
         return reason
     number = "a whole number" if value[1].startswith("invalid") else "a number"
     return f"{flag} is {value[2]}; it must be {number}; {see}"
+
+
+def _is_switch(flag: str, default: object) -> bool:
+    value = default
+    for name in flag[2:].replace("-", "_").split("."):
+        value = getattr(value, name, None)
+    return isinstance(value, bool)
 
 
 def parts(text: str) -> list[str]:
