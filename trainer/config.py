@@ -136,8 +136,8 @@ class TrainConfig:
     """Steps over which the learning rates rise linearly from 0."""
     ema: float = 0.0
     """Decay in each step of a moving average of all weights, such as 0.999, which is then evaluated, exported and taken
-    by warm starts in their place; 0 averages nothing. In the first steps it is lower, to average the last tenth of
-    them."""
+    by warm starts in their place; 0 averages nothing. Up to step 9 / (1 - ema) it is lower, to average about the last
+    tenth of the steps."""
     clip: float = 0.0
     """Largest norm of all gradients together, including those of the tables' rows: larger gradients are scaled down to
     it. 0 clips nothing. With clipping, no row is updated before all gradients have arrived."""

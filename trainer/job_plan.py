@@ -27,6 +27,8 @@ class JobPlan:
     tower_parameters: int
     tower_bytes: int
     """The same on each rank: the tower with its gradients, its optimizer's state and its moving average."""
+    averaged: bool
+    """Whether there are moving averages (train.ema)."""
 
     def text(self) -> str:
         """Lines as those that training begins with."""
@@ -34,13 +36,14 @@ class JobPlan:
         parameters = sum(table.rows * table.dim for table in self.tables.values())
         held = list(dict.fromkeys(mebibytes(count) for count in (min(self.table_bytes), max(self.table_bytes))))
         room = f" of {devices.bytes / 2**30:,g} GiB" if devices.bytes else ""
+        averages = "both with moving averages; " if self.averaged else ""
         block = {
             "dataset": f"{self.dataset}: {self.users:,} users, {self.items:,} items",
             "parameters": f"{parameters:,} in tables, {self.tower_parameters:,} in the tower",
             "ranks": f"{devices.world_size} on {devices.kind}, {devices.per_host} on each host",
             "memory": f"on each rank{room}: tables with their optimizers {' to '.join(held)}, tower with gradients and "
             f"optimizer {mebibytes(self.tower_bytes)};",
-            "": "activations and the rows of a batch come on top",
+            "": f"{averages}activations and the rows of a batch come on top",
         }
         return with_plan(block, self.tables)
 
@@ -66,4 +69,5 @@ def plan_job(config: Config, devices: Devices) -> JobPlan:
         table_bytes=tuple(bytes_by_rank(plan, devices.world_size)),
         tower_parameters=weights,
         tower_bytes=weights * bytes_per_weight(config),
+        averaged=config.train.ema > 0,
     )

@@ -5,6 +5,7 @@ TouchedRowsAdam does the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -138,10 +139,13 @@ def table_name(key: str) -> str:
 
 
 def with_shards(whole: ShardedTensor, held: Sequence[Tensor]) -> ShardedTensor:
-    """Another tensor that is sharded as `whole` is; this rank holds `held`, in the order of its local shards."""
+    """An FP32 tensor that is sharded as `whole` is; this rank holds `held`, in the order of its local shards."""
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(held, whole.local_shards(), strict=True)]
+    metadata = whole.metadata()
+    # The whole may be in FP16.
+    properties = replace(metadata.tensor_properties, dtype=torch.float32)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, whole.metadata(), process_group=whole._process_group
+        shards, replace(metadata, tensor_properties=properties), process_group=whole._process_group
     )
 
 

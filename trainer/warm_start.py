@@ -45,6 +45,9 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     taken_over = {name: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     model.tower.load_state_dict({**model.tower.state_dict(), **taken_over})
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
+    if model.average:
+        # What is evaluated, should no step move the weights before.
+        model.average.update(1)
     totals = {
         name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
     }

@@ -10,10 +10,12 @@ import pytest
 import torch
 import two_ranks
 from small_data import gather_table, small_config, write_dataset
+from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM
 from logitmix.trainer import cli
+from logitmix.trainer.average import MovingAverage
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data.dataset import load_dataset
@@ -29,6 +31,7 @@ from logitmix.trainer.tensor_files import SavedTensors
 from logitmix.trainer.warm_start import warm_start
 
 WEIGHT = "query_tower.encoder.position_LD"
+PLACE = ShardMetadata([0, 0], [4, 8], placement="rank:0/cpu")
 STEPS, BROKEN = 132, 4
 """Steps, one of which moves no weight."""
 
@@ -94,7 +97,11 @@ def started(config: Config, run: Path) -> dict[str, torch.Tensor]:
         dataset = load_dataset(config.data.path)
         model = parallelize(dataset.schema, config, ranks)
         warm_start(run, dataset, model)
-        return {ITEM: gather_table(model)[: dataset.num_items], WEIGHT: model.tower.state_dict()[WEIGHT]}
+        taken = {ITEM: gather_table(model)[: dataset.num_items], WEIGHT: model.tower.state_dict()[WEIGHT]}
+        # The average is that, too, until a step moves the weights.
+        for name, average in averages(model).items():
+            np.testing.assert_array_equal(average[: dataset.num_items], weights(model)[name][: dataset.num_items])
+        return taken
 
 
 def test_what_reads_a_run_takes_the_average(data: Path, tmp_path: Path) -> None:
@@ -155,6 +162,22 @@ def test_the_plan_counts_the_average(data: Path, tmp_path: Path, capsys: pytest.
     without, plan = plans
     assert sum(plan["table_bytes"]) * 3 == sum(without["table_bytes"]) * 4
     assert plan["tower_bytes"] == without["tower_bytes"] + 4 * plan["tower_parameters"]
+    for ema, said in (("0", False), ("0.99", True)):
+        cli.main(["plan", str(tmp_path / "small.toml"), "--world-size", "2", "--device", "cpu", "--train.ema", ema])
+        assert ("both with moving averages;" in capsys.readouterr().out) == said
+
+
+def test_the_average_of_a_table_in_fp16_is_in_fp32() -> None:
+    with process_group("cpu", 60):
+        half = ShardedTensor._init_from_local_shards([Shard(torch.ones(4, 8).half(), PLACE)], (4, 8))
+        average = MovingAverage(torch.nn.Linear(1, 1), {ITEM: half}, 0.9)  # type: ignore[arg-type]
+        for value in (1.0, 3.0):
+            half.local_shards()[0].tensor.fill_(value)
+            average.update(int(value))
+        table = average.tables[ITEM]
+        assert table.metadata().tensor_properties.dtype == table.local_shards()[0].tensor.dtype == torch.float32
+        # d is 0 at first, and then 2 / 11.
+        torch.testing.assert_close(table.local_shards()[0].tensor, torch.full((4, 8), 2 / 11 + 3 * 9 / 11))
 
 
 def test_a_device_needs_room_for_the_average(data: Path) -> None:
