@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -86,7 +87,7 @@ def plan_tables(
     Raises ValueError if the devices have no room.
     """
     settings = config.tables
-    # The planner does not know of moving averages.
+    # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
     averages = sum(_average_bytes(table, config) for table in tables) // devices.world_size
     planner = EmbeddingShardingPlanner(
         topology=Topology(
@@ -98,7 +99,7 @@ def plan_tables(
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
-        constraints=_constraints(tables, settings, devices.world_size),
+        constraints=_constraints(tables, settings, devices),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
     # EmbeddingBagCollection exists.
@@ -118,6 +119,12 @@ def plan_tables(
         plans |= {own_name(name): plan for name, plan in found.items()}
     for name, plan in plans.items():
         plan.compute_kernel = table_kernel(settings.of(name), devices.kind).value
+    most = max(bytes_by_rank(describe(plans, tables, config), devices.world_size))
+    if devices.bytes is not None and most > devices.bytes:
+        raise ValueError(
+            f"a rank would hold {mebibytes(most)} of tables, their optimizers' state and moving averages, and it has "
+            f"{mebibytes(devices.bytes)}; use more ranks, tables.sharding row_wise, or no train.ema"
+        )
     return plans
 
 
@@ -183,14 +190,16 @@ def mebibytes(count: int) -> str:
 
 
 def _constraints(
-    tables: Sequence[EmbeddingTable], config: TablesConfig, world_size: int
+    tables: Sequence[EmbeddingTable], config: TablesConfig, devices: Devices
 ) -> dict[str, ParameterConstraints]:
     sizes = {table.name: _bytes(table, config.of(table.name)) for table in tables}
-    share = sum(sizes.values()) / world_size
+    share = sum(sizes.values()) / devices.world_size
     return {
         torchrec_name(table.name): ParameterConstraints(
-            sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, world_size),
-            min_partition=_columns_per_rank(table.dim, world_size),
+            sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, devices.world_size),
+            # Free to choose, the planner would keep rows in host memory where a GPU has no room for them.
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value] if devices.kind == "cuda" else None,
+            min_partition=_columns_per_rank(table.dim, devices.world_size),
             pooling_factors=[float(min(table.rows, _IDS))],
             batch_sizes=[1],
         )

@@ -13,6 +13,7 @@ from small_data import gather_table, small_config, write_dataset
 from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
+from logitmix.modules.embeddings import EmbeddingTable
 from logitmix.modules.schema import ITEM
 from logitmix.trainer import cli
 from logitmix.trainer.average import MovingAverage
@@ -193,3 +194,13 @@ def test_a_device_needs_room_for_the_average(data: Path) -> None:
     average = 51 * 64 * 4
     least = bisect_left(range(2**30), True, key=lambda room: fits(room, 0.0))
     assert not fits(least + average - 1, 0.9) and fits(least + average, 0.9)
+
+
+def test_each_device_needs_room_for_the_averages_of_its_tables(data: Path) -> None:
+    config = small_config(data, {"train.ema": 0.9, "tables.optimizer": "sgd", "tables.sharding": "table_wise"})
+    tables = [EmbeddingTable("item", 10**7, 64)]
+    # The planner reserves 15 % and is told of half of the average: rows and average, of one device, would not fit.
+    rows = 4 * 64 * 10**7
+    with pytest.raises(ValueError, match=r"a rank would hold 4,882\.8 MiB of tables, .* use more ranks"):
+        plan_tables(tables, config, Devices(2, 2, "cuda", rows * 9 // 5))
+    plan_tables(tables, config, Devices(2, 2, "cuda", rows * 2))

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
+from small_data import small_config
 
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.trainer.config import TablesConfig
-from logitmix.trainer.plan import ShardPlace, TablePlan, _constraints, bytes_by_rank, plan_summary
+from logitmix.trainer.plan import Devices, ShardPlace, TablePlan, _constraints, bytes_by_rank, plan_summary, plan_tables
 
 TABLES = [EmbeddingTable("item", 1000, 8), EmbeddingTable("brand", 400, 8), EmbeddingTable("city", 9, 8)]
 
@@ -31,8 +34,16 @@ EITHER = "row_wise table_wise"
     ],
 )
 def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, expected: list[str]) -> None:
-    found = _constraints(TABLES, TablesConfig(**settings), world_size)
+    found = _constraints(TABLES, TablesConfig(**settings), Devices(world_size, world_size, "cpu"))
     assert [" ".join(found[torchrec_name(table.name)].sharding_types) for table in TABLES] == expected
+
+
+def test_rows_that_a_gpu_has_no_room_for_are_not_planned_for_its_host(tmp_path: Path) -> None:
+    tables = [EmbeddingTable("item", 10**7, 64)]
+    config = small_config(tmp_path, {"tables.optimizer": "sgd"})
+    plan_tables(tables, config, Devices(2, 2, "cuda", 2 * 2**30))
+    with pytest.raises(ValueError, match="the planner cannot place the tables"):
+        plan_tables(tables, config, Devices(2, 2, "cuda", 2**30))
 
 
 def test_a_plan_is_a_line_for_each_table() -> None:
