@@ -17,7 +17,7 @@ import numpy as np
 from logitmix.common.files import write_whole
 from logitmix.common.storage import shown
 from logitmix.trainer.config import BESIDE, Config, flatten
-from logitmix.trainer.run import read_config, read_description, read_results, read_rows, refit_path
+from logitmix.trainer.run import read_config, read_description, read_results, read_rows, refit_path, start_path
 
 COLORS = 8
 """Number of colors; further runs reuse them."""
@@ -42,12 +42,14 @@ class Run:
     validation: Sequence[Mapping[str, float]]
     results: Mapping[str, float]
     """Empty if the run has not finished."""
+    before: float
+    """Minutes of the run that was trained first; 0 without one."""
 
     @classmethod
     def read(cls, path: Path) -> "Run":
         """Reads a run directory; ValueError if there is none."""
         config = read_config(path)
-        rows = read_rows(path)
+        rows, start = read_rows(path), start_path(path) / "results.json"
         return cls(
             path,
             config,
@@ -55,11 +57,13 @@ class Run:
             [row for row in rows if row["kind"] == "train"],
             [row for row in rows if row["kind"] == "validation"],
             read_results(path) if (path / "results.json").exists() else {},
+            read_results(start.parent)["seconds"] / 60 if config.first and start.exists() else 0.0,
         )
 
     def minutes_at(self, step: int) -> float:
-        """Training time until a step, from the rows' seconds per step, without evaluation."""
-        return float(np.interp(step, *self._timeline))
+        """Training time until a step, from the rows' seconds per step, without evaluation; that of the run that was
+        trained first counts."""
+        return self.before + float(np.interp(step, *self._timeline))
 
     @cached_property
     def _timeline(self) -> tuple[list[float], list[float]]:
@@ -109,13 +113,14 @@ def _overview(runs: Sequence[Run]) -> str:
         state = "finished" if run.results else "not finished"
         data = run.dataset
         size = f"{data['users']:,} users, {data['items']:,} items, {data['actions']:,} actions"
-        minutes = run.results["seconds"] / 60 if run.results else run.minutes_at(last)
+        minutes = run.before + run.results["seconds"] / 60 if run.results else run.minutes_at(last)
+        first = f", the first {run.before:,.1f} of them in {shown(start_path(run.path))}" if run.before else ""
         rows.append(
             [
                 _swatch(number) + escape(shown(run.path)),
                 escape(f"{data['name']}: {size}"),
                 f"{state}, {last:,} steps",
-                f"{minutes:,.1f} min",
+                f"{minutes:,.1f} min{escape(first)}",
             ]
         )
     heading = "Runs" if len(runs) > 1 else "Run"
@@ -201,6 +206,8 @@ def _curves(runs: Sequence[Run]) -> str:
     for name in dict.fromkeys((metric, "mrr")):
         charts += _over_steps_and_time(runs, f"validation {name}", lambda run: run.validation, name)
     note = f"Of more than {POINTS} rows, a point is the mean of several. Time is that of training steps alone."
+    if any(run.before for run in runs):
+        note += " It begins with that of the run that was trained first."
     return _section("Curves", f"<p>{note}</p>{charts}")
 
 
