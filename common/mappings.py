@@ -119,6 +119,13 @@ def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], ke
     return classes[kind]
 
 
+def names_of_kind(union: types.UnionType, kind: object) -> set[str]:
+    """The settings of a kind; of all kinds where there is none of that name."""
+    classes = classes_by_kind(union)
+    of_kind = [cls for name, cls in classes.items() if name == kind] or classes.values()
+    return {entry.name for cls in of_kind for entry in dataclasses.fields(cls)}
+
+
 def of_class(config: Any, cls: type[T]) -> T:
     """A configuration as one of another kind; settings that both kinds have are kept."""
     if isinstance(config, cls):

@@ -162,8 +162,6 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,
     }
-    # Another kind of encoder has the same depth, heads and history.
-    common |= {f"model.encoder.{key}": of for key, of in vars(config.model.encoder).items() if key != "kind"}
     config = with_settings(config, common | LEARNED[name])
     # MoL learns slowly from random weights.
     return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from logitmix.comm.config import WireConfig
-from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, nearest, require, require_from, to_mapping
-from logitmix.modules.config import ModelConfig
+from logitmix.common.mappings import (
+    OTHER_SECTIONS,
+    from_mapping,
+    names_of_kind,
+    nearest,
+    require,
+    require_from,
+    to_mapping,
+)
+from logitmix.modules.config import EncoderConfig, ModelConfig, SimilarityConfig
 from logitmix.trainer.schedule import ScheduleName
 
 
@@ -218,6 +226,8 @@ class EvaluateConfig:
             )
 
 
+KINDS = {"model.similarity.kind": SimilarityConfig, "model.encoder.kind": EncoderConfig}
+"""Settings that name a kind, on which the other settings of their section depend."""
 STARTED = ("model", "tables", "dense", "train", "evaluate")
 """Sections whose settings may differ in the run that is trained first."""
 
@@ -375,36 +385,29 @@ def with_start(config: Config, first: Config) -> Config:
     """The configuration whose run that is trained first has these settings and no others."""
     inherited = config.inherited()
     before = flatten(inherited)
-    # Another kind resets the other settings of its section, so all of them are said.
-    said = tuple(
-        f"model.{part}."
-        for part in ("similarity", "encoder")
-        if getattr(inherited.model, part).kind != getattr(first.model, part).kind
-    )
     own = {
-        f"start.{name}": value
-        for name, value in flatten(first).items()
-        if name not in before or before[name] != value or name.startswith(said)
+        f"start.{name}": value for name, value in flatten(first).items() if name not in before or before[name] != value
     }
     return with_settings(replace(config, start={}), own or {"start.train.epochs": first.train.epochs}, "--start")
 
 
 def with_settings(config: Config, settings: Mapping[str, Any], source: str = "settings") -> Config:
     """The configuration with these settings on top: {"train.epochs": 8}. If the kind of a similarity or encoder
-    changes, its other settings take their defaults. `source` is for errors.
+    changes, settings that both kinds have are kept. `source` is for errors.
 
     Raises ValueError for an unknown setting or an impossible value.
     """
     tree = to_mapping(config)
-    # The kind first, because it resets the other settings of its section.
+    # The kind first, because it removes settings of its section.
     for name, value in sorted(settings.items(), key=lambda setting: not setting[0].endswith(".kind")):
         *sections, key = name.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
-        if name.removeprefix("start.") in ("model.similarity.kind", "model.encoder.kind") and node.get(key) != value:
-            node.clear()
+        if union := KINDS.get(name.removeprefix("start.")):
+            for other in set(node) - names_of_kind(union, value):
+                del node[other]
         node[key] = list(value) if isinstance(value, tuple) else value
     return from_mapping(Config, tree, source)
 

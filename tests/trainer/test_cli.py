@@ -21,7 +21,7 @@ from logitmix.modules.config import (
     SimilarityConfig,
 )
 from logitmix.trainer import cli, evaluate, loop
-from logitmix.trainer.config import Config, flatten, load_recipe
+from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 
 
 @pytest.fixture
@@ -79,6 +79,32 @@ def test_a_recipe_takes_another_encoder_and_its_settings(
     (tmp_path / "recipe.toml").write_text("")
     cli.main(["train", str(tmp_path / "recipe.toml"), *words.split()])
     assert parsed == [replace(Config(), model=replace(Config().model, encoder=encoder))]
+
+
+@pytest.mark.parametrize("of", ["", "start."])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.similarity.kind": "dot"},
+        {"model.similarity.kind": "deepfm", "model.similarity.hidden": 9},
+        {"model.encoder.kind": "hstu", "model.encoder.heads": 4},
+        {"model.encoder.kind": "pooled", "model.similarity.kind": "mlp"},
+    ],
+)
+def test_python_takes_another_kind_as_the_command_line_does(
+    of: str, settings: dict[str, Any], parsed: list[Config], tmp_path: Path
+) -> None:
+    own = {"model.similarity.temperature": 0.2, "model.similarity.projection_hidden": 48, "model.encoder.blocks": 3}
+    recipe = with_settings(load_recipe("demo-mol"), own)
+    (tmp_path / "recipe.toml").write_text(dump_toml(recipe))
+    settings = {f"{of}{name}": value for name, value in settings.items()}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    cli.main(["train", str(tmp_path / "recipe.toml"), *words])
+    expected = with_settings(recipe, settings)
+    taken = flatten(expected.first if of else expected)
+    assert flatten(parsed[0].first if of else parsed[0]) == taken
+    assert taken.get("model.similarity.temperature", 0.2) == 0.2 and taken.get("model.encoder.blocks", 3) == 3
+    assert taken.get("model.similarity.projection_hidden", 48) == 48
 
 
 def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
