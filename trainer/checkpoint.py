@@ -288,7 +288,7 @@ class Saver:
             shutil.rmtree(pending.staging, ignore_errors=True)
 
     def _tried(self, action: Callable[[], None]) -> bool:
-        return tried(action, self.model, GOES_ON if self._goes_on else "")
+        return tried(action, self.model.config, self.ranks, GOES_ON if self._goes_on else "")
 
 
 WRITTEN, WRITING, FAILED = range(3)
@@ -365,7 +365,7 @@ def prune(run: Path, model: ParallelModel) -> None:
         except OSError as error:
             raise OSError(f"{error.filename} could not be removed ({error.strerror})") from None
 
-    tried(lambda: on_first_rank(remove, model.ranks), model)
+    tried(lambda: on_first_rank(remove, model.ranks), model.config, model.ranks)
 
 
 def restore_best(run: Path, model: ParallelModel) -> int:
@@ -472,15 +472,15 @@ def _part(number: int, count: int) -> str:
 GOES_ON = "training goes on"
 
 
-def tried(action: Callable[[], None], model: ParallelModel, however: str = "") -> bool:
+def tried(action: Callable[[], None], config: Config, ranks: Ranks, however: str = "") -> bool:
     """Whether an action of all ranks succeeds. Its OSError is raised; with `train.on_save_failure` continue, rank 0
     says it instead, and what holds `however`."""
     try:
         action()
     except OSError as error:
-        if model.config.train.on_save_failure == "stop":
+        if config.train.on_save_failure == "stop":
             raise
-        _say("; ".join(filter(None, [str(error), however])), model.ranks)
+        _say("; ".join(filter(None, [str(error), however])), ranks)
         return False
     return True
 

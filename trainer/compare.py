@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from logitmix.comm.collectives import on_first_rank
+from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
@@ -136,7 +136,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                     doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
                     _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
                 if name in to_train:
-                    on_first_rank(partial(_remove_shorter, out / name, dataset, minutes), ranks)
+                    on_first_rank_at_length(partial(_remove_shorter, out / name, dataset, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
                     stopping.check()
         found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)

@@ -87,9 +87,9 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dic
 def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
-    if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-        _train_first(first, config, run, dataset, ranks, stopping)
     with run_lock(run, ranks):
+        if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
+            _train_first(first, config, run, dataset, ranks, stopping)
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
@@ -100,7 +100,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         checkpoint.prune(run, model)
-        checkpoint.tried(lambda: upload_run(run, ranks), model, checkpoint.GOES_ON)
+        checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
             taken = warm_start(source, dataset, model)
             if ranks.rank == 0:
@@ -115,7 +115,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
             write_results(run, results)
             write_results_to_board(run, config, results)
         finished = "the run is finished there, and the same command uploads it"
-        checkpoint.tried(lambda: upload_run(run, ranks), model, finished)
+        checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, finished)
     return results
 
 
@@ -124,6 +124,9 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     trained if they would not fit."""
     require_fit(first, config, dataset.schema)
     path = start_path(run)
+    # Until it is finished, these files show that there is a run.
+    start_run(run, config, dataset, ranks)
+    checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
     if ranks.rank == 0:
         print(f"first, the run that gives the initial weights: {shown(path)}", file=sys.stderr)
     if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks) and "precision" not in config.start.get("train", {}):

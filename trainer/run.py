@@ -52,7 +52,7 @@ from logitmix.common.files import (
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import fetched_run, is_copy, push, shown
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, dump_toml, flatten, load_toml, with_start
+from logitmix.trainer.config import Config, dump_toml, flatten, load_toml, with_settings, with_start
 from logitmix.trainer.data.dataset import Dataset
 
 DIGESTS = "digests.json"
@@ -106,11 +106,12 @@ def upload_run(run: Path, ranks: Ranks) -> None:
 
 
 def remove_run(run: Path) -> None:
-    """Removes a run directory, on one rank; ValueError if a job trains there."""
+    """Removes a run directory, on one rank, and in the store if it is at a URL; ValueError if a job trains there."""
     clean_up(run)
     with _locked(run):
         # Another name first: what is removed by half must not look like a run.
         shutil.rmtree(run.rename(staging_path(run)))
+    push(run)
 
 
 def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
@@ -184,7 +185,8 @@ def refit_config(run: Path, epochs: float) -> Config:
         path, noted = start_path(run), read_config(start_path(run)).train
         train = replace(first.train, epochs=noted.epochs, minutes=noted.minutes, precision=noted.precision)
         first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
-        return with_start(refit, first)
+        # Said even where they are those of the run itself, which may be trained on.
+        return with_settings(with_start(refit, first), {"start.train.epochs": first.train.epochs})
     return replace(refit, warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "")
 
 
@@ -202,14 +204,16 @@ def source_of(run: Path, config: Config) -> Path | None:
 
 
 def own_minutes(run: Path, config: Config) -> float:
-    """What is left of train.minutes by the run that is trained first; infinity without a limit."""
-    first, start = config.first, start_path(run)
+    """What is left of train.minutes by the run that is trained first; infinity without a limit. ValueError if that run
+    is gone."""
+    start = start_path(run)
     if not config.train.minutes:
         return math.inf
-    if not first:
+    if not config.first:
         return config.train.minutes
-    done = (start / "results.json").is_file()
-    return max(0.0, config.train.minutes - (read_results(start)["seconds"] / 60 if done else first.train.minutes))
+    if not (start / "results.json").is_file():
+        raise ValueError(f"{start} is gone, whose results say how much of train.minutes is left for {run}; restore it")
+    return max(0.0, config.train.minutes - read_results(start)["seconds"] / 60)
 
 
 def _epochs_of_schedule(run: Path, config: Config) -> int:
@@ -502,7 +506,7 @@ def _locked(run: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if not (run / "metrics.jsonl").exists() and not checkpoint_paths(run):
+            if not any((of / "metrics.jsonl").exists() or checkpoint_paths(of) for of in (run, start_path(run))):
                 with suppress(OSError):
                     _remove_all_but(before, run)
                     push(run)

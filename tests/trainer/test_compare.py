@@ -21,7 +21,7 @@ from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users,
 from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
-from logitmix.trainer.run import read_config, read_ranks, read_results, read_rows
+from logitmix.trainer.run import checkpoint_paths, read_config, read_ranks, read_results, read_rows
 
 
 @pytest.fixture
@@ -215,6 +215,24 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
         assert [row["step"] for row in before] == [row["step"] for row in read_rows(out / name)]
         assert before != read_rows(out / name) and read_config(out / name).train.minutes == 6
     assert read_config(out / "mol" / "start").train.minutes == 3
+
+
+def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def killed(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(loop, "_test", killed)
+        compare(str(data), out, 5, ["mol"], 1)
+    assert checkpoint_paths(out / "mol" / "start") and not checkpoint_paths(out / "mol")
+    with pytest.raises(ValueError, match=r"mol was trained for 5 minutes; give --minutes 5 or more"):
+        compare(str(data), out, 4, ["mol"], 1)
+    compare(str(data), out, 6, ["mol"], 1)
+    assert read_config(out / "mol").train.minutes == 6 == 2 * read_config(out / "mol" / "start").train.minutes
 
 
 def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, trained: list[str]) -> None:

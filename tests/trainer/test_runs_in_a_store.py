@@ -41,7 +41,15 @@ from logitmix.trainer.optimizer import dense_optimizer
 from logitmix.trainer.parallelize import parallelize
 from logitmix.trainer.processes import Stopped
 from logitmix.trainer.report import write_report
-from logitmix.trainer.run import RunProgress, checkpoint_paths, final_run, read_rows, require_one_host, run_lock
+from logitmix.trainer.run import (
+    RunProgress,
+    checkpoint_paths,
+    final_run,
+    read_rows,
+    remove_run,
+    require_one_host,
+    run_lock,
+)
 from logitmix.trainer.telemetry import Telemetry
 
 DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
@@ -709,6 +717,14 @@ def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: 
     run = fetched_run(RUN)
     assert load_saved(final_run(run)).step == 4 and load_saved(run / "refit" / "start").step in (4, 8)
     assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
+
+
+def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None:
+    run = put(local / "run", RUN)
+    remove_run(run)
+    assert not fetched_run(RUN).exists()
+    memory.host("elsewhere")
+    assert not (fetched_run(RUN) / "config.toml").exists()
 
 
 def interrupted(*_: Any) -> str:

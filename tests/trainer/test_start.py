@@ -25,7 +25,7 @@ from logitmix.trainer.config import (
 )
 from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.run import checkpoint_paths, own_minutes, read_config, read_rows
+from logitmix.trainer.run import checkpoint_paths, final_run, own_minutes, read_config, read_rows
 
 BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
 DOT = {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0, "dense.lr": 0.003}
@@ -100,6 +100,18 @@ def test_two_ranks_train_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
 
 
+def killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Steps have no end from this one on."""
+    apply = Pipeline.apply_gradients
+
+    def killed(pipeline: Pipeline, prefetch: bool = True) -> None:
+        if pipeline.step == step:
+            raise KeyboardInterrupt
+        apply(pipeline, prefetch)
+
+    patch.setattr(Pipeline, "apply_gradients", killed)
+
+
 def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,16 +119,10 @@ def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
     config = small_config(data, BOTH | START)
     train(config, tmp_path / "undisturbed")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        apply = Pipeline.apply_gradients
-
-        def killed(pipeline: Pipeline, prefetch: bool = True) -> None:
-            if pipeline.step == 6:
-                raise KeyboardInterrupt
-            apply(pipeline, prefetch)
-
-        patch.setattr(Pipeline, "apply_gradients", killed)
+        killed_at(6, patch)
         train(config, run)
     assert [path.name for path in checkpoint_paths(run / "start")] == ["step-4"] and not checkpoint_paths(run)
+    assert read_config(run).start == config.start
     capsys.readouterr()
     train(config, run)
     said = capsys.readouterr().err
@@ -127,13 +133,59 @@ def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
     assert "warm start" not in capsys.readouterr().err and not (run / "start").exists()
 
 
+def test_a_refit_whose_first_run_is_not_finished_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    train(small_config(data, BOTH | START), run)
+    assert final_run(run) == run
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(6, patch)
+        train(small_config(data, BOTH | START | {"train.refit": True}), run)
+    assert (run / "refit" / "start" / "config.toml").exists() and not checkpoint_paths(run / "refit")
+    with pytest.raises(ValueError, match="refit is not finished: go on with"):
+        final_run(run)
+
+
+def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "parallelize", interrupted)
+        train(small_config(data, BOTH | START), run)
+    assert not run.exists()
+
+
+def test_a_refit_stays_that_of_a_run_that_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the best epoch is the same as before."""
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = BOTH | START | {"train.schedule": "constant", "train.refit": True}
+    results = train(small_config(data, settings), run)
+    best = dict(read_rows(run, "validation")[0])
+    monkeypatch.setattr("logitmix.trainer.run.evaluations_since_best", lambda *_: (3, best))
+    shutil.rmtree(run / "refit")
+    results = train(small_config(data, settings), run)
+    assert read_config(run / "refit").train.stop_after_epochs == 1
+    assert train(small_config(data, settings | {"train.epochs": 4}), run) == results
+
+
+def test_without_the_first_run_nobody_knows_what_is_left_of_the_minutes(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    config = small_config(data, BOTH | START | {"train.schedule": "constant", "train.minutes": 5.0})
+    train(config, run)
+    (run / "start").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"run/start is gone, whose results say how much of train\.minutes is left"):
+        train(config, run)
+
+
 def test_each_has_half_of_the_minutes(tmp_path: Path) -> None:
     minutes = {"train.minutes": 10.0}
     config = with_settings(Config(), minutes | START)
     run = tmp_path / "run"
-    assert config.first and config.first.train.minutes == own_minutes(run, config) == 5
+    assert config.first and config.first.train.minutes == 5
     share = with_settings(config, {"start.train.minutes": 4.0})
-    assert share.first and (share.first.train.minutes, own_minutes(run, share)) == (4, 6)
+    assert share.first and share.first.train.minutes == 4
     assert own_minutes(run, with_settings(Config(), START)) == math.inf
     first_alone = with_settings(Config(), START | {"start.train.minutes": 4.0})
     assert first_alone.first and (first_alone.first.train.minutes, own_minutes(run, first_alone)) == (4, math.inf)
