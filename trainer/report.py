@@ -25,6 +25,8 @@ NONE = "-"
 """An empty cell of a table."""
 POPULARITY = ("top 1 %", "next 9 %", "other 90 %")
 """Parts of the corpus."""
+WIDE = "hr@200"
+"""Candidates are many: what the first places say is not all."""
 POINTS = 300
 """Most points of a curve; with more rows, a point is the mean of several."""
 Z95 = 1.959964
@@ -203,7 +205,7 @@ Rows = Callable[[Run], Sequence[Mapping[str, float]]]
 def _curves(runs: Sequence[Run]) -> str:
     metric = runs[0].config.evaluate.metric
     charts = _over_steps_and_time(runs, "training loss", lambda run: run.training, "loss")
-    for name in dict.fromkeys((metric, "mrr")):
+    for name in dict.fromkeys((metric, WIDE, "mrr")):
         charts += _over_steps_and_time(runs, f"validation {name}", lambda run: run.validation, name)
     note = f"Of more than {POINTS} rows, a point is the mean of several. Time is that of training steps alone."
     if any(run.before for run in runs):

@@ -58,10 +58,11 @@ def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "model.similarity.kindmol" in rows
     charts = texts(page, "figcaption")
     assert charts[:2] == ["training loss", "training loss"]
-    assert "validation hr@10" in charts and "gates: entropy" in charts
+    assert charts[2:8] == [f"validation {name}" for name in ("hr@10", "hr@200", "mrr") for _ in range(2)]
+    assert "gates: entropy" in charts
     # 8 rows of training, 2 of validation: no chart is empty.
     curves = [line.attrib["points"].count(",") for line in page.iter("polyline")]
-    assert curves == [8, 8, 2, 2, 2, 2, 8, 8, 8]
+    assert curves == [8, 8, 2, 2, 2, 2, 2, 2, 8, 8, 8]
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
