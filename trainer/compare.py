@@ -13,7 +13,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -53,6 +52,7 @@ from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import (
+    checkpoint_paths,
     evaluations_since_best,
     read_config,
     read_ranks,
@@ -60,8 +60,8 @@ from logitmix.trainer.run import (
     read_rows,
     remove_run,
     require_one_host,
+    require_same,
     require_same_dataset,
-    require_same_settings,
     start_path,
     still_rising,
     upload_run,
@@ -185,11 +185,14 @@ def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
 def _remove_shorter(run: Path, dataset: Dataset, minutes: float) -> None:
     """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen. ValueError if it is of
     another dataset, or of other settings, which a run of `train` has."""
-    if not (run / "config.toml").is_file() or (before := read_config(run)).train.minutes == minutes:
+    if not (run / "config.toml").is_file():
+        if checkpoint_paths(run):  # what is left in the copy of a store where a removal has failed
+            remove_run(run)
+        return
+    if (before := read_config(run)).train.minutes == minutes:
         return
     config = config_of(run.name, dataset, before.train.minutes, before.train.threads)
-    require_same_settings(run, replace(config, train=replace(config.train, precision=before.train.precision)))
-    require_same_dataset(run, dataset)
+    require_same(run, config, dataset)
     remove_run(run)
 
 

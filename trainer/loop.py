@@ -3,6 +3,7 @@
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from logitmix.trainer.run import (
     peeked_best,
     refit_config,
     refit_path,
+    require_same,
     run_lock,
     source_of,
     start_path,
@@ -124,14 +126,17 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     trained if they would not fit."""
     require_fit(first, config, dataset.schema)
     path = start_path(run)
+    if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks):
+        if "precision" not in config.start.get("train", {}):
+            # The run itself may have chosen another precision since; auto keeps that which the first run began with.
+            first = replace(first, train=replace(first.train, precision="auto"))
+        # Before the run's own files are replaced.
+        on_first_rank(partial(require_same, path, first, dataset), ranks)
     # Until it is finished, these files show that there is a run.
     start_run(run, config, dataset, ranks)
     checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
     if ranks.rank == 0:
         print(f"first, the run that gives the initial weights: {shown(path)}", file=sys.stderr)
-    if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks) and "precision" not in config.start.get("train", {}):
-        # The run itself may have chosen another precision since; auto keeps that which the first run began with.
-        first = replace(first, train=replace(first.train, precision="auto"))
     train_run(first, path, dataset, ranks, stopping)
     stopping.check()
 

@@ -120,8 +120,7 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
 
     def start() -> None:
         if checkpoint_paths(run):
-            require_same_settings(run, config)
-            require_same_dataset(run, dataset)
+            require_same(run, config, dataset)
         write_noted(run / "dataset.json", dataset.description())
         write_noted(run / "config.toml", dump_toml(config))
 
@@ -246,6 +245,14 @@ def read_description(run: Path) -> Fields:
         require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
     require(isinstance(noted.get("name"), str), f"{file}: name", noted.get("name"), "a text")
     return Fields(noted, str(file))
+
+
+def require_same(run: Path, config: Config, dataset: Dataset) -> None:
+    """ValueError if a run cannot go on with this configuration and dataset. The precision auto is the run's own."""
+    if config.train.precision == "auto":
+        config = replace(config, train=replace(config.train, precision=read_config(run).train.precision))
+    require_same_settings(run, config)
+    require_same_dataset(run, dataset)
 
 
 def require_same_dataset(run: Path, dataset: Dataset) -> None:

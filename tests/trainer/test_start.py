@@ -133,6 +133,30 @@ def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
     assert "warm start" not in capsys.readouterr().err and not (run / "start").exists()
 
 
+def test_other_settings_are_refused_before_the_files_of_the_run_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = BOTH | START | {"train.precision": "auto"}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(6, patch)
+        train(small_config(data, settings), run)
+    noted = [(run / name).read_bytes() for name in ("config.toml", "dataset.json")]
+    other = write_dataset(tmp_path / "other", seed=1)
+    for config, said in (
+        (
+            small_config(data, settings | {"start.dense.lr": 0.25}),
+            r"start was started with other settings: dense\.lr was",
+        ),
+        (small_config(other, settings), r"other is not the dataset that .*start began with"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(config, run)
+        assert noted == [(run / name).read_bytes() for name in ("config.toml", "dataset.json")]
+    train(small_config(data, settings), run)
+    assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
+
+
 def test_a_refit_whose_first_run_is_not_finished_is_not_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
