@@ -1,16 +1,17 @@
-"""A run that starts from the weights of another, on a dataset that has grown since, or with another similarity.
+"""A run that starts from the weights of another, on a dataset that has grown since, with another similarity, or with
+more features.
 
 Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
 so do the optimizers, the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it
-is another. A rank reads the other run's tables in blocks and keeps its own rows.
+is another. Features are matched by name; what maps the values of new ones to the model's width starts at zero. A rank
+reads the other run's tables in blocks and keeps its own rows.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
@@ -41,9 +42,13 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
     on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config), model.ranks)
-    fresh = _fresh(saved, model)
-    taken_over = {name: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
-    model.tower.load_state_dict({**model.tower.state_dict(), **taken_over})
+    fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
+    taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
+    own = model.tower.state_dict()
+    new = {
+        name: torch.zeros_like(of) for name, of in own.items() if name.startswith(_PLACED) and name not in taken_over
+    }
+    model.tower.load_state_dict({**own, **new, **taken_over})
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
     if model.average:
         # What is evaluated, should no step move the weights before.
@@ -53,20 +58,31 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     }
     taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
     without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
-    return f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
+    of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
+    added = ", ".join(said for before, now in of_owners for said in now if said not in before)
+    return f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}" + (
+        f"; new features: {added}" if added else ""
+    )
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
     """ValueError if a run with the one configuration would give weights that do not fit the other."""
     with torch.device("meta"):
         before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
-    if _common(before) != _common(now):
+    if not _fits(before, now):
         differences = _differences(first, config, before, now)
         raise ValueError(f"the weights of the run that is trained first would not fit: {differences}")
 
 
 _OWN = ("similarity.", "hindexer.")
 """Parts of the tower that need not fit."""
+_MAPS: Mapping[Owner, str] = {
+    "item": "item_tower.features.maps.",
+    "user": "query_tower.users.maps.",
+    "event": "query_tower.events.maps.",
+}
+"""The modules of features, whose names are the places of the owner's features."""
+_PLACED = tuple(_MAPS.values())
 
 
 def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
@@ -74,7 +90,9 @@ def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
 
     def same(part: str) -> bool:
         before, now = ({name: of for name, of in _shapes(tower).items() if name.startswith(part)} for tower in towers)
-        return before == now
+        # Its own maps of features are by place, too.
+        by_place = any("_features." in name for name in before)
+        return before == now and (not by_place or _features(towers[0]) == _features(towers[1]))
 
     towers, kinds = (saved.tower, model.tower), (saved.config.model.similarity.kind, model.config.model.similarity.kind)
     similarity, hindexer = _OWN
@@ -92,7 +110,7 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
             "restore it, and prepare the grown dataset into another directory"
         )
     read_description(path)
-    if _common(saved.tower) != _common(model.tower):
+    if not _fits(saved.tower, model.tower):
         differences = _differences(saved.config, model.config, saved.tower, model.tower)
         raise ValueError(f"the weights of {run} do not fit: {differences}")
 
@@ -126,17 +144,39 @@ def _shapes(tower: Tower) -> dict[str, object]:
     return weights | {table.name: table.dim for table in tower.schema.tables}
 
 
-def _common(tower: Tower) -> tuple[object, ...]:
-    """What must be the same, whatever the similarity is: shapes, and what shapes do not tell. Heads divide a width, and
-    features' weights are stored by place."""
-    shapes = {name: shape for name, shape in _shapes(tower).items() if not name.startswith(_OWN)}
-    return shapes, getattr(tower.config.encoder, "heads", 1), _features(tower)
+def _fits(before: Tower, now: Tower) -> bool:
+    """Whether a tower can take over the other's weights, whatever its similarity is and whichever features it has
+    besides: shapes are the same, and what shapes do not tell. Heads divide a width."""
+    features = zip(_features(before).values(), _features(now).values(), strict=True)
+    if any(set(were) - set(are) for were, are in features):
+        return False
+    renamed = _renamed(before, now)
+    old = {renamed.get(name, name): of for name, of in _shapes(before).items() if not name.startswith(_OWN)}
+    new = {name: of for name, of in _shapes(now).items() if not name.startswith(_OWN)}
+    tables = {table.name for table in now.schema.tables}
+    added = {name for name in new.keys() - old.keys() if name in tables or name.startswith(_PLACED)}
+    heads = [getattr(tower.config.encoder, "heads", 1) for tower in (before, now)]
+    return old == {name: of for name, of in new.items() if name not in added} and heads[0] == heads[1]
+
+
+def _renamed(before: Tower, now: Tower) -> dict[str, str]:
+    """By name of a weight of a tower, what it is called in one that has its features, too, at other places."""
+    old, new = _features(before), _features(now)
+
+    def now_called(name: str) -> str:
+        for owner, maps in _MAPS.items():
+            if name.startswith(maps):
+                place, _, rest = name.removeprefix(maps).partition(".")
+                return f"{maps}{new[owner].index(old[owner][int(place)])}.{rest}"
+        return name
+
+    return {name: now_called(name) for name in before.state_dict()}
 
 
 def _features(tower: Tower) -> dict[str, list[str]]:
-    """The features that the model uses, in order, by owner. A number's mean and deviation may change."""
-    features = tower.schema.features
-    return {owner: [_said(feature) for feature in features if feature.owner == owner] for owner in get_args(Owner)}
+    """The features that the model uses besides the item id, in order, by owner. A number's mean and deviation may
+    change."""
+    return {owner: [_said(feature) for feature in tower.schema.of(owner)] for owner in get_args(Owner)}
 
 
 def _said(feature: Feature) -> str:
@@ -144,7 +184,7 @@ def _said(feature: Feature) -> str:
     return f"{feature.name} ({feature.kind}{about})"
 
 
-_SHAPING = re.compile(r"model\.(dim|features|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim")
+_SHAPING = re.compile(r"model\.(dim|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim")
 """The settings that weights must have in common."""
 
 
@@ -153,9 +193,7 @@ def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower
     names = [name for name in old | new if _SHAPING.fullmatch(name) and old.get(name) != new.get(name)]
     said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
     for owner, were in _features(old_tower).items():
-        pairs = enumerate(zip_longest(were, _features(new_tower)[owner], fillvalue="none"), start=1)
-        changed = [f"{owner} feature {place} was {was}, is {then}" for place, (was, then) in pairs if was != then]
-        said += changed[:1]
+        said += [f"{owner} feature {was} is not used" for was in were if was not in _features(new_tower)[owner]]
     return "; ".join(said)
 
 
@@ -163,9 +201,12 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
     """Fills this rank's shards of all tables; returns, by table, how many of its rows the other run had. Rows split by
     columns count on the rank of their first columns."""
     before, schema = path_of(saved.config.data.path), read_schema(run)
+    known = {table.name for table in saved.tower.schema.tables}
     counts = {}
     for name, sharded in model.shards().items():
         counts[name] = 0
+        if name not in known:
+            continue
         for shard in sharded.local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)

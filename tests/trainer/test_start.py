@@ -244,7 +244,7 @@ def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) 
         ({"start.model.encoder.heads": 2}, "model.encoder.heads was 2, is 1"),
         (
             {"start.model.features": ["recency"]},
-            "model.features was ['recency'], is []; event feature 1 was recency (id of table recency), is none",
+            "event feature recency (id of table recency) is not used",
         ),
     ],
 )

@@ -191,7 +191,6 @@ def test_with_a_split_by_time_the_datasets_own_times_count(tmp_path: Path) -> No
     [
         ({"model.dim": 16}, "do not fit: model.dim was 8, is 16"),
         ({"tables.dim": 4}, "do not fit: tables.dim was 0, is 4"),
-        ({"model.features": ["all"]}, "do not fit: model.features was [], is ['all']"),
         # The shapes of all weights are the same.
         ({"model.encoder.heads": 4}, "do not fit: model.encoder.heads was 1, is 4"),
         ({"data.split": "time"}, "give --data.split leave-one-out"),
@@ -213,33 +212,62 @@ IDS = (Feature("brand", "item", "id", "brand"), Feature("maker", "item", "id", "
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
-        (NUMBERS, NUMBERS[::-1], "item feature 2 was price (number), is stock (number)"),
-        (NUMBERS[:1], NUMBERS[1:], "item feature 2 was price (number), is stock (number)"),
-        (IDS, IDS[::-1], "item feature 2 was brand (id of table brand), is maker (id of table brand)"),
-        (IDS[:1], IDS, "item feature 3 was none, is maker (id of table brand)"),
+        (NUMBERS[:1], NUMBERS[1:], "item feature price (number)"),
+        (IDS, IDS[1:], "item feature brand (id of table brand)"),
         (
             [Feature("price", "item", "number")],
             [Feature("price", "item", "vector")],
-            "item feature 2 was price (number), is price (vector, 1 wide)",
+            "item feature price (number)",
         ),
         (
             [Feature("age", "user", "number")],
             [Feature("weight", "user", "number")],
-            "user feature 1 was age (number), is weight (number)",
+            "user feature age (number)",
         ),
     ],
 )
 def test_features_that_fit_in_shape_alone_are_refused(
     before: Sequence[Feature], now: Sequence[Feature], said: str, tmp_path: Path
 ) -> None:
-    """Features' weights are stored by place. What else a setting may be is not said."""
+    """What else a setting may be is not said."""
     old, new = (with_features(tmp_path / name, of) for name, of in (("old", before), ("new", now)))
     features = {"model.features": ["all"], "train.epochs": 1}
     train(small_config(old, features), tmp_path / "first")
     warm = features | {"warm_start": str(tmp_path / "first"), "model.encoder.dropout": 0.1, "tables.lr": 0.01}
     with pytest.raises(ValueError) as raised:
         train(small_config(new, warm), tmp_path / "second")
-    assert str(raised.value) == f"the weights of {tmp_path / 'first'} do not fit: {said}"
+    assert str(raised.value) == f"the weights of {tmp_path / 'first'} do not fit: {said} is not used"
+
+
+@pytest.mark.parametrize("kind", ["dot", "mol"])
+def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of features are stored by place, and go to those of the same name. A number of items comes before the one
+    that there was, a vector of users behind, and a user's id."""
+    old = (Feature("stock", "item", "number"), Feature("age", "user", "number"))
+    now = (Feature("price", "item", "number"), *old, Feature("taste", "user", "vector", width=3))
+    folders = [with_features(tmp_path / name, of) for name, of in (("old", old), ("now", now))]
+    settings = {"model.similarity.kind": kind, "model.hindexer.weight": 0.0, "train.epochs": 1}
+    settings |= {"model.features": ["all"]}
+    before = train(small_config(folders[0], settings), tmp_path / "first")
+    warm = settings | TINY_STEPS | {"warm_start": str(tmp_path / "first"), "model.features": ["all", "user"]}
+    capsys.readouterr()
+    after = train(small_config(folders[1], warm | {"tables.user.init_std": 1e-20}), tmp_path / "second")
+    said = "new features: price (number), taste (vector, 3 wide), user (id of table user)"
+    assert said in " ".join(capsys.readouterr().err.split())
+    saved = load_saved(tmp_path / "second").tower
+    first = load_saved(tmp_path / "first").tower
+    for there, here in (
+        (saved.item_tower.features.maps[1], first.item_tower.features.maps[0]),
+        (saved.query_tower.users.maps[0], first.query_tower.users.maps[0]),
+    ):
+        assert torch.equal(there.weight, here.weight) and torch.equal(there.bias, here.bias)
+    for begun in (saved.item_tower.features.maps[0], saved.query_tower.users.maps[1]):
+        assert all(float(of.detach().abs().max()) < 1e-18 for of in begun.parameters())
+    if kind == "dot":
+        assert after["mrr"] == pytest.approx(before["mrr"], abs=1e-6)
+    again = warm | {"warm_start": str(tmp_path / "second"), "model.features": ["age", "stock"]}
+    with pytest.raises(ValueError, match=r"item feature price \(number\) is not used; user feature taste"):
+        train(small_config(folders[1], again), tmp_path / "third")
 
 
 def test_a_feature_of_another_mean_fits(tmp_path: Path) -> None:
@@ -252,7 +280,7 @@ def test_a_feature_of_another_mean_fits(tmp_path: Path) -> None:
 
 
 def with_features(path: Path, features: Sequence[Feature]) -> Path:
-    """A dataset whose items and users have these features."""
+    """A dataset whose items and users have these features; those of the same name have the same values."""
     random, users = np.random.default_rng(0), 40
     tables = [Table("item", ITEMS + 1), Table("brand", 7)]
     schema = Schema(
@@ -266,7 +294,10 @@ def with_features(path: Path, features: Sequence[Feature]) -> Path:
         np.arange(5 * users),
         pa.array([f"item-{index}" for index in range(ITEMS)]),
         schema=schema,
-        columns={of.name: random_column(of, schema, rows[of.owner], random) for of in features},
+        columns={
+            of.name: random_column(of, schema, rows[of.owner], np.random.default_rng([*of.name.encode()]))
+            for of in features
+        },
         vocabularies={of.name: pa.array([None, *"abcdef"], pa.string()) for of in schema.tables[1:]},
     )
     writer.write_dataset(path, contents, "demo")
