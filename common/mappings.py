@@ -126,14 +126,6 @@ def names_of_kind(union: types.UnionType, kind: object) -> set[str]:
     return {entry.name for cls in of_kind for entry in dataclasses.fields(cls)}
 
 
-def of_class(config: Any, cls: type[T]) -> T:
-    """A configuration as one of another kind; settings that both kinds have are kept."""
-    if isinstance(config, cls):
-        return config
-    names = {entry.name for entry in dataclasses.fields(cls)} - {"kind"}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in dataclasses.asdict(config).items() if name in names})
-
-
 def first_line(error: Exception) -> str:
     """Of an error's message, which may be long or empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -23,11 +23,11 @@ try:
 except ModuleNotFoundError as absent:  # where only what serving needs was installed
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
-from logitmix.common.mappings import class_of_kind, nearest, of_class, require
+from logitmix.common.mappings import class_of_kind, nearest, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
-from logitmix.modules.config import EncoderConfig, SimilarityConfig
 from logitmix.trainer.config import (
     BESIDE,
+    KINDS,
     Config,
     HistoryRule,
     flatten,
@@ -480,14 +480,14 @@ def _words_of_refit(words: list[str]) -> list[str]:
 
 def _with_kinds(config: Config, words: list[str]) -> Config:
     """The recipe with the kinds of similarity and encoder in `words`: which settings exist depends on them."""
-    of_kinds: dict[str, Any] = {}
-    for name, union in (("similarity", SimilarityConfig), ("encoder", EncoderConfig)):
-        prefix, given = f"--model.{name}.", getattr(config.model, name)
+    kinds: dict[str, Any] = {}
+    for name, union in KINDS.items():
+        prefix = f"--{name.removesuffix('kind')}"
         flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
         settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
-        kind = _last_value(words, f"{prefix}kind") or given.kind
-        of_kinds[name] = of_class(given, class_of_kind(union, kind, settings, prefix.strip("-.")))
-    return replace(config, model=replace(config.model, **of_kinds))
+        kinds[name] = _last_value(words, f"--{name}") or flatten(config)[name]
+        class_of_kind(union, kinds[name], settings, prefix.strip("-."))
+    return with_settings(config, kinds)
 
 
 def _last_value(words: Sequence[str], flag: str) -> str:

@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 import pytest
 
-from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, of_class, to_mapping
+from logitmix.common.mappings import OTHER_SECTIONS, from_mapping, names_of_kind, to_mapping
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ def test_what_is_of_no_kind_or_of_another_is_refused(tree: object, message: str)
     assert str(error.value) == message
 
 
-def test_another_kind_keeps_what_both_have() -> None:
-    assert of_class(Circle(name="a", radius=5), Square) == Square(name="a")
-    kept = Circle(radius=5)
-    assert of_class(kept, Circle) is kept
+def test_a_kind_has_its_settings_and_an_unknown_one_may_have_all() -> None:
+    assert names_of_kind(Circle | Square, "square") == {"kind", "name", "side"}
+    assert names_of_kind(Circle | Square, "squere") == {"kind", "name", "side", "radius"}

@@ -99,7 +99,8 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_one_from_beginning(
             train(config, tmp_path / "cut")
     first, other = ("", "refit") if config.train.refit else ("start", "")
     assert (tmp_path / "cut" / first / "results.json").exists()
-    assert not (tmp_path / "cut" / other / "metrics.jsonl").exists()
+    assert not (tmp_path / "cut" / other / "plan.json").exists()
+    assert config.train.refit == (not (tmp_path / "cut" / other / "config.toml").exists())
     train(config, tmp_path / "cut")
     assert metrics(tmp_path / "cut" / other) == metrics(tmp_path / "whole" / other)
 
