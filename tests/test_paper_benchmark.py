@@ -161,8 +161,9 @@ def test_analyses_train_the_runs_that_they_need(
     monkeypatch.setattr(paper, "logitmix", train)
     monkeypatch.setattr(paper, "collected", lambda run, recipe: {})
     monkeypatch.setattr(paper, "load_dataset", lambda path: SimpleNamespace(num_users=1, num_items=1))
-    monkeypatch.setattr(paper, "explained", lambda dataset: [0.2, 0.3, 0.4])
-    monkeypatch.setattr(paper, "rank_of_scores", lambda run: 61)
+    monkeypatch.setattr(paper, "explained", lambda dataset: dict.fromkeys(paper.DIMENSIONS, 0.25))
+    shares = {d: 0.9 for d in paper.DIMENSIONS}
+    monkeypatch.setattr(paper, "rank_of_scores", lambda run: {"rank": 61, "explained": shares})
     (tmp_path / "ml-100k-dot-0.json").write_text("{}")
     of = {"datasets": "ml-100k,ml-1m", "methods": "dot", "out": str(tmp_path / "runs"), "results": str(tmp_path)}
     paper.main(paper.Options("rank", show=True, **of))
@@ -171,12 +172,12 @@ def test_analyses_train_the_runs_that_they_need(
         paper.main(paper.Options("rank", figure="popularity", show=True, **of))
     paper.main(paper.Options("rank", **of))
     shown = capsys.readouterr().out
-    assert trained == ["ml-100k-dot-0", "ml-1m-dot-0"] and (shown.count("61"), shown.count("50 ")) == (2, 1)
+    assert trained == ["ml-100k-dot-0", "ml-1m-dot-0"] and (shown.count(" 61 "), shown.count(" 50 ")) == (2, 1)
     paper.main(paper.Options("rank", json=True, **of))
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["dataset"], row["items"], row["ranks"]) for row in rows] == [
-        ("ml-100k", 1, {"dot": 61}),
-        ("ml-1m", 1, {"dot": 61}),
+    assert [(row["dataset"], row["items"], row["methods"]["dot"]["rank"]) for row in rows] == [
+        ("ml-100k", 1, 61),
+        ("ml-1m", 1, 61),
     ]
 
 
@@ -185,7 +186,7 @@ def test_a_result_counts_the_run_that_gave_the_first_weights(paper: ModuleType, 
     """Whether it lies in the run, as a recipe's own does, or is another cell's."""
     recipe, run = ("ml-1m-hstu", "ml-1m-hstu-mol")[not named], tmp_path / "mol"
     start = tmp_path / "dot" if named else run / "start"
-    for path, hours in ((run, 2), (run / "refit", 3), (start, 5)):
+    for path, hours in ((run, 2), (run / "refit", 3), (start, 5), (run / "refit/start", 4)):
         path.mkdir(parents=True, exist_ok=True)
         results = {"step": 8, "seconds": 3600 * hours, "hr@10": hours / 10, "users": 40, "corpus": 15}
         (path / "results.json").write_text(json.dumps(results))
@@ -194,7 +195,8 @@ def test_a_result_counts_the_run_that_gave_the_first_weights(paper: ModuleType, 
     for step in (4, 8):
         append_row(run, "validation", step, {"epoch": step / 2, "hr@10": step / 100})
     of = paper.collected(run, recipe)
-    assert of["hours"] == {"run": 2, "refit": 3, "start": 5} and of["settings"] == settings
+    # A refit begins with what the run began with, where that is the recipe's own.
+    assert of["hours"] == {"run": 2, "refit": 3 if named else 7, "start": 5} and of["settings"] == settings
     assert (of["epochs"], of["validation"], of["test"], of["refit"]) == (
         4,
         {"hr@10": 0.08},
@@ -221,17 +223,17 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     paper: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(paper, 0, 0.4)))
-    short = found(paper, 0, 0.2) | {"settings": {"train.minutes": 0.5}}
-    (tmp_path / "ml-100k-bce-0.json").write_text(json.dumps(short))
+    (tmp_path / "ml-100k-bce-0-0.5m.json").write_text(json.dumps(found(paper, 0, 0.2) | {"minutes": 0.5}))
     ml_100k = {"datasets": "ml-100k", "results": str(tmp_path), "show": True, "json": True}
     paper.main(paper.Options(methods="dot,mol", seeds=2, **ml_100k))
     dot, mol = json.loads(capsys.readouterr().out)["rows"]
     assert (dot["method"], mol["method"], mol["ours"]) == ("dot", "mol", None)
     assert dot["ours"]["seeds"] == 1 and dot["ours"]["mrr"] == {"mean": 0.4, "deviation": None}
-    paper.main(paper.Options(methods="bce,dot,mol", **ml_100k | {"json": False}))
-    shown = capsys.readouterr().out
-    assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 2
-    assert "bce: 400 users ranked over 1,500 items; at most 0.5 minutes a run; cores" in shown
+    for minutes, said in ((0.0, "dot: 400 users ranked over 1,500 items; cores, commit abc"),
+                          (0.5, "bce: 400 users ranked over 1,500 items; at most 0.5 minutes; cores")):  # fmt: skip
+        paper.main(paper.Options(methods="bce,dot,mol", minutes=minutes, **ml_100k | {"json": False}))
+        shown = capsys.readouterr().out
+        assert said in shown and shown.count("commit") == 1
     with pytest.raises(SystemExit, match="--methods has moll"):
         paper.main(paper.Options(methods="moll", **ml_100k))
 
@@ -243,7 +245,10 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
             {"datasets": ""},
             "--data {0} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare ml-1m --out {0}/ml-1m",
         ),
-        ({"datasets": "", "table": "rank", "show": True}, "--data {} has none of ml-1m, ml-100k, ml-20m"),
+        (
+            {"datasets": "", "table": "rank", "show": True},
+            "--data {} has none of ml-1m, ml-100k, ml-20m, amazon-beauty",
+        ),
         ({"table": "groups"}, "no dataset at {}/ml-100k; make it with: logitmix prepare"),
         ({"show": True}, "{}/ml-100k-bce-0.json is damaged"),
         ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
@@ -280,11 +285,65 @@ def test_minutes_are_the_budget_too(paper: ModuleType) -> None:
     assert [paper.tyro.cli(paper.Options, args=[flag, "2"]).minutes for flag in ("--minutes", "--budget")] == [2, 2]
 
 
-def test_as_many_dimensions_as_there_are_items_explain_everything(paper: ModuleType) -> None:
+def test_minutes_are_those_of_a_cell_and_of_what_it_starts_from(paper: ModuleType) -> None:
+    def minutes(cell: Any) -> list[float]:
+        config = with_settings(load_recipe(cell.recipe), cell.settings(paper.Options()))
+        return [config.train.minutes, *([cell.start.minutes] if cell.start else [])]
+
+    names = [paper.Cell("ml-1m", method, 0, 30).name for method in ("dot", "mol")]
+    assert names == ["ml-1m-dot-0-30m", "ml-1m-mol-0-30m"] and paper.Cell("ml-1m", "mol", 0).name == "ml-1m-mol-0"
+    assert paper.Cell("ml-1m", "mol", 0, 30).start == paper.Cell("ml-1m", "dot", 0, 15)
+    cells = [paper.Cell("ml-1m", method, 0, 30) for method in ("dot", "bce", "mol", "hstu+mol")]
+    assert [minutes(cell) for cell in cells] == [[30], [30], [15, 15], [30]]
+
+
+def test_a_result_of_other_settings_is_told(paper: ModuleType, tmp_path: Path) -> None:
+    options = paper.Options(results=str(tmp_path))
+    dot, features = paper.Cell("ml-100k", "dot", 0), paper.Cell("demo-features", "dot 64", 0)
+    for cell in (dot, features, paper.Cell("ml-1m", "mol", 1)):
+        config = flatten(with_settings(load_recipe(cell.recipe), cell.settings(options)))
+        recipe = flatten(load_recipe(cell.recipe))
+        of = {"settings": {name: value for name, value in config.items() if recipe.get(name) != value}}
+        of = json.loads(json.dumps(of))
+        assert paper.differences(cell, of, options) == []
+        # Where it ran changes nothing; a setting that it had then does.
+        of["settings"] |= {"data.path": "elsewhere", "warm_start": "", "train.threads": 2, "train.patience": 4}
+        assert paper.differences(cell, of, options) == [
+            f"{cell.name} was trained with train.patience 4, now {config['train.patience']}; "
+            f"remove {tmp_path}/{cell.name}.json to train it again"
+        ]
+    of["settings"].pop("train.seed")
+    assert len(paper.differences(paper.Cell("ml-1m", "mol", 1), of, options)) == 2
+
+
+def test_what_explains_the_variance_is_that_of_the_whole_matrix(paper: ModuleType) -> None:
+    """ln p of 3,000 items, less its mean of each user; 4,000 actions, some of them twice."""
     random = np.random.default_rng(0)
-    dataset = in_memory(np.arange(0, 41 * 9, 9), random.integers(0, 300, 360), 300)
-    shares = paper.explained(dataset)
-    assert 0 < shares[0] <= shares[1] <= shares[2] and shares[2] == pytest.approx(1, abs=1e-4)
+    items = np.minimum(random.geometric(0.01, 4000), 3000) - 1
+    dataset = in_memory(np.arange(0, 4001, 2), items, 3000)
+    count_UX = np.zeros((2000, 3000))
+    np.add.at(count_UX, (np.repeat(np.arange(2000), 2), items), 1)
+    p_UX = (count_UX + 1 / 3000) / (count_UX + 1 / 3000).sum(1, keepdims=True)
+    log_UX = np.log(p_UX) - np.log(p_UX).mean(1, keepdims=True)
+    values = np.linalg.svd(log_UX, compute_uv=False) ** 2
+    expected = {d: values[:d].sum() / values.sum() for d in paper.DIMENSIONS}
+    assert expected[64] < 0.8 and paper.explained(dataset) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_rank_of_scores_and_what_explains_their_variance(
+    paper: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rank 80 within users, and what is the same for all items of a user."""
+    random = np.random.default_rng(0)
+    factors = [torch.from_numpy(random.normal(size=shape)).float() for shape in ((300, 80), (80, 200))]
+    score_UX = factors[0] @ factors[1]
+    score_UX -= score_UX.mean(1, keepdim=True)
+    monkeypatch.setattr(paper, "final_run", lambda run: run)
+    monkeypatch.setattr(paper, "scores", lambda run: score_UX + torch.arange(300.0)[:, None])
+    values = torch.linalg.svdvals(score_UX).square()
+    found = paper.rank_of_scores(Path())
+    assert found["rank"] == 81 and found["explained"][64] == pytest.approx(float(values[:64].sum() / values.sum()))
+    assert found["explained"][256] == pytest.approx(1)
 
 
 def test_hit_rates_of_groups(paper: ModuleType) -> None:
