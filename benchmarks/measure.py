@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -82,18 +83,22 @@ def machine() -> str:
 
 def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
-    with all output if it fails. Ctrl-C ends both, this one when that has saved its step."""
+    with all output if it fails. Ctrl-C and SIGTERM end both, this one when that has saved its step."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
         command += ["--processes", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             output, errors = child.communicate()
         except KeyboardInterrupt:
+            child.terminate()  # which Ctrl-C has done, and SIGTERM has not
             child.communicate()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if child.returncode:
         raise SystemExit(f"{' '.join(command)}\n{output}{errors}")
     return output

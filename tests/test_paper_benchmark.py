@@ -129,20 +129,27 @@ def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_
     assert json.loads((tmp_path / "ml-1m-dot-1.json").read_text()) == {"kept": True}
 
 
+@pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_an_interrupted_cell_saves_its_step_first(
-    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A child that interrupts the benchmark, as Ctrl-C does, and takes a while to save."""
+    """A child that stops the benchmark, and takes a while to save once it is told, too."""
     child = tmp_path / "child"
-    child.write_text('#!/bin/sh\nsleep 0.5\nkill -INT $PPID\nsleep 1\ntouch "$0.saved"\nexit 75\n')
+    child.write_text(
+        "#!/bin/sh\ntrap 'sleep 1; touch \"$0.saved\"; exit 75' TERM\n"
+        f"sleep 0.5\nkill -{name} $PPID\nfor i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; done\n"
+    )
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {of: signal.getsignal(of) for of in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(SystemExit, match="ml-1m-dot-0 is stopped; the same"):
             paper.train(paper.Cell("ml-1m", "dot", 0), paper.Options(out=str(tmp_path)))
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
     finally:
-        signal.signal(signal.SIGINT, before)
+        for of, handler in before.items():
+            signal.signal(of, handler)
     assert (tmp_path / "child.saved").exists()
 
 

@@ -132,10 +132,13 @@ class EASE:
     @classmethod
     def fit(cls, both_XX: Tensor, penalty: float) -> "EASE":
         """From `users_of_both`; `penalty` is lambda, that of the weights' squares."""
-        penalized_XX = both_XX.clone()
-        penalized_XX.diagonal().add_(penalty)
-        inverse_XX = torch.cholesky_inverse(torch.linalg.cholesky(penalized_XX))
-        return cls((inverse_XX / -inverse_XX.diagonal()).fill_diagonal_(0.0))
+        weight_XX = both_XX.clone().mT  # symmetric, and in LAPACK's order
+        weight_XX.diagonal().add_(penalty)
+        # In place: each matrix may take gigabytes.
+        torch.linalg.cholesky(weight_XX, out=weight_XX)
+        torch.cholesky_inverse(weight_XX, out=weight_XX)
+        weight_XX /= -weight_XX.diagonal().clone()
+        return cls(weight_XX.fill_diagonal_(0.0))
 
     def __call__(self, users: RankingUsers) -> NDArray[np.float64]:
         row_E, item_E = _distinct(np.repeat(np.arange(len(users)), users.seen_lengths), users.seen, len(self.weight_XX))

@@ -656,7 +656,7 @@ def _open_first(
             )
     first = next(iter(problems.values()))
     raise ValueError(
-        f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or give another --run"
+        f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or use another run directory"
     )
 
 

@@ -95,6 +95,9 @@ PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 WIDER = "hr@50"
 """The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
+FEWEST = 6
+"""Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05), and
+resamples of them have no width."""
 RESAMPLES = 2000
 WAIT = 24 * 3600
 """Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
@@ -127,9 +130,9 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)
         to_train = on_first_rank(
-            lambda: [name for name in methods if not _is_done(out / name, dataset, minutes)], ranks
+            lambda: [name for name in methods if not _is_done(out / name, configs[name], dataset)], ranks
         )
-        simple = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
+        simple, left_out = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks) as stopping:
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:
@@ -139,7 +142,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                     on_first_rank_at_length(partial(_remove_shorter, out / name, dataset, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
                     stopping.check()
-        found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods), ranks)
+        found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods, left_out), ranks)
         upload_run(out, ranks)
     return found
 
@@ -167,19 +170,26 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
     return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config
 
 
-def _is_done(run: Path, dataset: Dataset, minutes: float) -> bool:
-    """Whether the run has its results after so many minutes."""
+def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
+    """Whether the run has its results with these settings. ValueError if it had more minutes, or as many and other
+    settings or threads."""
     if not (run / "config.toml").is_file():
         return False
-    before = read_config(run).train.minutes
-    if before > minutes:
+    before, now = read_config(run).train, config.train
+    if before.minutes > now.minutes:
         raise ValueError(
-            f"{run} was trained for {_minutes(before)}; give --minutes {before:g} or more, or another --out"
+            f"{run} was trained for {_minutes(before.minutes)}; give --minutes {before.minutes:g} or more, or another "
+            "--out"
         )
-    done = before == minutes and (run / "results.json").is_file()
-    if done:
-        require_same_dataset(run, dataset)
-    return done
+    if before.minutes < now.minutes:
+        return False
+    if before.threads != now.threads:
+        raise ValueError(
+            f"{run} was trained with --threads {before.threads}; give the same, or another --out: with {now.threads}, "
+            "equal minutes would not be equal"
+        )
+    require_same(run, config, dataset)
+    return (run / "results.json").is_file()
 
 
 def _remove_shorter(run: Path, dataset: Dataset, minutes: float) -> None:
@@ -193,18 +203,21 @@ def _remove_shorter(run: Path, dataset: Dataset, minutes: float) -> None:
         return
     config = config_of(run.name, dataset, before.train.minutes, before.train.threads)
     require_same(run, config, dataset)
+    _say(f"{LABELS[run.name]} had {_minutes(before.train.minutes)}: {shown(run)} is removed and trained anew")
     remove_run(run)
 
 
-def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[str]:
-    """Fits and ranks the simple methods that are not there yet; returns the names of all that there are."""
+def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[list[str], list[str]]:
+    """Fits and ranks the simple methods that are not there yet; returns the names of all that there are, and what is to
+    be said of those that the corpus is too large for."""
     items = evaluation.dataset.num_items
-    names = ["popularity"]
+    names, left_out = ["popularity"], []
     for name, most in (("item_knn", MOST_ITEMS), ("ease", MOST_EASE_ITEMS)):
         if items <= most:
             names.append(name)
         else:
-            _say(f"{LABELS[name]} is left out: the corpus has more than {most:,} items")
+            left_out.append(f"{LABELS[name]} is left out: the corpus has more than {most:,} items")
+            _say(left_out[-1])
     for name in names:
         folder = out / name
         if (folder / "results.json").is_file():
@@ -217,7 +230,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> list[s
         write_ranks(folder, rank_U)
         write_results(folder, results | {"budget": minutes})
         _say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
-    return names
+    return names, left_out
 
 
 def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[dict[str, Any], Ints]:
@@ -252,6 +265,7 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
         tried.append(penalty)
         if best is None or value > best[0]:
             best = value, ease, penalty
+        del ease  # matrices of gigabytes
         if time.monotonic() + (time.monotonic() - began) > until:
             break
     assert best is not None
@@ -263,7 +277,12 @@ def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
 
 
 def _finish(
-    out: Path, dataset: Dataset, minutes: float, simple: Sequence[str], learned: Sequence[str]
+    out: Path,
+    dataset: Dataset,
+    minutes: float,
+    simple: Sequence[str],
+    learned: Sequence[str],
+    left_out: Sequence[str],
 ) -> dict[str, Any]:
     rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
     reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
@@ -277,6 +296,7 @@ def _finish(
         "users": len(ranks[reference]),
         "items": dataset.num_items,
         "reference": reference,
+        "left_out": list(left_out),
         "verdict": verdict(rows, reference),
         "methods": rows,
     }
@@ -295,7 +315,7 @@ def _learned_row(out: Path, name: str) -> dict[str, Any]:
     run = out / name
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
-    if saved.config.first and (start_path(run) / "results.json").is_file():
+    if saved.config.first:
         results["seconds"] += read_results(start_path(run))["seconds"]
     results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
@@ -319,19 +339,21 @@ def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mappi
 
 
 def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
-    """By method, `test`: each metric as [mean, low, high], and `difference`: the same of its difference to the
-    reference. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same ones for all methods."""
+    """By method, `test`: each metric as [mean, low, high], `difference`: the same of its difference to the reference,
+    and how many users differ in CHOICE. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same
+    ones for all methods."""
     value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
         float
     )
     mean_RM = resampled_means(value_UM)
     mean, found = value_UM.mean(0), {}
     places = {name: slice(at * len(SHOWN), (at + 1) * len(SHOWN)) for at, name in enumerate(ranks)}
-    base = places[reference]
+    base, at = places[reference], SHOWN.index(CHOICE)
     for name, own in places.items():
         found[name] = {
             "test": _named(mean[own], mean_RM[:, own]),
             "difference": _named(mean[own] - mean[base], mean_RM[:, own] - mean_RM[:, base]),
+            "users_that_differ": int((value_UM[:, own][:, at] != value_UM[:, base][:, at]).sum()),
         }
     return found
 
@@ -357,22 +379,28 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     learned = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
     name = LABELS[learned["method"]]
     own, others = learned["test"][CHOICE][0], simple["test"][CHOICE][0]
+    if len({(row["validation"][CHOICE], row["test"][CHOICE][0]) for row in rows}) == 1:
+        return f"all methods have the same HR@10, {own:.3f}: it does not tell them apart here; see their MRR"
     difference, low, high = learned["difference"][CHOICE]
     figures = (
         f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
     )
+    clear = learned["users_that_differ"] >= FEWEST
+    better, worse = clear and low > 0, clear and high < 0
     if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
-        if low > 0:
-            said = f"{name} is best on validation, and on the test part it beats the simple methods: {figures}"
-        elif high < 0:
-            said = f"{name} is best on validation, but on the test part {other} is better: {figures}"
+        if better:
+            said = f"{name} is best on validation, and on the test part it beats {other}, the best simple method there"
+        elif worse:
+            said = f"{name} is best on validation, but on the test part {other} is better"
         else:
-            said = f"{name} is best on validation, but not clearly better than {other} on the test part: {figures}"
-    elif low > 0:
-        said = f"{other} is best on validation, but on the test part {name} is better: {figures}"
+            said = f"{name} is best on validation, but not clearly better than {other} on the test part"
+    elif better:
+        said = f"{other} is best on validation, but on the test part {name} is better"
     else:
-        said = f"no learned model beats {other}: on the test part {name}, the best of them on validation, has {figures}"
-    if low > 0 > learned["difference"][WIDER][2]:
+        said = f"no learned model is ahead of {other} on validation, and on the test part {name}, the best of them, is "
+        said += "behind" if worse else "not clearly better"
+    said += f": {figures}"
+    if better and learned["difference"][WIDER][2] < 0:
         said += f"; in HR@50 it is behind, {learned['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
     if learned["still_rising"]:
         said += f"; more minutes may help, since {name}'s validation was still rising at the end"
@@ -404,7 +432,8 @@ def as_text(found: Mapping[str, Any]) -> str:
         )
     text = io.StringIO()
     Console(width=WIDTH, file=text).print(table)
-    return text.getvalue() + textwrap.fill(found["verdict"], WIDTH, break_on_hyphens=False) + "\n"
+    lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in (*found["left_out"], found["verdict"])]
+    return text.getvalue() + "\n".join(lines) + "\n"
 
 
 def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:

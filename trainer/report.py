@@ -111,7 +111,8 @@ def page(runs: Sequence[Run]) -> str:
 def _overview(runs: Sequence[Run]) -> str:
     rows = []
     for number, run in enumerate(runs):
-        last = max((int(row["step"]) for row in [*run.training, *run.validation]), default=0)
+        rows_of = [*run.training, *run.validation, *([run.results] if run.results else [])]
+        last = max((int(row["step"]) for row in rows_of), default=0)
         state = "finished" if run.results else "not finished"
         data = run.dataset
         size = f"{data['users']:,} users, {data['items']:,} items, {data['actions']:,} actions"

@@ -275,7 +275,9 @@ def require_same_settings(run: Path, config: Config) -> None:
     changed = [key for key in differ if key in kept or not _may_change(key)]
     if changed:
         said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
-        raise ValueError(f"{run} was started with other settings: {said}; give another --run, or the same settings")
+        raise ValueError(
+            f"{run} was started with other settings: {said}; use another run directory, or the same settings"
+        )
 
 
 def noted_dataset(run: Path) -> str:
@@ -503,10 +505,10 @@ def _locked(run: Path) -> Iterator[None]:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
     except OSError as error:
-        raise ValueError(f"{run} cannot be a run directory ({error.strerror}); give another --run") from None
+        raise ValueError(f"{run} cannot be a run directory ({error.strerror}); use another run directory") from None
     with lock:
         if not _locks_soon(lock):
-            raise ValueError(f"another job is training {run}; wait for it, or give another --run")
+            raise ValueError(f"another job is training {run}; wait for it, or use another run directory")
         # What a job that was killed had not finished would keep a full disk full.
         for name in {path.name[1:].rsplit(".", 2)[0] for path in (run / "checkpoints").glob(".step-*")}:
             clean_up(run / "checkpoints" / name)

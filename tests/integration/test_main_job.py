@@ -173,7 +173,7 @@ REFUSED = {
     "no dataset at nowhere; make it with: logitmix prepare": ["train", "demo-mol", "--data.path", "nowhere"],
     "tables.zip: no table zip": ["train", "ring.toml", "--tables.zip.lr", "1", "--run", "new"],
     "comm.parts is 0; it must be": ["train", "ring.toml", "--comm.parts", "0", "--run", "new"],
-    "train.seed was 0, is 1; give another --run": ["train", "ring.toml", "--train.seed", "1"],
+    "train.seed was 0, is 1; use another run directory": ["train", "ring.toml", "--train.seed", "1"],
     "nowhere is not a run directory": ["evaluate", "nowhere"],
     "data exists and is not a serving directory": ["export", "runs/ring", "--out", "data"],
     "no serving directory at nowhere": ["retrieve", "nowhere", "--history", "a"],

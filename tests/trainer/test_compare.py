@@ -113,6 +113,7 @@ def row(
     high: float = 0.0,
     rising: bool | None = False,
     high50: float = 0.0,
+    differ: int = 6,
 ) -> dict[str, Any]:
     learned = method in comparing.LEARNED
     return {
@@ -121,21 +122,37 @@ def row(
         "validation": {"hr@10": validation},
         "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
         "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
+        "users_that_differ": differ,
     } | ({"still_rising": rising} if learned else {})
+
+
+BEHIND = "no learned model is ahead of EASE on validation, and on the test part HSTU, the best of them, is"
 
 
 @pytest.mark.parametrize(
     ("learned", "said"),
     [
         (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and on the test part it beats"),
-        (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats the simple"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats EASE, the"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), "HSTU is best on validation, but not clearly better than EASE"),
         (
             row("hstu", 0.3, 0.21, -0.01, 0.03),
             "HSTU is best on validation, but not clearly better than EASE on the test part",
         ),
         (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
         (row("hstu", 0.1, 0.3, 0.05, 0.15), "EASE is best on validation, but on the test part HSTU is better"),
-        (row("hstu", 0.1, 0.19, -0.03, 0.01, True), "no learned model beats EASE: on the test part HSTU, the best"),
+        (
+            row("hstu", 0.1, 0.19, -0.03, 0.01, True),
+            f"{BEHIND} not clearly better: HR@10",
+        ),
+        (
+            row("hstu", 0.1, 0.1, -0.13, -0.07),
+            f"{BEHIND} behind: HR@10",
+        ),
+        (
+            row("hstu", 0.1, 0.1, -0.13, -0.07, differ=5),
+            f"{BEHIND} not clearly better: HR@10",
+        ),
     ],
 )
 def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[str, Any], said: str) -> None:
@@ -148,6 +165,13 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[st
     assert ("validation was still rising" in sentence) == (learned["still_rising"] is True)
     assert ("time for only one evaluation of" in sentence) == (learned["still_rising"] is None)
     assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learned["difference"]["hr@50"][2] < 0)
+
+
+def test_methods_that_are_all_as_good_are_not_told_apart() -> None:
+    """As where the corpus has no more than 10 items."""
+    rows = [row("popularity", 1, 1), row("dot", 1, 1)]
+    assert verdict(rows, "popularity").startswith("all methods have the same HR@10, 1.000: it does not tell them apart")
+    assert verdict([*rows, row("ease", 1, 0.9)], "popularity").startswith("no learned model is ahead of popularity")
 
 
 TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,
@@ -261,6 +285,31 @@ def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, train
     assert read_rows(out / "dot") == rows and noted.exists()
 
 
+@pytest.mark.parametrize(
+    ("minutes", "changed", "message"),
+    [
+        (5, {"dense.lr": 0.25}, r"dot was started with other settings: dense\.lr was 0\.25"),
+        (5, {"train.threads": 2}, "dot was trained with --threads 2; give the same, or another --out"),
+        (6, {"dense.lr": 0.25}, r"dot was started with other settings: dense\.lr was 0\.25"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
+    tmp_path: Path, trained: list[str], minutes: float, changed: dict[str, Any], message: str, finished: bool
+) -> None:
+    """In other settings, or with other threads and as many minutes."""
+    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    config = comparing.config_of("dot", load_dataset(data), 5, 1)
+    (out / "dot").mkdir(parents=True)
+    (out / "dot" / "config.toml").write_text(dump_toml(with_settings(config, changed)))
+    shutil.copy(data / "dataset.json", out / "dot")
+    if finished:
+        (out / "dot" / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        compare(str(data), out, minutes, ["dot"], 1)
+    assert trained == [] and (minutes == 6 or not (out / "popularity").exists())
+
+
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data"))
     dot, mol, hstu = (comparing.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
@@ -304,7 +353,9 @@ def test_ease_keeps_to_its_time_and_its_corpus(
     found = compare(str(data), tmp_path / "without", 5, [], 1)
     assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn"}
     assert "nothing was trained" in found["verdict"]
-    assert "EASE is left out: the corpus has more than 49 items" in capsys.readouterr().err
+    left_out = "EASE is left out: the corpus has more than 49 items"
+    assert left_out in capsys.readouterr().err and found["left_out"] == [left_out]
+    assert left_out in (tmp_path / "without" / "compare.txt").read_text()
 
 
 def ease_of(found: dict[str, Any]) -> dict[str, Any]:

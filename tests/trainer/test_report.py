@@ -165,14 +165,16 @@ def test_time_follows_from_the_seconds_of_the_steps(tmp_path: Path) -> None:
 
 def test_the_time_of_the_run_that_was_trained_first_counts(tmp_path: Path) -> None:
     first = {"start.model.similarity.kind": "dot"}
-    run = made_run(tmp_path / "run", [training_row(10)], first, results={"seconds": 60.0})
-    none = made_run(tmp_path / "none", [training_row(10)], {}, results={"seconds": 60.0})
+    run = made_run(tmp_path / "run", [training_row(10)], first, results={"seconds": 60.0, "step": 12})
+    none = made_run(tmp_path / "none", [training_row(10)], {}, results={"seconds": 60.0, "step": 12})
     for path in (run, none):
-        made_run(path / "start", [], {}, results={"seconds": 120.0})
+        made_run(path / "start", [], {}, results={"seconds": 120.0, "step": 9})
     assert [Run.read(path).minutes_at(10) for path in (run, none)] == [3.0, 1.0]
     write_report([run, none], tmp_path / "out.html")
     page = parsed(tmp_path / "out.html")
     spent = ["".join(list(row.iter("td"))[-1].itertext()) for row in list(next(page.iter("table")).iter("tr"))[1:]]
+    # What was not logged is known from the results.
+    assert texts(next(page.iter("table")), "tr")[1].count("finished, 12 steps") == 1
     assert spent == [f"3.0 min, the first 2.0 of them in {run / 'start'}", "1.0 min"]
     assert "It begins with that of the run that was trained first." in "".join(texts(page, "p"))
 

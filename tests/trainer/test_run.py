@@ -110,7 +110,7 @@ def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
     with process_group("cpu", 60) as ranks:
         with run_lock(run, ranks):
             with (
-                pytest.raises(ValueError, match=f"^another job is training {run}; wait for it, or give another --run$"),
+                pytest.raises(ValueError, match=f"^another job is training {run}; wait for it, or use another run"),
                 run_lock(run, ranks),
             ):
                 pass
@@ -164,7 +164,7 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
         # Without a checkpoint there is nothing that other settings could contradict.
         start_run(run, config, dataset, ranks)
         (run / "checkpoints/step-3").mkdir()
-        with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; give another --run"):
+        with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; use another run directory"):
             start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
         sharding = {"tables.sharding": "row_wise", "tables.item.sharding": "column_wise"}
         longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5, **sharding})
@@ -188,8 +188,8 @@ def test_a_schedule_over_all_epochs_keeps_their_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("schedule", "before", "now", "said"),
     [
-        ("cosine", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; give another --run"),
-        ("wsd", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; give another --run"),
+        ("cosine", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; use another run directory"),
+        ("wsd", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; use another run directory"),
         ("linear", 0.0, 9.0, ""),
         ("constant", 5.0, 9.0, ""),
     ],
