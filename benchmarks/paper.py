@@ -100,9 +100,10 @@ DATASETS = {
     "ml-20m": Data("ml-1m-dot", "hr@10", DENSE, ML_20M),
     "beauty": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
     "games": Data("amazon-dot", "hr@200", SPARSE, {}, from_dot=SPARSE_FROM_DOT),
-    "books": Data("amazon-dot", "hr@200", DENSE | {"mol": DENSE_MOL | {"temperature": 0.1}, "mlp": (256, 0.2)}, BOOKS),
+    "books": Data("amazon-dot", "hr@200", DENSE | {"mol": DENSE_MOL | {"temperature": 0.1}, "mlp": (256, 0.2)}, BOOKS,
+                  from_dot=SPARSE_FROM_DOT | {"model.loss.negatives": 128}),
     "demo-features": Data("demo-mol", "hr@10", DENSE, FEATURES),
-}
+}  # fmt: skip
 
 
 def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
