@@ -19,8 +19,13 @@ EPSILON = 1e-8
 class SASRec(Stack):
     """Packed item embeddings in, one query per position out.
 
-    Every layer but attention works on the packed positions. Attention dropout applies to attention's output, not to its
-    weights, so that its mask does not depend on how sequences are padded.
+    Every layer but attention works on the packed positions. The blocks, their dropout rates and the items' factor of
+    sqrt(D) are those of the authors' code (facebookresearch/generative-recommenders). What differs: matrices start from
+    Xavier's uniform distribution (theirs: its normal one, of the same variance), biases from 0 (theirs: torch's, where
+    a layer is a convolution) and positions with a deviation of 0.02 (theirs: 1 / sqrt(D)); norms have learned weights,
+    and there is one after the last block (theirs: none, but the division by the length, which follows here, too); and
+    attention's dropout applies to its output, not to its weights, so that its mask does not depend on how sequences are
+    padded. docs/results.md, "Depth and rates", has what these differences are worth.
     """
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:
