@@ -389,7 +389,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     better, worse = clear and low > 0, clear and high < 0
     if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
         if better:
-            said = f"{name} is best on validation, and on the test part it beats {other}, the best simple method there"
+            said = f"{name} is best on validation, and on the test part it beats {other}, the best simple one"
         elif worse:
             said = f"{name} is best on validation, but on the test part {other} is better"
         else:
