@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -83,22 +84,29 @@ def machine() -> str:
 
 def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
-    with all output if it fails. Ctrl-C and SIGTERM end both, this one when that has saved its step."""
+    with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when that has
+    saved its step."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
         command += ["--processes", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+        def stop(*_: object) -> None:
+            child.terminate()  # which Ctrl-C tells itself
+            raise KeyboardInterrupt
+
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, stop) if in_main else None
         try:
             output, errors = child.communicate()
         except KeyboardInterrupt:
-            child.terminate()  # which Ctrl-C has done, and SIGTERM has not
             child.communicate()
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            if in_main:
+                signal.signal(signal.SIGTERM, before)
     if child.returncode:
         raise SystemExit(f"{' '.join(command)}\n{output}{errors}")
     return output

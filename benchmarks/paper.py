@@ -13,8 +13,8 @@ from. A cell whose result is in --results is not trained again, an interrupted o
 trained stay empty. The tables `rank` and `groups` and the figure need the runs themselves: a cell whose run and refit
 --out lacks is trained, even if its result is known. Datasets are read from --data/NAME, as `logitmix prepare` writes
 them. --minutes bounds the training time of a cell, with that of the run that it starts from, which has half of them,
-and its refit takes as many epochs; without it, the recipes' epochs are trained. Cells with minutes are other cells than
-those without.
+and its refit takes as many epochs; without it, the recipes' epochs are trained. Results with minutes are
+kept apart from those without (ml-1m-mol-0-30m).
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
@@ -260,7 +260,7 @@ class Options:
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
-        table = PAPER.get(self.table, PAPER["movielens"] | PAPER["amazon"])
+        table = PAPER.get(self.table, PAPER["movielens"] | (PAPER["amazon"] if self.table == "rank" else {}))
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
         if not wanted:
             names = [self.path(name).name for name in table]
@@ -372,13 +372,15 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
 
 def differences(cell: Cell, found: Mapping[str, Any], options: Options) -> list[str]:
     """Settings with which a result was trained, and which its cell has otherwise by now. Settings that did not exist
-    then are not known to differ; what depends on the machine and on where runs lie may."""
+    then are not known to differ, nor are those that the recipe had otherwise; what depends on the machine and on where
+    runs lie may."""
     recipe = load_recipe(cell.recipe)
     before, now = flatten(recipe), flatten(with_settings(recipe, cell.settings(options)))
     then = {name: found["settings"].get(name, before.get(name, value)) for name, value in now.items()}
     path = f"{options.results}/{cell.name}.json"
     return [
-        f"{cell.name} was trained with {name} {then[name]}, now {value}; remove {path} to train it again"
+        f"{cell.name} was trained with {name} {then[name]}, and its cell has {value}; to train it again, remove {path} "
+        f"and {cell.run(options)}"
         for name, value in now.items()
         if name not in FREE and then[name] != (list(value) if isinstance(value, tuple) else value)
     ]
@@ -490,6 +492,7 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 def main(options: Options) -> None:
     try:
         require(options.seeds > 0, "--seeds", options.seeds, "1 or more")
+        require(0 <= options.minutes < math.inf, "--minutes", options.minutes, "0 or more, and finite")
         require_threads("--threads", options.threads)
         torch.set_num_threads(options.threads)
         # Before anything is trained.
@@ -577,7 +580,8 @@ def _shown(of: Mapping[str, Any] | None) -> str:
 
 
 def ranks(options: Options) -> Iterator[dict[str, Any]]:
-    """By dataset, explained variance of ln p(x|u), from the actions alone, and numerical rank of each method's phi."""
+    """By dataset, what explains the variance of ln p(x|u), from the actions alone, and of each method's phi, with phi's
+    numerical rank; without phi for more than MOST_PAIRS."""
     for dataset, methods in options.chosen():
         data = load_dataset(str(options.path(dataset)))
         runs = {}
@@ -703,7 +707,7 @@ def _squared_singular_values(sparse_UX: torch.Tensor, add_U: torch.Tensor, most:
     """The largest, at most `most`, of sparse_UX plus add_U in every column."""
     draws = torch.Generator().manual_seed(0)
     basis_XQ = torch.randn(sparse_UX.shape[1], min(most, *sparse_UX.shape), generator=draws)
-    for _ in range(2):  # shares to 0.001 (its test; on ml-1m, .4432 .6146 .8985 are those of the whole matrix)
+    for _ in range(4):
         basis_XQ = torch.linalg.qr(basis_XQ).Q
         image_UQ = torch.linalg.qr(sparse_UX @ basis_XQ + add_U[:, None] * basis_XQ.sum(0)).Q
         basis_XQ = sparse_UX.t() @ image_UQ + add_U @ image_UQ

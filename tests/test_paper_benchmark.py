@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -133,11 +134,12 @@ def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_
 def test_an_interrupted_cell_saves_its_step_first(
     paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A child that stops the benchmark, and takes a while to save once it is told, too."""
+    """A child that stops the benchmark and takes a while to save: at once, as at Ctrl-C, which reaches both, or when
+    the benchmark passes it on."""
     child = tmp_path / "child"
     child.write_text(
         "#!/bin/sh\ntrap 'sleep 1; touch \"$0.saved\"; exit 75' TERM\n"
-        f"sleep 0.5\nkill -{name} $PPID\nfor i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; done\n"
+        f'sleep 0.5\nkill -{name} $PPID\nsleep 1\n[ {name} = INT ] && touch "$0.saved" && exit 75\nsleep 5\n'
     )
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
@@ -151,6 +153,12 @@ def test_an_interrupted_cell_saves_its_step_first(
         for of, handler in before.items():
             signal.signal(of, handler)
     assert (tmp_path / "child.saved").exists()
+
+
+def test_the_command_line_is_also_called_from_threads(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "echo")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(paper.logitmix, "--version").result().endswith(" --version\n")
 
 
 def test_analyses_train_the_runs_that_they_need(
@@ -261,6 +269,7 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
         ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
         ({"show": True, "methods": "mol"}, "{}/ml-100k-mol-0.json: hours has no field run"),
         ({"seeds": 0}, "--seeds is 0; it must be 1 or more"),
+        ({"minutes": -5.0}, "--minutes is -5.0; it must be 0 or more"),
         ({"threads": 0}, "--threads is 0; it must be from 1 to"),
     ],
 )
@@ -316,8 +325,8 @@ def test_a_result_of_other_settings_is_told(paper: ModuleType, tmp_path: Path) -
         # Where it ran changes nothing; a setting that it had then does.
         of["settings"] |= {"data.path": "elsewhere", "warm_start": "", "train.threads": 2, "train.patience": 4}
         assert paper.differences(cell, of, options) == [
-            f"{cell.name} was trained with train.patience 4, now {config['train.patience']}; "
-            f"remove {tmp_path}/{cell.name}.json to train it again"
+            f"{cell.name} was trained with train.patience 4, and its cell has {config['train.patience']}; to train it "
+            f"again, remove {tmp_path}/{cell.name}.json and runs/paper/{cell.name}"
         ]
     of["settings"].pop("train.seed")
     assert len(paper.differences(paper.Cell("ml-1m", "mol", 1), of, options)) == 2

@@ -137,6 +137,7 @@ class EASE:
         # In place: each matrix may take gigabytes.
         torch.linalg.cholesky(weight_XX, out=weight_XX)
         torch.cholesky_inverse(weight_XX, out=weight_XX)
+        weight_XX = weight_XX.mT
         weight_XX /= -weight_XX.diagonal().clone()
         return cls(weight_XX.fill_diagonal_(0.0))
 

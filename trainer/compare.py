@@ -96,8 +96,7 @@ PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 WIDER = "hr@50"
 """The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
 FEWEST = 6
-"""Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05), and
-resamples of them have no width."""
+"""Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05)."""
 RESAMPLES = 2000
 WAIT = 24 * 3600
 """Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
@@ -112,7 +111,8 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     compare.txt. Collective.
 
     Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, a method that
-    had more minutes before, and one whose folder has a run of other settings or of another dataset.
+    had more minutes before, and one whose folder has a run of other settings, of another dataset, or of as many minutes
+    with other threads.
     """
     require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
     for name in methods:
@@ -139,7 +139,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                     doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
                     _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
                 if name in to_train:
-                    on_first_rank_at_length(partial(_remove_shorter, out / name, dataset, minutes), ranks)
+                    on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
                     stopping.check()
         found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods, left_out), ranks)
@@ -172,7 +172,7 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
 
 def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
     """Whether the run has its results with these settings. ValueError if it had more minutes, or as many and other
-    settings or threads."""
+    settings or threads, or if it is of another dataset, or of other settings, which a run of `train` has."""
     if not (run / "config.toml").is_file():
         return False
     before, now = read_config(run).train, config.train
@@ -181,9 +181,10 @@ def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
             f"{run} was trained for {_minutes(before.minutes)}; give --minutes {before.minutes:g} or more, or another "
             "--out"
         )
-    if before.minutes < now.minutes:
+    if before.minutes < now.minutes:  # It will be removed, if it is of its own.
+        require_same(run, config_of(run.name, dataset, before.minutes, before.threads), dataset)
         return False
-    if before.threads != now.threads:
+    if before.threads != now.threads and (checkpoint_paths(run) or checkpoint_paths(start_path(run))):
         raise ValueError(
             f"{run} was trained with --threads {before.threads}; give the same, or another --out: with {now.threads}, "
             "equal minutes would not be equal"
@@ -192,18 +193,15 @@ def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
     return (run / "results.json").is_file()
 
 
-def _remove_shorter(run: Path, dataset: Dataset, minutes: float) -> None:
-    """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen. ValueError if it is of
-    another dataset, or of other settings, which a run of `train` has."""
+def _remove_shorter(run: Path, minutes: float) -> None:
+    """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen."""
     if not (run / "config.toml").is_file():
         if checkpoint_paths(run):  # what is left in the copy of a store where a removal has failed
             remove_run(run)
         return
-    if (before := read_config(run)).train.minutes == minutes:
+    if (before := read_config(run).train.minutes) == minutes:
         return
-    config = config_of(run.name, dataset, before.train.minutes, before.train.threads)
-    require_same(run, config, dataset)
-    _say(f"{LABELS[run.name]} had {_minutes(before.train.minutes)}: {shown(run)} is removed and trained anew")
+    _say(f"{LABELS[run.name]} had {_minutes(before)}: {shown(run)} is removed and trained anew")
     remove_run(run)
 
 
@@ -316,6 +314,8 @@ def _learned_row(out: Path, name: str) -> dict[str, Any]:
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
     if saved.config.first:
+        if not (start_path(run) / "results.json").is_file():
+            raise ValueError(f"{start_path(run)} is gone, whose minutes count; remove {run}, and compare again")
         results["seconds"] += read_results(start_path(run))["seconds"]
     results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
@@ -340,7 +340,7 @@ def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mappi
 
 def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
     """By method, `test`: each metric as [mean, low, high], `difference`: the same of its difference to the reference,
-    and how many users differ in CHOICE. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same
+    and `users_that_differ` in CHOICE. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same
     ones for all methods."""
     value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
         float
@@ -389,16 +389,14 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     better, worse = clear and low > 0, clear and high < 0
     if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
         if better:
-            said = f"{name} is best on validation, and on the test part it beats {other}, the best simple one"
+            said = f"{name} is best on validation, and {other} of the simple methods; on the test part {name} beats it"
         elif worse:
             said = f"{name} is best on validation, but on the test part {other} is better"
         else:
             said = f"{name} is best on validation, but not clearly better than {other} on the test part"
-    elif better:
-        said = f"{other} is best on validation, but on the test part {name} is better"
     else:
-        said = f"no learned model is ahead of {other} on validation, and on the test part {name}, the best of them, is "
-        said += "behind" if worse else "not clearly better"
+        said = f"no learned model is ahead of {other} on validation, {'but' if better else 'and'} on the test part "
+        said += f"{name}, the best of them, is {'better' if better else 'behind' if worse else 'not clearly better'}"
     said += f": {figures}"
     if better and learned["difference"][WIDER][2] < 0:
         said += f"; in HR@50 it is behind, {learned['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
@@ -410,7 +408,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """The table, best on validation first, and the verdict."""
+    """The table, best on validation first, what is left out, and the verdict."""
     title = (
         f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
         f"{_minutes(found['minutes'])} a method"

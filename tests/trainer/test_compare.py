@@ -132,15 +132,19 @@ BEHIND = "no learned model is ahead of EASE on validation, and on the test part 
 @pytest.mark.parametrize(
     ("learned", "said"),
     [
-        (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and on the test part it beats"),
-        (row("hstu", 0.3, 0.312, 0.09, 0.13), "HSTU is best on validation, and on the test part it beats EASE, the best simple one: HR@10"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and EASE of the simple"),
+        (
+            row("hstu", 0.3, 0.312, 0.09, 0.13),
+            "HSTU is best on validation, and EASE of the simple methods; on the test part HSTU beats it: HR@10",
+        ),
         (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), "HSTU is best on validation, but not clearly better than EASE"),
         (
             row("hstu", 0.3, 0.21, -0.01, 0.03),
             "HSTU is best on validation, but not clearly better than EASE on the test part",
         ),
         (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
-        (row("hstu", 0.1, 0.3, 0.05, 0.15), "EASE is best on validation, but on the test part HSTU is better"),
+        (row("hstu", 0.1, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
+        (row("hstu", 0.2, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
         (
             row("hstu", 0.1, 0.19, -0.03, 0.01, True),
             f"{BEHIND} not clearly better: HR@10",
@@ -271,8 +275,7 @@ def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, train
         shutil.rmtree(folder)
     with pytest.raises(ValueError, match=r"other is not the dataset that .*dot began with"):
         compare(str(other), out, 6, ["dot"], 1)
-    for folder in simple:
-        shutil.rmtree(folder)
+    assert not any(folder.exists() for folder in simple)
     longer, noted = comparing.config_of("hstu", load_dataset(data), 8, 1), out / "hstu" / "config.toml"
     noted.parent.mkdir()
     noted.write_text(dump_toml(longer))
@@ -302,12 +305,13 @@ def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
     config = comparing.config_of("dot", load_dataset(data), 5, 1)
     (out / "dot").mkdir(parents=True)
     (out / "dot" / "config.toml").write_text(dump_toml(with_settings(config, changed)))
+    (out / "dot" / "checkpoints" / "step-4").mkdir(parents=True)
     shutil.copy(data / "dataset.json", out / "dot")
     if finished:
         (out / "dot" / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=message):
         compare(str(data), out, minutes, ["dot"], 1)
-    assert trained == [] and (minutes == 6 or not (out / "popularity").exists())
+    assert trained == [] and not (out / "popularity").exists()
 
 
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
