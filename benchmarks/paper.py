@@ -690,8 +690,8 @@ def explained(data: Dataset) -> dict[int, float]:
     what it centers. Numbers that are the same for all items of a user change no ranking, so they are left out.
 
     What remains of ln p is a sparse matrix less a number for each user, and is never made whole. Its singular values
-    come from subspace iteration with twice as many vectors;
-    where many are nearly equal, the last share is a little low.
+    come from subspace iteration with twice as many vectors; where many are nearly equal, the last share is a little
+    low.
     """
     X, user = data.num_items, np.repeat(np.arange(data.num_users), np.diff(data.offsets))
     keys, counts = np.unique(user * X + data.items_flat, return_counts=True)
