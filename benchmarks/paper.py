@@ -13,8 +13,8 @@ from. A cell whose result is in --results is not trained again, an interrupted o
 trained stay empty. The tables `rank` and `groups` and the figure need the runs themselves: a cell whose run and refit
 --out lacks is trained, even if its result is known. Datasets are read from --data/NAME, as `logitmix prepare` writes
 them. --minutes bounds the training time of a cell, with that of the run that it starts from, which has half of them,
-and its refit takes as many epochs; without it, the recipes' epochs are trained. Results with minutes are
-kept apart from those without (ml-1m-mol-0-30m).
+and its refit takes as many epochs; without it, the recipes' epochs are trained. Results with minutes are kept
+apart from those without (ml-1m-mol-0-30m).
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
@@ -52,7 +52,16 @@ from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.evaluate import means
 from logitmix.trainer.processes import require_threads
-from logitmix.trainer.run import final_run, read_config, read_ranks, read_rows, refit_path, source_of, start_path
+from logitmix.trainer.run import (
+    final_run,
+    read_config,
+    read_ranks,
+    read_results,
+    read_rows,
+    refit_path,
+    source_of,
+    start_path,
+)
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -424,13 +433,12 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
     config = read_config(run)
     before, now = flatten(load_recipe(recipe)), flatten(config)
     settings = {name: value for name, value in now.items() if before.get(name) != value and name != "data.path"}
-    first, refit = (json.loads((path / "results.json").read_text()) for path in (run, refit_path(run)))
+    first, refit = (read_results(path) for path in (run, refit_path(run)))
     hours = {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600}
     if start := source_of(run, config):
-        hours["start"] = json.loads((start / "results.json").read_text())["seconds"] / 3600
+        hours["start"] = read_results(start)["seconds"] / 3600
     if config.first:  # the refit's own
-        of_refit = json.loads((start_path(refit_path(run)) / "results.json").read_text())
-        hours["refit"] += of_refit["seconds"] / 3600
+        hours["refit"] += read_results(start_path(refit_path(run)))["seconds"] / 3600
     best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
     return {
         "recipe": recipe,

@@ -132,12 +132,11 @@ class EASE:
     @classmethod
     def fit(cls, both_XX: Tensor, penalty: float) -> "EASE":
         """From `users_of_both`; `penalty` is lambda, that of the weights' squares."""
-        weight_XX = both_XX.clone().mT  # symmetric, and in LAPACK's order
+        weight_XX = both_XX.clone()
         weight_XX.diagonal().add_(penalty)
-        # In place: each matrix may take gigabytes.
-        torch.linalg.cholesky(weight_XX, out=weight_XX)
-        torch.cholesky_inverse(weight_XX, out=weight_XX)
-        weight_XX = weight_XX.mT
+        # In place: each matrix may take gigabytes. It is symmetric, and LAPACK's order is by column.
+        torch.linalg.cholesky(weight_XX.mT, out=weight_XX.mT)
+        torch.cholesky_inverse(weight_XX.mT, out=weight_XX.mT)
         weight_XX /= -weight_XX.diagonal().clone()
         return cls(weight_XX.fill_diagonal_(0.0))
 

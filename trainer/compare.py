@@ -353,7 +353,7 @@ def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[
         found[name] = {
             "test": _named(mean[own], mean_RM[:, own]),
             "difference": _named(mean[own] - mean[base], mean_RM[:, own] - mean_RM[:, base]),
-            "users_that_differ": int((value_UM[:, own][:, at] != value_UM[:, base][:, at]).sum()),
+            "users_that_differ": int((value_UM[:, own.start + at] != value_UM[:, base.start + at]).sum()),
         }
     return found
 
