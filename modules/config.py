@@ -223,6 +223,9 @@ class MoLConfig:
     """I: the paper's k_x."""
     component_dim: int = 32
     """C: width of a component."""
+    user_component: bool = False
+    """With the feature "user": the last of the query's components is that of the user's id, as in the authors' later
+    code. The user's embedding is then added to the encoder's output for the h-indexer alone."""
     gating: Literal["decomposed", "joint"] = "decomposed"
     """Three gating MLPs, of query, item and logits (gating function decomposition, section 3.2), or one of all of them,
     to compare with: it trains far slower, in plain torch."""
@@ -246,6 +249,11 @@ class MoLConfig:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
         for name in ("query_components", "item_components", "component_dim", "gate_hidden"):
             require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
+        if self.user_component and self.query_components == 1:
+            raise ValueError(
+                "model.similarity.query_components is 1, and with model.similarity.user_component the last one is the "
+                "user's; set it to 2 or more"
+            )
         _require_projection_hidden(self.projection_hidden)
         value = self.mutual_information
         require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
@@ -334,3 +342,8 @@ class ModelConfig:
         self.encoder.require_width(self.dim)
         for name in ("item_id_dropout", "user_id_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")
+
+
+def has_user_component(config: ModelConfig) -> bool:
+    """Whether the user's id is one of the query's components."""
+    return isinstance(config.similarity, MoLConfig) and config.similarity.user_component

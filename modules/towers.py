@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .batch import Batch, Packing
-from .config import ModelConfig
+from .config import ModelConfig, has_user_component
 from .encoders.build import build_encoder
 from .features import Embedded, FeatureEmbeddings, Features
 from .hindexer import HIndexer
 from .initialize import reset_layers
 from .losses.blockwise import Side
 from .noise import Noise
-from .schema import ITEM, ITEM_FEATURE, Schema
+from .schema import ITEM, ITEM_FEATURE, USER_FEATURE, Schema
 from .similarity.build import build_similarity
 
 NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
@@ -61,6 +61,7 @@ class QueryTower(nn.Module):
         self.encoder = build_encoder(config.dim, config.encoder)
         self.users = FeatureEmbeddings(schema.of("user"), dims, config.dim)
         self.events = FeatureEmbeddings(schema.of("event"), dims, config.dim)
+        self.apart = _place_of_user(schema) if has_user_component(config) else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.encoder.reset_parameters(generator)
@@ -77,12 +78,25 @@ class QueryTower(nn.Module):
     ) -> Embedded:
         """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence.
 
-        An event's features are added to its item before the encoder, the user's to the encoder's output.
+        An event's features are added to its item before the encoder, the user's to the encoder's output. The user's id,
+        where it is a component of its own, is not added, and is the last group.
         """
         events = self.events(rows, features.values)
         users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
+        apart = [] if self.apart is None else [users.pop(self.apart)]
         encoded_TD = self.encoder(_sum(item_TD, events), packing, noise)
-        return Embedded(_sum(encoded_TD, users), [*users, *events])
+        return Embedded(_sum(encoded_TD, users), [*users, *events, *apart])
+
+
+def _place_of_user(schema: Schema) -> int:
+    """The place of the user's id among the users' features."""
+    users = schema.of("user")
+    if USER_FEATURE not in users:
+        raise ValueError(
+            "model.similarity.user_component is true, but the model does not know the user's id; add user to "
+            "model.features, or set model.similarity.user_component to false"
+        )
+    return users.index(USER_FEATURE)
 
 
 def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -108,7 +122,7 @@ class Tower(nn.Module):
         self.similarity.use_features(len(schema.of("user")) + len(schema.of("event")), len(schema.of("item")))
         self.hindexer: HIndexer | None = None
         if config.hindexer.weight > 0:
-            self.hindexer = HIndexer(config.dim, config.hindexer)
+            self.hindexer = HIndexer(config.dim, config.hindexer, has_user_component(config))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draws initial weights, from the generator only."""

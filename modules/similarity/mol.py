@@ -43,7 +43,8 @@ class MoL(Similarity):
         self.config, self.pair_dropout = config, config.gate_dropout
         U, I, C = config.query_components, config.item_components, config.component_dim
         hidden = config.projection_hidden
-        self.query_projection = Projection(dim, hidden, U, C)
+        self.query_projection = Projection(dim, hidden, U - config.user_component, C)
+        self.user_map = Linear(dim, C, bias=False) if config.user_component else None
         self.item_projection = Projection(dim, 0 if config.item_projection_linear else hidden, I, C)
         H, M = config.gate_hidden, U * I
         if config.gating == "joint":
@@ -60,10 +61,12 @@ class MoL(Similarity):
         self.item_features: Compressed | None = None
 
     def use_features(self, of_query: int, of_item: int) -> None:
-        """Gives each feature its own component, which is compressed together with the others."""
-        C, hidden = self.config.component_dim, self.config.gate_hidden
-        if of_query:
-            self.query_features = Compressed(self.dim, of_query, self.config.query_components, C, hidden)
+        """Gives each feature its own component, which is compressed together with the others; not the user's id where
+        it stays a component."""
+        C, hidden, apart = self.config.component_dim, self.config.gate_hidden, self.config.user_component
+        if of_query - apart:
+            kept = self.config.query_components - apart
+            self.query_features = Compressed(self.dim, of_query - apart, kept, C, hidden)
         if of_item:
             self.item_features = Compressed(self.dim, of_item, self.config.item_components, C, hidden)
 
@@ -74,23 +77,27 @@ class MoL(Similarity):
 
         The products of like components begin as shares of the dot product (`begin_as_dot_product`). The cross gate
         begins with a preference for these and ignores the values of the logits: with sizes of up to 1/tau, they would
-        make its choice random.
+        make its choice random. A component of the user's id begins with little weight.
         """
         super().reset_parameters(generator)
         begin_as_dot_product(self.query_projection, self.item_projection, generator)
         last = cast(nn.Linear, self.cross_gate[2])
         last.weight.zero_()
-        last.bias.view(self.config.query_components, -1).fill_diagonal_(PREFERENCE)
+        last.bias.view(self.config.query_components, -1)[: self.query_projection.shape[0]].fill_diagonal_(PREFERENCE)
         for features in (self.query_features, self.item_features):
             if features is not None:
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M], or with joint gating the query's
-        part of the hidden layer [T, H]."""
+        part of the hidden layer [T, H]. With a component of the user's id, its embedding is the last group [T, D]."""
         components = self.query_projection(query_TD)
+        if self.user_map is not None:
+            *groups, user_TD = groups
         if self.query_features is not None:
             components = self.query_features(components, groups)
+        if self.user_map is not None:
+            components = torch.cat([components, self.user_map(user_TD)[:, None]], 1)
         weights = self.query_gate(self._gate_input(query_TD, row_T, noise, "mol.query_gate"))
         return self._scaled(components, 1 / self.config.temperature), weights
 

@@ -122,6 +122,15 @@ def test_heads_that_do_not_divide_the_width_name_two_that_do(
         ModelConfig(dim=dim, encoder=encoder(heads=int(value)))
 
 
+def test_a_component_of_the_user_leaves_one_for_the_history() -> None:
+    message = (
+        "^model.similarity.query_components is 1, and with model.similarity.user_component the last one is the use"
+    )
+    with pytest.raises(ValueError, match=message):
+        MoLConfig(query_components=1, user_component=True)
+    MoLConfig(query_components=2, user_component=True)
+
+
 def test_which_encoders_see_times() -> None:
     assert sees_times(HSTUConfig(times=True))
     assert not any(map(sees_times, (HSTUConfig(), SASRecConfig(), PooledConfig())))

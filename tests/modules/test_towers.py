@@ -9,7 +9,7 @@ from torch import Tensor
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLConfig, PooledConfig, SASRecConfig
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.modules.schema import USER_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Tower
 
 D, ITEMS = 8, 6
@@ -112,12 +112,58 @@ def test_components_of_mol_are_compressed_with_the_features() -> None:
             torch.testing.assert_close(components[row, i], expected)
 
 
-@pytest.mark.parametrize("similarity", [MOL, DotConfig()])
+KNOWN_USERS = SCHEMA._with(USER_FEATURE, 4)
+OWN_COMPONENT = replace(CONFIG, similarity=replace(MOL, query_components=3, user_component=True))
+
+
+def of_known_users() -> tuple[dict[str, Tensor], Features]:
+    """The tables and features, with the users' ids."""
+    tables = rows() | {"user": torch.randn(4, D, generator=torch.Generator().manual_seed(2))}
+    return tables, replace(features(), values=features().values | {"user": Values(torch.tensor([3, 1]))})
+
+
+def test_the_users_id_is_a_component_of_its_own() -> None:
+    tower, (tables, known) = tower_of(OWN_COMPONENT, KNOWN_USERS), of_known_users()
+    mol, packing, item_TD = tower.similarity, Packing(torch.tensor(LENGTHS)), torch.randn(5, D)
+    query = tower.query_tower(item_TD, packing, tables, known)
+    user_TD = tables["user"][[3, 3, 1, 1, 1]]
+    torch.testing.assert_close(query.groups[-1], user_TD)
+    components_TUC, weights_TM = mol.query_side(query, packing.row_T)
+    expected = torch.nn.functional.normalize(user_TD @ mol.user_map.weight.t(), dim=1) / MOL.temperature
+    torch.testing.assert_close(components_TUC[:, -1], expected)
+    # Of MoL, nothing else knows the user; the h-indexer does.
+    others = replace(known, values=known.values | {"user": Values(torch.tensor([0, 2]))})
+    other = tower.query_tower(item_TD, packing, tables, others)
+    assert torch.equal(other.vector_RD, query.vector_RD)
+    other_TUC, other_TM = mol.query_side(other, packing.row_T)
+    assert torch.equal(other_TUC[:, :-1], components_TUC[:, :-1]) and torch.equal(other_TM, weights_TM)
+    assert not torch.isclose(other_TUC[:, -1], components_TUC[:, -1]).all(1).any()
+    of_stage1, without = (
+        tower.hindexer.query_side(query, packing.row_T),
+        tower.hindexer.query(query.vector_RD + user_TD, packing.row_T),
+    )
+    torch.testing.assert_close(of_stage1, without)
+
+
+def test_a_component_of_a_user_whom_the_model_does_not_know_is_refused() -> None:
+    message = "^model.similarity.user_component is true, but the model does not know the user's id; add user to model.f"
+    # A dataset's own feature of this name is not the user's id.
+    own = Schema((*IDS.features, Feature("user", "user", "number")), IDS.tables)
+    for schema in (IDS, SCHEMA, own):
+        with pytest.raises(ValueError, match=message):
+            Tower(OWN_COMPONENT, schema)
+
+
+@pytest.mark.parametrize("similarity", [MOL, OWN_COMPONENT.similarity, DotConfig()])
 def test_every_parameter_and_every_row_that_is_named_gets_a_gradient(similarity: MoLConfig | DotConfig) -> None:
-    tower, tables = tower_of(replace(CONFIG, similarity=similarity)), {k: v.requires_grad_() for k, v in rows().items()}
-    item = tower.item_tower(tables, features())
+    (rows_of, given), schema = (rows(), features()), SCHEMA
+    if similarity == OWN_COMPONENT.similarity:
+        (rows_of, given), schema = of_known_users(), KNOWN_USERS
+    tower = tower_of(replace(CONFIG, similarity=similarity), schema)
+    tables = {name: table.requires_grad_() for name, table in rows_of.items()}
+    item = tower.item_tower(tables, given)
     packing, history_T = Packing(torch.tensor(LENGTHS)), torch.tensor([0, 1, 2, 3, 0])
-    queries = tower.query_sides(tower.queries(item.vector_RD[history_T], packing, tables, features()))
+    queries = tower.query_sides(tower.queries(item.vector_RD[history_T], packing, tables, given))
     items = tower.item_sides(item)
     score = tower.similarity.all_pairs(queries.similarity, items.similarity).pow(2).sum()
     score = score + tower.hindexer.all_pairs(queries.hindexer, items.hindexer).pow(2).sum()
@@ -126,7 +172,8 @@ def test_every_parameter_and_every_row_that_is_named_gets_a_gradient(similarity:
         # Of the last positions alone, attention's queries and the positions' embeddings are used.
         assert parameter.grad is not None and (parameter.grad.any() or "key_value.bias" in name), name
     touched = {name: table.grad.any(1).nonzero().flatten().tolist() for name, table in tables.items()}
-    assert touched == {"item": [0, 2, 5, 6], "genre": [0, 1, 2, 3, 4], "action": [0, 1, 2]}
+    users = {"user": [1, 3]} if schema == KNOWN_USERS else {}
+    assert touched == {"item": [0, 2, 5, 6], "genre": [0, 1, 2, 3, 4], "action": [0, 1, 2]} | users
 
 
 def test_with_ids_alone_an_item_is_its_row_itself() -> None:

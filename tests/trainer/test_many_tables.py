@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "groups": SGD | {"model.loss.in_batch": 6, "model.loss.share": "group", "model.loss.group_positions": 30},
     "mutual information": SGD | {"model.similarity.mutual_information": 0.5},
     "user": SGD | {"model.features": ["all", "user"]},
+    "user component": SGD | {"model.features": ["all", "user"], "model.similarity.user_component": True},
     "id dropout": SGD | {"model.item_id_dropout": 0.4},
 }
 BAGS = {

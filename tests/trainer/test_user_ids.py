@@ -108,12 +108,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "data", [*([0, own(user)] * (LENGTH // 2) for user in range(USERS)), [0, 3, 0], [0, 4, 0]])
     settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": 120}
     settings |= {"evaluate.every_epochs": 120, "evaluate.exclude_history": "no"}
-    settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12}
-    for name, features in (("with", [USER]), ("without", [])):
-        settings |= {"model.features": features, "model.user_id_dropout": 0.2}
-        train(small_config(folder / "data", settings), folder / name)
-    export(folder / "with", folder / "served")
+    settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12, "model.user_id_dropout": 0.2}
+    for name, of_run in RUNS.items():
+        train(small_config(folder / "data", settings | of_run), folder / name)
+        export(folder / name, folder / f"{name}-served")
     return folder
+
+
+MOL = {"kind": "mol", "query_components": 2, "item_components": 2, "component_dim": 16, "gate_hidden": 16}
+RUNS: dict[str, dict[str, Any]] = {
+    "with": {"model.features": [USER]},
+    "component": {"model.features": [USER], "model.similarity.user_component": True, "train.epochs": 40}
+    | {f"model.similarity.{name}": value for name, value in MOL.items()},
+    "without": {"model.features": []},
+}
+KNOWING = pytest.mark.parametrize("run", ["with", "component"])
 
 
 def own(user: int) -> int:
@@ -125,12 +134,14 @@ def hit_rate(run: Path) -> float:
     return rate
 
 
-def test_a_model_learns_what_the_user_alone_tells(folder: Path) -> None:
-    assert hit_rate(folder / "with") > 0.9 > 0.4 > hit_rate(folder / "without")
+@KNOWING
+def test_a_model_learns_what_the_user_alone_tells(folder: Path, run: str) -> None:
+    assert hit_rate(folder / run) > 0.9 > 0.4 > hit_rate(folder / "without")
 
 
-def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Path) -> None:
-    dataset, retriever = load_dataset(folder / "data"), Retriever.load(folder / "served")
+@KNOWING
+def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Path, run: str) -> None:
+    dataset, retriever = load_dataset(folder / "data"), Retriever.load(folder / f"{run}-served")
     users = ranking_users(dataset, "test", 1)
     names = dataset.vocabulary(USER)[1:]
     requests: list[Request] = [
@@ -139,7 +150,7 @@ def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Pat
     ]
     best = [rows[0]["id"] for rows in retriever.recommend(requests, 1)]
     assert np.mean([of == f"item-{item}" for of, item in zip(best, users.target, strict=True)]) == pytest.approx(
-        hit_rate(folder / "with")
+        hit_rate(folder / run)
     )
     assert sum(of == f"item-{own(user)}" for user, of in enumerate(best[:USERS])) > 0.9 * USERS
 
@@ -156,8 +167,9 @@ def test_evaluation_knows_the_trained_users_alone(folder: Path, monkeypatch: pyt
     assert seen == [[*range(1, USERS + 1), 0, 0]]
 
 
-def test_users_whom_training_did_not_see_are_unknown(folder: Path) -> None:
-    retriever = Retriever.load(folder / "served")
+@KNOWING
+def test_users_whom_training_did_not_see_are_unknown(folder: Path, run: str) -> None:
+    retriever = Retriever.load(folder / f"{run}-served")
 
     def scores(user: dict[str, str]) -> list[float]:
         return [row["score"] for row in retriever.recommend([{"history": ["item-0"], "user": user}], ITEMS)[0]]

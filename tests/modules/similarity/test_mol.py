@@ -309,13 +309,20 @@ def test_products_of_like_components_begin_as_the_dot_product(queries: int, item
     assert not torch.allclose(shares_T4[:, 0], shares_T4[:, 2], atol=0.1)
 
 
-def test_the_mixture_begins_nearly_as_the_cosine() -> None:
-    mol = MoL(64, MoLConfig())
+@pytest.mark.parametrize("user", [False, True])
+def test_the_mixture_begins_nearly_as_the_cosine(user: bool) -> None:
+    mol = MoL(64, MoLConfig(query_components=8 + user, item_components=9, user_component=user))
+    mol.use_features(int(user), 0)
     mol.reset_parameters(torch.Generator().manual_seed(1))
     query_TD, item_ND = vectors(40, 1, 64), vectors(200, 2, 64)
-    phi_TN = mol.all_pairs(*sides(mol, query_TD, item_ND)).detach()
+    query = mol.query(query_TD, torch.arange(40), groups=[vectors(40, 3, 64)] if user else [])
+    item = mol.item(item_ND, torch.arange(200))
+    phi_TN = mol.all_pairs(query, item).detach()
     cosine_TN = F.normalize(query_TD) @ F.normalize(item_ND).T
     assert float(torch.corrcoef(torch.stack([phi_TN.flatten(), cosine_TN.flatten()]))[0, 1]) > 0.95
+    # What the user's component has to say begins with less weight than each share of the cosine.
+    gates_TUI = mol.gates(query, tuple(part[:40] for part in item)).detach().view(40, 8 + user, 9)
+    assert not user or float(gates_TUI[:, -1].sum(1).max()) < 0.05 < float(gates_TUI[:, 0, 0].min())
 
 
 def test_nothing_scores_nothing() -> None:
