@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
+from logitmix.modules.config import has_user_component
 from logitmix.modules.hindexer import HIndexer
 from logitmix.modules.losses.blockwise import Examples
 from logitmix.serving.format import Source
@@ -175,7 +176,7 @@ def train_hindexer(trained: Trained) -> None:
     model, config = trained.model, trained.model.config
     tower = model.tower.eval().requires_grad_(False)
     torch.manual_seed(config.train.seed)
-    hindexer = HIndexer(config.model.dim, config.model.hindexer)
+    hindexer = HIndexer(config.model.dim, config.model.hindexer, has_user_component(config.model))
     hindexer.reset_parameters(torch.Generator().manual_seed(config.train.seed + 1))
     optimizer = torch.optim.Adam(
         hindexer.parameters(), lr=config.dense.lr, betas=(config.dense.beta1, config.dense.beta2)

@@ -1,10 +1,12 @@
 """Settings of the model. Imports no torch, so that the command line starts fast."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
 from logitmix.common.mappings import require, require_from
+
+from .schema import USER
 
 WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
 """Limits of widths, histories and numbers of negatives. A number far above them is a typing error, and there would not
@@ -225,7 +227,8 @@ class MoLConfig:
     """C: width of a component."""
     user_component: bool = False
     """With the feature "user": the last of the query's components is that of the user's id, as in the authors' later
-    code. The user's embedding is then added to the encoder's output for the h-indexer alone."""
+    code; one more query component leaves the others as many. The user's embedding is then added to the encoder's output
+    for the h-indexer alone, so a warm start should come from a run that does not know the user."""
     gating: Literal["decomposed", "joint"] = "decomposed"
     """Three gating MLPs, of query, item and logits (gating function decomposition, section 3.2), or one of all of them,
     to compare with: it trains far slower, in plain torch."""
@@ -342,6 +345,14 @@ class ModelConfig:
         self.encoder.require_width(self.dim)
         for name in ("item_id_dropout", "user_id_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")
+
+
+def without_user_component(config: ModelConfig) -> ModelConfig:
+    """The same without the user's id, where it is one of the query's components."""
+    if not isinstance(config.similarity, MoLConfig) or not config.similarity.user_component:
+        return config
+    similarity = replace(config.similarity, user_component=False)
+    return replace(config, similarity=similarity, features=tuple(name for name in config.features if name != USER))
 
 
 def has_user_component(config: ModelConfig) -> bool:

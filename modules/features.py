@@ -68,7 +68,7 @@ class Features:
 
 class Embedded(NamedTuple):
     """Items or queries: one vector each [R, D], the sum of their embeddings, and their features' embeddings separately,
-    each [R, D]."""
+    each [R, D]. A user's id that is a component of MoL is the last of these and not in the sum."""
 
     vector_RD: Tensor
     groups: Sequence[Tensor] = ()

@@ -22,7 +22,7 @@ from .hindexer import HIndexer
 from .initialize import reset_layers
 from .losses.blockwise import Side
 from .noise import Noise
-from .schema import ITEM, ITEM_FEATURE, USER_FEATURE, Schema
+from .schema import ITEM, ITEM_FEATURE, USER, USER_FEATURE, Schema
 from .similarity.build import build_similarity
 
 NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
@@ -91,12 +91,15 @@ class QueryTower(nn.Module):
 def _place_of_user(schema: Schema) -> int:
     """The place of the user's id among the users' features."""
     users = schema.of("user")
-    if USER_FEATURE not in users:
-        raise ValueError(
-            "model.similarity.user_component is true, but the model does not know the user's id; add user to "
-            "model.features, or set model.similarity.user_component to false"
-        )
-    return users.index(USER_FEATURE)
+    if USER_FEATURE in users:
+        return users.index(USER_FEATURE)
+    todo = "add user to model.features"
+    if USER in [*(of.name for of in schema.features), *(of.name for of in schema.tables)]:
+        todo = "the dataset has a feature or table of its own named user; rename that"
+    raise ValueError(
+        f"model.similarity.user_component is true, but the model does not know the user's id: {todo}, or set "
+        "model.similarity.user_component to false"
+    )
 
 
 def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:

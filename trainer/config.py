@@ -20,7 +20,7 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
-from logitmix.modules.config import EncoderConfig, ModelConfig, SimilarityConfig
+from logitmix.modules.config import EncoderConfig, ModelConfig, SimilarityConfig, without_user_component
 from logitmix.trainer.schedule import ScheduleName
 
 
@@ -285,10 +285,12 @@ class Config:
         return first
 
     def inherited(self) -> "Config":
-        """What that run takes over from this one where `start` has nothing else."""
+        """What that run takes over from this one where `start` has nothing else. It does not know the user whom this
+        one takes out of the sum that a query is."""
         train = replace(self.train, minutes=self.train.minutes / 2, stop_after_epochs=0.0)
         evaluate = replace(self.evaluate, baselines=False)
-        return Config("", {}, self.data, self.model, self.tables, self.dense, self.comm, train, evaluate)
+        model = without_user_component(self.model)
+        return Config("", {}, self.data, model, self.tables, self.dense, self.comm, train, evaluate)
 
 
 def recipe_names() -> list[str]:

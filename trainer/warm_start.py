@@ -45,8 +45,12 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
     taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     own = model.tower.state_dict()
+    # What is added to a sum begins as nothing. A component does not: its L2 norm would magnify gradients at zero.
+    component = f"{_MAPS['user']}{model.tower.query_tower.apart}."
     new = {
-        name: torch.zeros_like(of) for name, of in own.items() if name.startswith(_PLACED) and name not in taken_over
+        name: torch.zeros_like(of)
+        for name, of in own.items()
+        if name.startswith(_PLACED) and name not in taken_over and not name.startswith(component)
     }
     model.tower.load_state_dict({**own, **new, **taken_over})
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)

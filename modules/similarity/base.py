@@ -42,8 +42,8 @@ class Similarity(nn.Module, ABC):
 
     def use_features(self, of_query: int, of_item: int) -> None:
         """Called once, before the weights exist, with the number of features of queries and items. Their embeddings are
-        part of the vectors that `query` and `item` take; a similarity that also needs them separately overrides this,
-        `query_side` and `item_side`."""
+        part of the vectors that `query` and `item` take, but for a user's id that is a component; a similarity that
+        also needs them separately overrides this, `query_side` and `item_side`."""
 
     def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
         return self.query(query.vector_RD, row_T, noise)

@@ -322,7 +322,7 @@ def test_the_recipes_are_those_of_the_paper() -> None:
     similarity = load_recipe("ml-1m-mol").model.similarity
     # Appendix A: 8 x 8 x 32, gating MLPs of 128, projections of 512, dropout 0.1 and 0.2, tau = 20.
     assert dataclasses.astuple(similarity) == (
-        "mol", True, 0.05, 8, 8, 32, "decomposed", 128, 512, False, 0.1, 0.2, 0.0, 0.0
+        "mol", True, 0.05, 8, 8, 32, False, "decomposed", 128, 512, False, 0.1, 0.2, 0.0, 0.0
     )  # fmt: skip
     # A quarter of the paper's batches, and for the dot product four times its negatives.
     for name, negatives in (("ml-1m-dot", 512), ("ml-1m-mol", 128)):

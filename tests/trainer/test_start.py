@@ -285,6 +285,17 @@ def test_it_has_the_settings_that_it_is_given(before: dict[str, Any], first: dic
     assert with_start(config, given).first == given
 
 
+def test_it_does_not_know_a_user_who_is_a_component_of_the_run_itself() -> None:
+    """The sum that a query is there has no user, so weights that were learned with one would not fit."""
+    known = {"model.features": ["all", "user"], "model.similarity.user_component": True}
+    for start in (START, {"start.train.epochs": 1}):
+        first = with_settings(load_recipe("demo-mol"), start | known).first
+        assert first and first.model.features == ("all",)
+        assert not getattr(first.model.similarity, "user_component", False)
+    first = with_settings(load_recipe("demo-mol"), START | known | {"model.similarity.user_component": False}).first
+    assert first and first.model.features == ("all", "user")
+
+
 def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
     config = with_settings(
         load_recipe("demo-mol"), START | {"train.seed": 3, "train.epochs": 5, "train.stop_after_epochs": 2.0}

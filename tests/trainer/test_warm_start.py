@@ -270,6 +270,20 @@ def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys:
         train(small_config(folders[1], again), tmp_path / "third")
 
 
+def test_a_user_who_is_a_component_begins_as_in_any_run(tmp_path: Path) -> None:
+    """From zero, its L2 norm would magnify gradients."""
+    data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
+    train(small_config(data, {"train.epochs": 1}), first)
+    settings = {"model.features": ["user"], "model.similarity.user_component": True, "tables.user.dim": 4}
+    settings |= TINY_STEPS | {"train.epochs": 1}
+    begun = []
+    for name, own in (("cold", {}), ("warm", {"warm_start": str(first)})):
+        train(small_config(data, settings | own), tmp_path / name)
+        begun.append(load_saved(tmp_path / name).tower.query_tower.users.maps[0].weight)
+    torch.testing.assert_close(*begun, rtol=0, atol=1e-12)
+    assert float(begun[0].detach().abs().max()) > 0.01
+
+
 def test_a_feature_of_another_mean_fits(tmp_path: Path) -> None:
     """As that of a dataset that has grown is."""
     means = ([replace(NUMBERS[0], mean=mean)] for mean in (1.0, 2.0))
