@@ -285,8 +285,8 @@ class Config:
         return first
 
     def inherited(self) -> "Config":
-        """What that run takes over from this one where `start` has nothing else. It does not know the user whom this
-        one takes out of the sum that a query is."""
+        """What that run takes over from this one where `start` has nothing else. A user's id that is a component here
+        is left out: that run would learn queries with the user added, and here they are without."""
         train = replace(self.train, minutes=self.train.minutes / 2, stop_after_epochs=0.0)
         evaluate = replace(self.evaluate, baselines=False)
         model = without_user_component(self.model)

@@ -30,6 +30,7 @@ from logitmix.trainer.run import checkpoint_paths, final_run, own_minutes, read_
 BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
 DOT = {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0, "dense.lr": 0.003}
 START = {f"start.{name}": value for name, value in DOT.items()}
+KNOWN = {"model.features": ["all", "user"], "model.similarity.user_component": True}
 
 
 def weights(run: Path) -> list[torch.Tensor]:
@@ -268,7 +269,7 @@ def test_a_first_run_keeps_its_precision(tmp_path: Path) -> None:
     assert read_config(run).train.precision == "bf16" and read_config(run / "start").train.precision == "fp32"
 
 
-@pytest.mark.parametrize("before", [{}, START, {"start.model.similarity.kind": "dot"}])
+@pytest.mark.parametrize("before", [{}, START, {"start.model.similarity.kind": "dot"}, START | KNOWN])
 @pytest.mark.parametrize(
     "first",
     [
@@ -287,12 +288,11 @@ def test_it_has_the_settings_that_it_is_given(before: dict[str, Any], first: dic
 
 def test_it_does_not_know_a_user_who_is_a_component_of_the_run_itself() -> None:
     """The sum that a query is there has no user, so weights that were learned with one would not fit."""
-    known = {"model.features": ["all", "user"], "model.similarity.user_component": True}
     for start in (START, {"start.train.epochs": 1}):
-        first = with_settings(load_recipe("demo-mol"), start | known).first
+        first = with_settings(load_recipe("demo-mol"), start | KNOWN).first
         assert first and first.model.features == ("all",)
         assert not getattr(first.model.similarity, "user_component", False)
-    first = with_settings(load_recipe("demo-mol"), START | known | {"model.similarity.user_component": False}).first
+    first = with_settings(load_recipe("demo-mol"), START | KNOWN | {"model.similarity.user_component": False}).first
     assert first and first.model.features == ("all", "user")
 
 
