@@ -11,6 +11,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
 from hypothesis import given, settings
 from test_mol_scores import SHAPES, candidates, mol_of, plain, sides_of
@@ -129,14 +130,24 @@ def check_cases(device: str, examples: int) -> None:
 
 
 def check_pairs_alone(device: str) -> None:
-    """A score depends on its pair, not on its place, to the last bit; all queries may have all items."""
+    """A score depends on its pair, not on its place, to the last bit; all queries may have all items. In the
+    interpreter, whose products are numpy's, to the last bit only where numpy rounds a row alike in any place."""
     mol = mol_of(8, 8, 32, 128)
     query, item = sides_of(mol, 2, 150)
     whole = fused(mol, query, item, torch.arange(150).repeat(2), range(0, 301, 150), device)  # type: ignore[arg-type]
     some = torch.tensor([149, 17, 17, 3, 80])
-    assert torch.equal(
-        fused(mol, query, item, some, [0, 2, 5], device), whole[some + torch.tensor([0, 0, 150, 150, 150])]
+    found, expected = (
+        fused(mol, query, item, some, [0, 2, 5], device),
+        whole[some + torch.tensor([0, 0, 150, 150, 150])],
     )
+    exact = device != "cpu" or numpy_rounds_rows_alike()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0 if exact else BOUNDS[torch.float32])
+
+
+def numpy_rounds_rows_alike() -> bool:
+    """OpenBLAS does with AVX-512, and not with AVX2 alone."""
+    left, right = np.random.default_rng(0).standard_normal((2, 64, 64), dtype=np.float32)
+    return np.array_equal(np.roll(np.roll(left, 1, 0) @ right, -1, 0), left @ right)
 
 
 def check_all(device: str, examples: int) -> None:
