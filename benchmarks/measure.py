@@ -84,8 +84,8 @@ def machine() -> str:
 
 def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
-    with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when
-    that has saved its step."""
+    with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when that has saved its
+    step."""
     command = ["-m", "logitmix.trainer.cli", *words]
     if processes > 1:
         command += ["--processes", str(processes)]

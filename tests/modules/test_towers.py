@@ -9,7 +9,7 @@ from torch import Tensor
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLConfig, PooledConfig, SASRecConfig
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import USER_FEATURE, Feature, Schema, Table
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.towers import Tower
 
 D, ITEMS = 8, 6
@@ -112,7 +112,7 @@ def test_components_of_mol_are_compressed_with_the_features() -> None:
             torch.testing.assert_close(components[row, i], expected)
 
 
-KNOWN_USERS = SCHEMA._with(USER_FEATURE, 4)
+KNOWN_USERS = replace(SCHEMA, users=3).only(["all", "user"])
 OWN_COMPONENT = replace(CONFIG, similarity=replace(MOL, query_components=3, user_component=True))
 
 

@@ -287,7 +287,7 @@ def test_it_has_the_settings_that_it_is_given(before: dict[str, Any], first: dic
 
 
 def test_it_does_not_know_a_user_who_is_a_component_of_the_run_itself() -> None:
-    """The sum that a query is there has no user, so weights that were learned with one would not fit."""
+    """It would learn queries with the user added, which the run itself has without."""
     for start in (START, {"start.train.epochs": 1}):
         first = with_settings(load_recipe("demo-mol"), start | KNOWN).first
         assert first and first.model.features == ("all",)
