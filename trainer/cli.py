@@ -247,7 +247,8 @@ class RetrieveCommand:
     directory: ExportPlace
     """Serving directory."""
     history: str = ""
-    """Raw item ids, oldest first, separated by commas."""
+    """Raw item ids, oldest first, separated by commas, as a row of CSV: an id that has a comma itself goes into double
+    quotes, '"a,b",c'."""
     timestamps: str = ""
     """Times of these items, whole numbers in the unit of the dataset's times, separated by commas. A model that uses
     recency or times takes them; other models ignore them."""
@@ -258,9 +259,9 @@ class RetrieveCommand:
     events: str = "[]"
     """Features of the events, as a JSON list of objects, one for each item of the history."""
     allowed: str = ""
-    """Raw item ids, separated by commas: only these are ranked. All when left empty."""
+    """Raw item ids, written as those of --history: only these are ranked. All when left empty."""
     blocked: str = ""
-    """Raw item ids, separated by commas, that are left out."""
+    """Raw item ids, written as those of --history, that are left out."""
     histories: str = ""
     """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
     user, events, allowed and blocked. The answers go to the file --out."""
@@ -581,14 +582,14 @@ def _retrieve(words: list[str]) -> None:
 def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
     request: Request = {
-        "history": parts(command.history),
+        "history": parts("--history", command.history),
         "timestamps": whole_numbers("--timestamps", command.timestamps),
         "user": json_value("--user", command.user, dict),
         "events": json_value("--events", command.events, list),
-        "blocked": parts(command.blocked),
+        "blocked": parts("--blocked", command.blocked),
     }
     if command.allowed:
-        request["allowed"] = parts(command.allowed)
+        request["allowed"] = parts("--allowed", command.allowed)
     if command.time is not None:
         request["time"] = command.time
     if command.histories or command.out:

@@ -2,6 +2,7 @@
 of one line."""
 
 import contextlib
+import csv
 import io
 import re
 from collections.abc import Iterator
@@ -99,13 +100,24 @@ def _is_switch(flag: str, default: object) -> bool:
     return isinstance(value, bool)
 
 
-def parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def parts(flag: str, text: str) -> list[str]:
+    """What is between the commas of a text, without the blanks around it; or, where there are double quotes, the fields
+    of the text as a row of CSV: `"a,b",c` are two. Empty ones are left out."""
+    if '"' not in text:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        rows = list(csv.reader([text], skipinitialspace=True, strict=True))
+    except csv.Error as error:
+        raise ValueError(
+            f"{flag} is {text}, which is no row of CSV ({error}): an id with a comma goes into double quotes, as in "
+            "'\"a,b\",c', and a quote within these is doubled"
+        ) from None
+    return [part for row in rows for part in row if part]
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in parts(text)]
+        return [int(part) for part in parts(flag, text)]
     except ValueError:
         raise ValueError(f"{flag} is {text}; it must be whole numbers, separated by commas") from None
 
