@@ -147,7 +147,7 @@ def _ranks(
             own = said[rank - 1] if rank else None
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", "logitmix.trainer.cli", *words],
+                    [sys.executable, "-P", "-m", "logitmix.trainer", *words],
                     env=os.environ | place,
                     stdout=own,
                     stderr=own,

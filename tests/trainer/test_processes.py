@@ -30,7 +30,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     popen = subprocess.Popen
 
     def start(words: list[str], **options: object) -> object:
-        assert words[:4] == [sys.executable, "-P", "-m", "logitmix.trainer.cli"]
+        assert words[:4] == [sys.executable, "-P", "-m", "logitmix.trainer"]
         return popen([sys.executable, str(script), *words[4:]], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(processes.subprocess, "Popen", start)

@@ -1,0 +1,55 @@
+"""Ctrl-C where no code of the command runs: no traceback, whenever it comes."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+WHILE_LOADING = f"""
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "tyro":
+            {INTERRUPT}
+sys.meta_path.insert(0, Finder())
+"""
+IN_A_DESTRUCTOR = f"""
+class Dying:
+    def __del__(self):
+        {INTERRUPT}
+import logitmix.trainer.cli as cli
+def command(words):
+    while True:
+        Dying()
+cli.COMMANDS = {{"--help": command}}
+"""
+TWICE = f"""
+import logitmix.trainer.cli as cli
+def command(words):
+    try:
+        {INTERRUPT}
+        sum(iter(int, 1))
+    finally:
+        {INTERRUPT}
+        sum(iter(int, 1))
+cli.COMMANDS = {{"--help": command}}
+"""
+AT_THE_END = f"""
+import atexit
+def end():
+    {INTERRUPT}
+    sum(iter(int, 1))
+atexit.register(end)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "status"),
+    [(WHILE_LOADING, -signal.SIGINT), (IN_A_DESTRUCTOR, 130), (TWICE, -signal.SIGINT), (AT_THE_END, -signal.SIGINT)],
+    ids=["while modules load", "in a destructor", "twice", "while the interpreter ends"],
+)
+def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
+    program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--help']\nmain()"
+    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (status, "")

@@ -1,0 +1,49 @@
+"""The process of the command `logitmix`, also as `python -m logitmix.trainer`: however early or late Ctrl-C comes, it
+prints no traceback.
+
+Python's own handler prints one where no code of the command runs: while modules load, in destructors, and while the
+interpreter ends.
+"""
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+STATUS = 128 + signal.SIGINT
+
+
+def main() -> None:
+    # A shell's background jobs are started to ignore it.
+    heeded = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    if heeded:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from logitmix.trainer import cli
+
+    sys.unraisablehook = _in_a_destructor
+    try:
+        if heeded:
+            signal.signal(signal.SIGINT, _interrupt)
+        cli.main()
+    except KeyboardInterrupt:
+        raise SystemExit(STATUS) from None
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Ends the command; a second signal then ends the process, whatever it does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _in_a_destructor(error: "sys.UnraisableHookArgs") -> None:
+    """An error there goes no further, so an interrupt would be lost."""
+    if issubclass(error.exc_type, KeyboardInterrupt):
+        os._exit(STATUS)
+    sys.__unraisablehook__(error)
+
+
+if __name__ == "__main__":
+    main()
