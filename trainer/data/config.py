@@ -25,8 +25,8 @@ class PrepareOptions:
     min_item_actions: int = 0
     """Leave out items with fewer actions, counted over all users; 0 keeps all."""
     items: str = ""
-    """File or folder with data about items. table: CSV or Parquet, with ids in the item column, or else the first;
-    amazon-*: the metadata, one JSON object per line, plain or .gz."""
+    """File or folder with data about items. table: CSV, JSON lines or Parquet, with ids in the item column, or else the
+    first; amazon-*: the metadata, one JSON object per line, plain or .gz."""
     users: str = ""
     """File or folder with data about users, with ids in the user column, or else the first (table only)."""
     schema: str = ""
@@ -38,15 +38,18 @@ class PrepareOptions:
     seed: int = 0
     """Seed of the demo generators (only they take it)."""
     user_column: str = "user"
-    """Column with the user ids (table only)."""
+    """Column with the user ids (table only); in JSON and nested Parquet, a path such as user.id."""
     item_column: str = "item"
-    """Column with the item ids (table only)."""
+    """Column with the item ids, or with lists of them (table only)."""
     timestamp_column: str = "timestamp"
     """Column with the times (table only): whole numbers in any unit, or ISO 8601 dates and times, which are stored as
     whole seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""
+    list_separator: str = ""
+    """What separates the items where a text has those of a whole user or session, and the times and other values beside
+    them (table only): "|", "," or " ", which is any white space. Columns of lists need none."""
     where: tuple[str, ...] = ()
     """Keep only actions that fulfill this condition: --where "rating >= 4", with one of = != < <= > >=. Several must
     all hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""

@@ -142,6 +142,9 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
     types = {part.type for part in parts if not pa.types.is_null(part.type)}
     if len(types) > 1:
         # CSV and Parquet, or integers of two widths: numbers are recognized from the text again.
+        if all(pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type) for kind in types):
+            numbers = all(is_number(kind.value_type) for kind in types)
+            return _concatenate(name, [part.cast(pa.list_(pa.float64() if numbers else pa.string())) for part in parts])
         if any(pa.types.is_nested(kind) for kind in types):
             raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(str, types)))} there")
         parts = [part.cast(pa.string()).dictionary_encode() for part in parts]
@@ -149,6 +152,10 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
     kind = types.pop() if types else pa.null()
     parts = [part if part.type == kind else pa.nulls(len(part), kind) for part in parts]
     return pa.chunked_array(parts, kind).combine_chunks()
+
+
+def is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def gather(blocks: Iterable[ActionBlock]) -> Actions:

@@ -31,7 +31,7 @@ SOURCES = (
     Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
     Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), (*FILES, "items"), "amazon-[a-z0-9][a-z0-9-]*"),
     Source("sequences", ("sequences",)),
-    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, "delimiter")),
+    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, "delimiter", "list_separator")),
 )
 
 NAMES = tuple(name for source in SOURCES for name in source.names)

@@ -39,7 +39,7 @@ class Rejects:
         problem = f"{file}:{line}: {_escape(reason)}"
         self._first = self._first or problem
         if self.count <= SHOWN:
-            self._say(problem)
+            self.say(problem)
 
     def check_format(self, file: str) -> None:
         """Stops early if no line could be read: that is another format, not a few bad lines."""
@@ -52,7 +52,7 @@ class Rejects:
         """Raises TooManyRejects if the share of malformed lines is above the limit."""
         self.close()
         if self.count > SHOWN:
-            self._say(f"… and {self.count - SHOWN:,} more malformed lines")
+            self.say(f"… and {self.count - SHOWN:,} more malformed lines")
         if self.count and self.count / self.lines > self.max_share:
             raise TooManyRejects(
                 f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}; "
@@ -63,7 +63,8 @@ class Rejects:
         if self._file is not None:
             self._file.close()
 
-    def _say(self, message: str) -> None:
+    def say(self, message: str) -> None:
+        """Prints one line."""
         self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""CSV with a header, or Parquet, in blocks of rows.
+"""CSV with a header, JSON lines (jsonl.py) or Parquet, in blocks of rows.
 
 CSV is defined by Python's csv module, strict about quotes and the length of fields. Arrow reads most of it many times
 faster; blocks that it might read differently (quotes in the middle of a field, lone carriage returns, bytes that are
@@ -7,7 +7,6 @@ not UTF-8) go to the csv module, line by line.
 
 import csv
 import io
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -20,8 +19,11 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.common.mappings import first_line
+from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import is_utf8, require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
+from logitmix.trainer.data.jsonl import is_json, read_json
+from logitmix.trainer.data.lists import paths, unnested
 from logitmix.trainer.data.raw import is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
@@ -31,23 +33,6 @@ BLOCK_BYTES = 1 << 20
 """Of CSV."""
 DELIMITERS = ",;\t|"
 
-Keys = Callable[[str, list[str]], list[str]]
-"""From a file's name and header, the columns that every row must have. ValueError if one is missing."""
-
-
-@dataclass(frozen=True)
-class TableBlock:
-    """Some rows of a file."""
-
-    numbers: np.ndarray
-    """Line (CSV) or row (Parquet) of each, from 1."""
-    keys: list[pa.Array]
-    """The requested columns, in that order."""
-    columns: dict[str, pa.Array]
-    """All other columns that have a name."""
-    text: Callable[[int], str]
-    """A row as text."""
-
 
 def read_blocks(
     file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str = ""
@@ -55,12 +40,15 @@ def read_blocks(
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
     or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
     Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
-    ValueError if the file is JSON, or not readable Parquet."""
+    ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
         return
     if is_zip(file.path):
-        raise ValueError(f"{file.path}: is a zip; unpack it and give the CSV or Parquet file in it")
+        raise ValueError(f"{file.path}: is a zip; unpack it and give the table in it")
+    if is_json(file):
+        yield from read_json(file, keys, rejects, progress)
+        return
     with file.open(progress) as stream:
         yield from _CsvReader(stream, file.label, keys, rejects, delimiter).blocks()
 
@@ -83,8 +71,6 @@ class _CsvReader:
         self.line = 1
         """Number of the next line."""
         block = self.next()
-        if re.match(rb"\s*\[?\s*\{", block + self.carry):
-            raise ValueError(f"{label}: is JSON; make CSV or Parquet of it")
         self.delimiter = delimiter or _sniff(block, label, keys)
         lines = _Lines(block)
         self.header = _header(lines, self.delimiter)
@@ -323,7 +309,7 @@ def _texts(values: list[str]) -> pa.StringArray:
 def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[TableBlock]:
     try:
         with pq.ParquetFile(file.path) as table:
-            names = table.schema_arrow.names
+            names = [path for field in table.schema_arrow for path in paths(field.name, field.type)]
             key_names = keys(file.label, names)
             _refuse_twins(file.label, names, key_names)
             task = progress.add_task(file.label, total=table.metadata.num_rows)
@@ -340,10 +326,11 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
 def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects) -> TableBlock:
     """The rows whose keys are UTF-8, which no reader of Parquet checks; other text that is not UTF-8 is missing."""
     columns, whole = {}, np.ones(batch.num_rows, bool)
-    for place, name in enumerate(batch.schema.names):
-        if name in key_names or _is_named(name):
-            columns[name], valid = _as_utf8(label, name, _with_kernels(batch.column(place)))
-            whole &= valid | (name not in key_names)
+    for place, column in enumerate(batch.schema.names):
+        for name, values in unnested(column, _with_kernels(batch.column(place)), key_names):
+            if name in key_names or _is_named(name):
+                columns[name], valid = _as_utf8(label, name, values)
+                whole &= valid | (name not in key_names)
     numbers = np.arange(first, first + batch.num_rows)
     for row in np.flatnonzero(~whole):
         rejects.add(label, int(numbers[row]), "not UTF-8", ",".join(str(columns[name][row]) for name in key_names))

@@ -544,11 +544,12 @@ def parquet_tables() -> Iterator[Case]:
         ("bytes", bad(b"1", b"2", b"3")),
         ("truths", bad(True, False, True)),
         ("nothing", pa.nulls(3)),
-        ("rows", bad({"a": 1}, {"a": 2}, {"a": 3})),
     ):
         yield case(
             f"ids that are {name}", of(user=values), said="column user is of type .*; ids must be integers or text"
         )
+    rows = bad({"a": 1}, {"a": 2}, {"a": 3})
+    yield case("ids that are rows", of(user=rows), said=r"no column 'user'; there are: user\.a, item, timestamp")
     yield case("ids that are missing", of(user=["1", None, ""]), (2, "user is empty"), (3, "user is empty"), actions=1)
     yield case("ids with NUL", of(user=["1", "2\0", "3"]), (2, "the user has a NUL byte"), actions=2)
     raw = pa.array([b"1", b"\xff", b"3"]).view(pa.string())

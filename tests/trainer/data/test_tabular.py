@@ -1,7 +1,6 @@
 """Arrow reads what it can of CSV; the csv module says what is right."""
 
 import csv
-import gzip
 import io
 import tempfile
 from contextlib import closing
@@ -172,15 +171,6 @@ def test_the_delimiter_is_told_from_the_header(delimiter: str, mark: bytes, tmp_
 def test_columns_of_one_name_are_refused(tmp_path: Path, rejects: Rejects) -> None:
     file = file_of(tmp_path, b"user,,b,,b\n1,2,3,4,5\n")
     with pytest.raises(ValueError, match=r"^in\.txt: has two columns named 'b'; rename one$"):
-        list(read_blocks(file, keys, rejects, PROGRESS))
-
-
-@pytest.mark.parametrize("text", ['{"user": 1, "b": 2}\n', '[\n  {"user": 1, "b": 2}]', '\n[{"user": 1}]'])
-@pytest.mark.parametrize("gzipped", [False, True])
-def test_json_is_named(text: str, gzipped: bool, tmp_path: Path, rejects: Rejects) -> None:
-    content = text.encode()
-    file = file_of(tmp_path, gzip.compress(content) if gzipped else content)
-    with pytest.raises(ValueError, match=r"^in\.txt: is JSON; make CSV or Parquet of it$"):
         list(read_blocks(file, keys, rejects, PROGRESS))
 
 

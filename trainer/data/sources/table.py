@@ -8,6 +8,7 @@ item and time become features of the event, except `title`, which is text about 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rich.progress import Progress
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.raw import (
     TIME,
     ActionBlock,
@@ -40,6 +42,7 @@ from logitmix.trainer.data.times import (
     seconds_of_times,
 )
 
+ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 TIMES = f"{TIME} or an ISO 8601 time"
 
 
@@ -60,7 +63,11 @@ class ColumnNames:
                 order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
                 there = f"there are: {', '.join(header)}"
                 raise ValueError(f"{label}: no column {name!r}; {there}. Name the right one with {flag}{order}")
-        return [name for name in columns.values() if name]
+        return self.there
+
+    @property
+    def there(self) -> list[str]:
+        return [name for name in (self.user, self.item, self.timestamp) if name]
 
 
 def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
@@ -68,8 +75,12 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     files = _parts(source, "--source")
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
     delimiter = options.delimiter.replace("\\t", "\t")
+    lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
+    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists))
+    lists.say()
+    lists.drop_numbers_of_rows(actions.columns)
     return RawDataset(
-        gather(read_actions(files, names, rejects, progress, delimiter)),
+        actions,
         source,
         files,
         items=read_side(options.items, "--items", names.item, rejects, progress, delimiter),
@@ -78,13 +89,20 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 
 
 def read_actions(
-    files: Iterable[InputFile], names: ColumnNames, rejects: Rejects, progress: Progress, delimiter: str = ""
+    files: Iterable[InputFile],
+    names: ColumnNames,
+    rejects: Rejects,
+    progress: Progress,
+    delimiter: str = "",
+    lists: Lists | None = None,
 ) -> Iterator[ActionBlock]:
-    """The actions of CSV or Parquet parts, in the given order. ValueError if a column is missing or has an unfit
-    type."""
+    """The actions of the parts of a table, in the given order; rows with lists of items are several. ValueError if a
+    column is missing or has an unfit type."""
     taken = 0
+    lists = lists or Lists(names.there, "", rejects)
     for file in files:
-        for rows in read_blocks(file, names.keys, rejects, progress, delimiter):
+        blocks = read_blocks(file, names.keys, rejects, progress, delimiter)
+        for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
             users, items = (
                 as_ids(file.label, name, column)
                 for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
@@ -131,12 +149,10 @@ def read_side(
 def _parts(source: Path, flag: str) -> list[InputFile]:
     if not source.is_dir():
         return [InputFile(source)]
-    names = sorted(
-        path for path in source.iterdir() if path.name.removesuffix(".gz").endswith((".parquet", ".csv", ".tsv"))
-    )
+    names = sorted(path for path in source.iterdir() if path.name.removesuffix(".gz").endswith(ENDINGS))
     parts = [InputFile(path) for path in names if path.is_file() and not path.name.startswith((".", "_"))]
     if not parts:
-        raise ValueError(f"{source}: no .parquet, .csv, .tsv or .gz of them in this folder; give a table with {flag}")
+        raise ValueError(f"{source}: no {', '.join(ENDINGS)} or .gz of them in this folder; give a table with {flag}")
     return parts
 
 

@@ -1,0 +1,232 @@
+"""Rows with a list of items -> rows with one item each.
+
+A row has the items of one user or session: in a column of lists, or in a text with a separator. Lists of the same
+length beside it (times, kinds of action) have one value for each item; all else is repeated for each.
+"""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from logitmix.trainer.data.blocks import TableBlock
+from logitmix.trainer.data.raw import as_numpy
+from logitmix.trainer.data.rejects import Rejects
+
+ACTIONS = 1 << 18
+"""Of a block of rows with one item each, about."""
+_SAMPLE = 10_000
+SEPARATORS = ("|", ",", ";", " ")
+"""Those that a note proposes."""
+
+
+class Lists:
+    """The rows of all files of a source, and what is to be said of them."""
+
+    def __init__(self, names: list[str], separator: str, rejects: Rejects) -> None:
+        """`names` of the columns with users, items and, if there are any, times."""
+        self.names, self.separator, self.rejects = names, separator, rejects
+        self.rows = self.actions = self.empty = 0
+        """Rows with lists of items, their items, and rows without any."""
+        self.first_empty = ""
+        self.parallel: dict[str, bool] = {names[1]: True}
+        """Whether the lists of a column have a value for each item."""
+        self.repeated: dict[str, None] = {}
+        """Columns with one value for all items of a row."""
+        self.looked = False
+
+    def explode(self, label: str, block: TableBlock) -> Iterator[TableBlock]:
+        """The block with one item a row. Rows of which a parallel list has another length are rejected."""
+        items = self._lists(block.keys[1])
+        if not is_list(items.type):
+            self._propose(label, items)
+            if not self.rows or items.null_count < len(items):
+                yield block
+                return
+            items = pa.nulls(len(items), pa.list_(pa.string()))
+        counts = lengths(items)
+        columns = dict(zip(self.names, block.keys, strict=True)) | block.columns | {self.names[1]: items}
+        whole = np.ones(len(counts), bool)
+        for name, values in columns.items():
+            lists = self._lists(values) if name != self.names[0] else values
+            if name == self.names[1] or not self._is_parallel(name, lists, counts, of_text=lists is not values):
+                continue
+            columns[name] = lists
+            wrong = whole & as_numpy(lists.is_valid()) & (lengths(lists) != counts)
+            for row in np.flatnonzero(wrong):
+                reason = f"{name} has {lengths(lists)[row]} values for {counts[row]} items"
+                self.rejects.add(label, int(block.numbers[row]), reason, block.text(int(row)))
+            whole &= ~wrong
+        self._count(label, block.numbers, whole, counts)
+        rows = np.flatnonzero(whole & (counts > 0))
+        for part in _parts(rows, counts):
+            yield self._one_item_a_row(block, columns, counts, part)
+
+    def say(self) -> None:
+        """What became of the lists, in a line each."""
+        if self.separator and self.actions == self.rows:
+            self.rejects.say(
+                f"no text of {self.names[1]} has {self.separator!r} in it (--list-separator): each is one item"
+            )
+            return
+        if not self.rows:
+            return
+        parallel = [name for name, holds in self.parallel.items() if holds]
+        self.rejects.say(
+            f"{self.rows:,} rows have lists: read as {self.actions:,} actions, each with its own {', '.join(parallel)}"
+        )
+        if self.empty:
+            self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
+
+    def drop_numbers_of_rows(self, columns: dict[str, pa.Array]) -> None:
+        """Drops, and names, those of the actions' columns that have their own value in most rows of lists, such as the
+        number of a session: repeated for each item they look like something that actions have in common."""
+        if self.actions == self.rows:
+            return
+        dropped = [name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name]) > self.rows]
+        for name in dropped:
+            del columns[name]
+        if dropped:
+            self.rejects.say(f"not used, as most rows of lists have a value of their own: {', '.join(dropped)}")
+
+    def _lists(self, values: pa.Array) -> pa.Array:
+        """Texts as lists if there is a separator."""
+        return split(values, self.separator) if self.separator and is_text(values.type) else values
+
+    def _is_parallel(self, name: str, lists: pa.Array, counts: np.ndarray, of_text: bool) -> bool:
+        """Decided by most rows of the first block where the column has lists. Times that are lists always are."""
+        if not is_list(lists.type):
+            return False
+        if name in self.names and not of_text:
+            self.parallel[name] = True
+        if name not in self.parallel:
+            there = as_numpy(lists.is_valid())
+            # A single item has one of everything.
+            several = there & (counts > 1)
+            there = several if several.any() else there & (counts > 0)
+            if not there.any():
+                return False
+            self.parallel[name] = bool(2 * np.sum(lengths(lists)[there] == counts[there]) > there.sum())
+        return self.parallel[name]
+
+    def _count(self, label: str, numbers: np.ndarray, whole: np.ndarray, counts: np.ndarray) -> None:
+        empty = np.flatnonzero(whole & (counts == 0))
+        if len(empty) and not self.empty:
+            self.first_empty = f"{label}:{numbers[empty[0]]}"
+        self.empty += len(empty)
+        read = whole & (counts > 0)
+        self.rows += int(read.sum())
+        self.actions += int(counts[read].sum())
+        # Each action can be rejected.
+        self.rejects.lines += int(counts[read].sum() - read.sum())
+
+    def _one_item_a_row(
+        self, block: TableBlock, columns: dict[str, pa.Array], counts: np.ndarray, rows: np.ndarray
+    ) -> TableBlock:
+        sizes = counts[rows]
+        of_row = np.repeat(rows, sizes)
+        within = np.arange(len(of_row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        made = {}
+        for name, values in columns.items():
+            if self.parallel.get(name) and is_list(values.type):
+                size = lengths(values)
+                places = (np.cumsum(size) - size)[of_row] + within
+                made[name] = values.flatten().take(pa.array(places, mask=size[of_row] == 0))
+            else:
+                made[name] = values.take(pa.array(of_row))
+                if name not in self.names:
+                    self.repeated[name] = None
+        keys = [made.pop(name) for name in self.names]
+        return TableBlock(block.numbers[of_row], keys, made, lambda row: block.text(int(of_row[row])))
+
+    def _propose(self, label: str, items: pa.Array) -> None:
+        """Says so where the first texts look like lists: each its own, of parts that come again."""
+        texts = items[:_SAMPLE].drop_null()
+        if self.looked or not len(texts) or not is_text(items.type):
+            return
+        self.looked = True
+        if 2 * len(texts.unique()) <= len(texts):
+            return
+        for separator in SEPARATORS:
+            parts = split(texts, separator)
+            flat = parts.flatten()
+            if len(flat) >= 3 * len(texts) and 2 * len(flat.unique()) <= len(flat):
+                example = texts[0].as_py()
+                self.rejects.say(
+                    f"{label}: {self.names[1]} looks like lists ({example[:40]!r}); if a row has several items, split "
+                    f'them with --list-separator "{separator}"'
+                )
+                return
+
+
+def split(texts: pa.Array, separator: str) -> pa.ListArray:
+    """The parts of each text without blanks and quotes around them, and without brackets around all; null for an empty
+    text. At " ", any white space is between parts."""
+    whole = pc.replace_substring_regex(texts.cast(pa.string()), r"(?s)^\s*[\[(](.*)[\])]\s*$", r"\1")
+    whole = pc.utf8_trim_whitespace(whole)
+    whole = pc.if_else(pc.equal(whole, ""), None, whole)
+    if not separator.strip():
+        parts = pc.utf8_split_whitespace(whole)
+    else:
+        parts = pc.split_pattern(pc.replace_substring_regex(whole, re.escape(separator) + r"$", ""), separator)
+    values = pc.utf8_trim_whitespace(parts.values)
+    for quote in "'\"":
+        values = pc.replace_substring_regex(values, f"(?s)^{quote}(.*){quote}$", r"\1")
+    return pa.ListArray.from_arrays(parts.offsets, values, mask=whole.is_null())
+
+
+def _parts(rows: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows in parts with about ACTIONS items each."""
+    if len(rows):
+        of_part = np.cumsum(counts[rows]) // ACTIONS
+        yield from np.split(rows, np.flatnonzero(np.diff(of_part)) + 1)
+
+
+def _distinct_ids(values: pa.Array) -> int:
+    """How many texts or integers a column has; 0 for other types."""
+    return len(values.unique()) if pa.types.is_dictionary(values.type) or pa.types.is_integer(values.type) else 0
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def lengths(lists: pa.Array) -> np.ndarray:
+    """int64; 0 for a missing list."""
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+
+
+def unnested(name: str, values: pa.Array, wanted: list[str]) -> Iterator[tuple[str, pa.Array]]:
+    """A column under its name; instead of structs, their fields by path, and instead of lists of structs with a wanted
+    path, one column of lists for each field."""
+    kind = values.type
+    if pa.types.is_struct(kind):
+        for field, column in zip(kind, values.flatten(), strict=True):
+            yield from unnested(f"{name}.{field.name}", column, wanted)
+    elif _is_list_of_structs(kind) and any(path.startswith(f"{name}.") for path in wanted):
+        offsets = pa.array(np.append(0, np.cumsum(lengths(values))), pa.int32())
+        for path, column in unnested(name, values.flatten(), wanted):
+            yield path, pa.ListArray.from_arrays(offsets, column, mask=values.is_null())
+    else:
+        yield name, values
+
+
+def paths(name: str, kind: pa.DataType) -> Iterator[str]:
+    """The names that `unnested` may give."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from paths(f"{name}.{field.name}", field.type)
+        return
+    yield name
+    if _is_list_of_structs(kind):
+        yield from paths(name, kind.value_type)
+
+
+def _is_list_of_structs(kind: pa.DataType) -> bool:
+    return is_list(kind) and pa.types.is_struct(kind.value_type)
