@@ -98,3 +98,50 @@ def test_ratings_of_reviews(tmp_path: Path) -> None:
     options = PrepareOptions("amazon-books", str(tmp_path / "reviews.json"), str(tmp_path / "out"), min_user_actions=1)
     assert prepare(options, Console(quiet=True))["rejected_lines"] == 0
     assert load_dataset(tmp_path / "out").event_features["rating"].values.tolist() == [1, 4, 2.5, 2.5]
+
+
+REVIEW_2023 = {"user_id": "A7", "parent_asin": "B1", "asin": "B2", "timestamp": 1588615855070, "rating": 4.0}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_files_of_2023(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    reviews = [
+        json.dumps(REVIEW_2023 | {"title": "a review's", "images": [{"x": 1}]}),
+        json.dumps(REVIEW_2023 | {"parent_asin": "B3", "timestamp": 1588615855071, "rating": None}),
+        json.dumps(REVIEW_2023 | {"timestamp": "2020-05-04"}),
+        json.dumps({name: value for name, value in REVIEW_2023.items() if name != "parent_asin"}),
+        '{"user_id": "A7", "parent',
+    ]
+    products = [
+        {"parent_asin": "B1", "title": "Oil", "categories": ["Beauty", "Hair"], "price": 9.99, "store": "ACME"},
+        {"parent_asin": "B3", "title": None, "categories": [], "price": "from 5.00", "store": "Bolt", "details": {}},
+        {"parent_asin": None, "title": "none"},
+    ]
+    (tmp_path / "reviews.jsonl").write_bytes(pack("\n".join(reviews).encode()))
+    (tmp_path / "meta.jsonl").write_bytes(pack("\n".join(map(json.dumps, products)).encode()))
+    given = {"items": str(tmp_path / "meta.jsonl"), "max_rejects": 0.5, "min_user_actions": 1}
+    options = PrepareOptions("amazon-all-beauty", str(tmp_path / "reviews.jsonl"), str(tmp_path / "out"), **given)
+    prepare(options, Console(quiet=True))
+    dataset = load_dataset(tmp_path / "out")
+    assert dataset.raw_ids() == ["B1", "B3"] and titles(dataset) == ["Oil", None]
+    assert decoded(dataset, "item") == {
+        "category": [["Beauty", "Hair"], []],
+        "price": pytest.approx([9.99, 9.99]),
+        "store": ["ACME", "Bolt"],
+    }
+    assert decoded(dataset, "event") == {"rating": [4, 4]}
+    assert dataset.timestamps_flat.tolist() == [1588615855070, 1588615855071]
+    rejects = [line.split("\t")[:3] for line in (tmp_path / "out" / "rejects.tsv").read_text().splitlines()[1:]]
+    assert rejects == [
+        ["reviews.jsonl", "3", "no timestamp that is a whole number"],
+        ["reviews.jsonl", "4", "no parent_asin that is text"],
+        ["reviews.jsonl", "5", "not JSON in UTF-8"],
+        ["meta.jsonl", "3", "no parent_asin that is text"],
+    ]
+
+
+@pytest.mark.parametrize("history", ["", ",history"])
+def test_ratings_of_2023(history: str, tmp_path: Path, rejects: Rejects) -> None:
+    content = f"user_id,parent_asin,rating,timestamp{history}\r\nA7,B1,5.0,1588615855070{history and ',B2 B3'}\r\n"
+    read = actions(read_actions(file_of(tmp_path, content.encode()), rejects, PROGRESS))
+    assert read == [("A7", "B1", 1588615855070)] and rejects.count == 0
