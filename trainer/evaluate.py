@@ -29,7 +29,7 @@ from logitmix.trainer.baselines import (
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
+from logitmix.trainer.data.dataset import RARE_REPEATS, Dataset, are_common, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.processes import require_threads
@@ -87,21 +87,23 @@ def held_out(config: Config, dataset: Dataset) -> HeldOut:
 
 def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
     """Whether a user's history is left out of that user's ranking, in evaluation and in serving."""
-    if (rule := config.evaluate.exclude_history) != "auto":
-        return rule == "yes"
-    share = dataset.repeated_targets["validation"]
+    if (rule := config.evaluate.exclude_history) == "no":
+        return False
+    shares = dataset.repeated_targets
     if config.data.split == "time":
-        share = float(
-            ranking_users(dataset, "validation", 1, split_by_time(dataset, config.data.held_out)).repeats().mean()
-        )
-    if share < COMMON_REPEATS:
-        return True
-    _say(
-        said,
-        f"{share:.0%} of the validation targets are in their user's history: it is not left out of the ranking "
-        "(--evaluate.exclude-history yes would)",
-    )
-    return False
+        # A refit must come to the decision of its run, which has a validation part.
+        of = split_by_time(dataset, config.data.held_out) if rule == "auto" else held_out(config, dataset)
+        shares = {split: float(ranking_users(dataset, split, 1, of).repeats().mean()) for split in of.targets}
+    repeats = " and ".join(f"{share:.0%} of the {split} targets" for split, share in shares.items())
+    if rule == "auto" and are_common(shares):
+        line = "it is not left out of the ranking (--evaluate.exclude-history yes would)"
+        _say(said, f"{repeats} are in their user's history: {line}")
+        return False
+    if max(shares.values()) >= RARE_REPEATS:
+        most = " and ".join(f"{1 - share:.2f} in {split}" for split, share in shares.items())
+        line = f"which is left out of the ranking: no hit rate can be above {most}"
+        _say(said, f"{repeats} are in their user's history, {line} (--evaluate.exclude-history no would keep it)")
+    return True
 
 
 def _say(said: Console | None, line: str) -> None:

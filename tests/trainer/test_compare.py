@@ -18,7 +18,7 @@ from logitmix.trainer.baselines import EASE, rank_targets, users_of_both
 from logitmix.trainer.compare import compare, resampled_means, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import COMMON_REPEATS, Dataset, load_dataset
+from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
 from logitmix.trainer.run import checkpoint_paths, read_config, read_ranks, read_results, read_rows
@@ -345,7 +345,7 @@ def test_ease_keeps_to_its_time_and_its_corpus(
     dataset = load_dataset(str(data))
     held_out, users = leave_one_out(dataset), ranking_users(dataset, "validation", 5)
     both_XX = users_of_both(dataset, held_out)
-    tried, exclude = [0.1, 3.0, 1e4], dataset.repeated_targets["validation"] < COMMON_REPEATS
+    tried, exclude = [0.1, 3.0, 1e4], not are_common(dataset.repeated_targets)
     monkeypatch.setattr(comparing, "PENALTIES", tuple(tried))
     values = [means(rank_targets(EASE.fit(both_XX, of), users, 50, exclude))["hr@10"] for of in tried]
     assert max(values) > values[0]

@@ -1,5 +1,6 @@
 """Leave-one-out ranking against sorting and counting one user after the other."""
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from small_data import in_memory
 from torch import Tensor
 
@@ -190,10 +192,26 @@ def test_repeats_are_common_or_not() -> None:
     assert (excludes_history(ruled("auto"), repeats), excludes_history(ruled("auto"), some)) == (False, False)
     rare = dataset_of([[1, 2, 3, 4, 5]] * 10 + [[1, 2, 3, 1, 5]])
     assert excludes_history(ruled("auto"), rare)
-    # What the test items are does not decide.
-    assert excludes_history(ruled("auto"), dataset_of([[1, 2, 3, 4, 1]] * 10))
+    # Test targets that cannot be found would make all methods alike.
+    assert not excludes_history(ruled("auto"), dataset_of([[1, 2, 3, 4, 1]] * 10))
     for dataset in (repeats, some, rare):
         assert (excludes_history(ruled("yes"), dataset), excludes_history(ruled("no"), dataset)) == (True, False)
+
+
+def test_hits_that_cannot_be_are_said() -> None:
+    shown = Console(file=io.StringIO(), width=500)
+    dataset = dataset_of([[1, 2, 3, 4, 5]] * 18 + [[1, 2, 3, 4, 1]])
+    assert excludes_history(ruled("auto"), dataset, shown) and excludes_history(ruled("yes"), dataset, shown)
+    said = (
+        "0% of the validation targets and 5% of the test targets are in their user's history, which is left out of the "
+        "ranking: no hit rate can be above 1.00 in validation and 0.95 in test (--evaluate.exclude-history no would "
+        "keep it)\n"
+    )
+    assert shown.file.getvalue() == said * 2  # type: ignore[attr-defined]
+    assert not excludes_history(ruled("no"), dataset, shown) and excludes_history(
+        ruled("auto"), dataset_of([[1, 2, 3, 4, 5]] * 9), shown
+    )
+    assert shown.file.getvalue() == said * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("rule", "hits"), [("auto", 1.0), ("no", 1.0), ("yes", 0.0)])
@@ -203,7 +221,7 @@ def test_pure_repeats_are_found_where_the_history_is_kept(
     config = Config(evaluate=EvaluateConfig(exclude_history=rule))
     metrics = Evaluation(config, dataset_of(WALKS), ranks)("test", sharp_tower(), whole(item_table(), ranks))
     assert metrics["hr@1"] == metrics["mrr"] == hits and metrics["repeated_targets"] == 1.0
-    said = "100% of the validation targets are in their user's history: it is not left out of the ranking"
+    said = "100% of the test targets are in their user's history: it is not left out of the ranking"
     assert capsys.readouterr().err.count(said) == (rule == "auto")
 
 

@@ -53,6 +53,9 @@ class PrepareOptions:
     where: tuple[str, ...] = ()
     """Keep only actions that fulfill this condition: --where "rating >= 4", with one of = != < <= > >=. Several must
     all hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""
+    keep_duplicates: bool = False
+    """Keep actions that are equal to an earlier one in user, item, time and all other columns. Without times there are
+    none such."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
 

@@ -24,7 +24,7 @@
                            them, over all users with more than 2 actions
         last_actions       {51, 201: {actions, items}}: what is left if each user has so many last actions alone, as the
                            paper's table of datasets counts
-        filters            {where: [condition], min_item_actions, min_user_actions, min_feature_count,
+        filters            {where: [condition], keep_duplicates, min_item_actions, min_user_actions, min_feature_count,
                            removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters
         titles             items with a title
@@ -87,9 +87,9 @@ from logitmix.trainer.data.registry import source_of
 FORMAT_VERSION = 2
 LATEST = 2**62
 """Times are below it, and above its negative: their differences fit into 64 bits."""
-COMMON_REPEATS = 0.1
-"""From this share of repeated validation targets on, evaluation does not leave the history out of its ranking unless
-told to."""
+COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
+"""From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
+from the second one on, it says what is impossible where it does."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
 VALUES_AT_ONCE = 2**20
@@ -220,6 +220,12 @@ def _raw_user_ids(path: Path) -> Iterator[pa.Array]:
             column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
             for batch in _batches(part, [column], VALUES_AT_ONCE):
                 yield _texts(column, batch.column(column)).fill_null("")
+
+
+def are_common(repeated: Mapping[str, float]) -> bool:
+    """Whether the shares of repeated targets are such that a ranking without the history would mean little. That of
+    test counts, too: what is decided on it is the rule, and for all methods alike."""
+    return max(repeated.values()) >= COMMON_REPEATS
 
 
 def is_dataset(path: Path) -> bool:
@@ -595,7 +601,8 @@ def _command(path: Path) -> str:
         usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
         words += [f"--where {shlex.quote(condition)}" for condition in filters.pop("where", [])]
         filters.pop("removed", None)
-        words += [f"--{key.replace('_', '-')} {value}" for key, value in filters.items() if usual.get(key) != value]
+        given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if usual.get(key) != value}
+        words += [flag if value is True else f"{flag} {value}" for flag, value in given.items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         words = [path.name if source_of(path.name) else "NAME"]
     return f"logitmix prepare {' '.join(words)} --out {path}"

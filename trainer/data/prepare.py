@@ -1,16 +1,17 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
-One pass over the source codes users and items as integers. The conditions of --where, the item filter and the user
-filter follow (each once, not iterated to a k-core), then a stable sort by user and time, the features (features.py),
-and the writing. Sequences are not truncated here: a trainer takes the last actions it wants. Memory peaks at about 60
-bytes an action and 15 for each further column of the actions, plus every distinct raw id (about 150 bytes each) and one
-block of the file; there is no Python object per action.
+One pass over the source codes users and items as integers. The conditions of --where follow, a stable sort by user and
+time, the removal of exact duplicates, the item filter and the user filter (each once, not iterated to a k-core), the
+features (features.py), and the writing. Sequences are not truncated here: a trainer takes the last actions it wants.
+Memory peaks at about 60 bytes an action and 15 for each further column of the actions, plus every distinct raw id
+(about 150 bytes each) and one block of the file; there is no Python object per action.
 
 The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
 The same source and options give the same bytes.
 """
 
 import tomllib
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,7 +30,7 @@ from logitmix.common.mappings import from_mapping
 from logitmix.common.storage import alone, fetch_names, push
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import COMMON_REPEATS, is_dataset
+from logitmix.trainer.data.dataset import RARE_REPEATS, are_common, is_dataset
 from logitmix.trainer.data.features import (
     Features,
     FeaturesOptions,
@@ -40,13 +41,14 @@ from logitmix.trainer.data.features import (
     values_of_items,
 )
 from logitmix.trainer.data.files import digests, plain
-from logitmix.trainer.data.raw import Actions, RawDataset, order_of_texts
+from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.where import holds
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
-FILTERS = ("where", "min_item_actions", "min_user_actions", "min_feature_count")
+FILTERS = ("where", "keep_duplicates", "min_item_actions", "min_user_actions", "min_feature_count")
+STEPS = ("where", "duplicates", "min_item_actions", "min_user_actions")
 TITLE = "title"
 
 
@@ -175,23 +177,31 @@ def _write(
             source=origin,
             generator=raw.generator,
         )
-    _say(console, made.unused, description["repeated_targets"]["validation"])
+    _say(console, [*ordered.notes, *_notes(made.unused, description["repeated_targets"])])
     return description
 
 
-def _say(console: Console, unused: list[str], repeated: float) -> None:
-    """Prints notes that a user may want to act on."""
+def _notes(unused: list[str], repeated: Mapping[str, float]) -> list[str]:
+    """What a user may want to act on."""
     messages = []
     if unused:
         names = ", ".join(unused)
         messages.append(
             f"not used, as their values are all the same or do not tell a kind: {names} (--schema FILE can state it)"
         )
-    if repeated >= COMMON_REPEATS:
+    shares = " and ".join(f"{share:.0%} of the {split} targets" for split, share in repeated.items())
+    if are_common(repeated):
+        messages.append(f"{shares} are in their user's history: evaluation will not leave it out of its ranking")
+    elif max(repeated.values()) >= RARE_REPEATS:
+        most = " and ".join(f"{1 - share:.2f} in {split}" for split, share in repeated.items())
         messages.append(
-            f"{repeated:.0%} of the validation targets are in their user's history: evaluation will not leave the "
-            "history out of its ranking"
+            f"{shares} are in their user's history, which evaluation leaves out of its ranking: no hit rate can be "
+            f"above {most}"
         )
+    return messages
+
+
+def _say(console: Console, messages: Iterable[str]) -> None:
     for message in messages:
         console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -210,30 +220,129 @@ class _Ordered:
     item_ids: pa.StringArray
     removed: dict[str, dict[str, int]]
     """By filter: users, items and actions that it left out."""
+    notes: list[str]
+    """What a user may want to know of it."""
 
 
 def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
     """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as possible."""
-    kept, user_kept, removed = _filter(actions, options)
-    user_order = _order_of_ids(actions.user_ids, user_kept)
-    item_order = _order_of_ids(actions.item_ids, np.bincount(actions.items[kept], minlength=len(actions.item_ids)) > 0)
-    users = _ranks(user_order, len(actions.user_ids))[actions.users[kept]]
-    items = _ranks(item_order, len(actions.item_ids))[actions.items[kept]]
-    timestamps = actions.timestamps[kept]
-    rows = np.flatnonzero(kept) if actions.columns else None
-    nanoseconds = () if actions.nanoseconds is None else (actions.nanoseconds[kept],)
-    actions.users = actions.items = actions.timestamps = kept = np.empty(0)
+    read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
+    rows = _sorted(actions, _chosen(actions, options))
+    users, items, timestamps = (values[rows] for values in (actions.users, actions.items, actions.timestamps))
+    nanoseconds = None if actions.nanoseconds is None else actions.nanoseconds[rows]
+    actions.users = actions.items = actions.timestamps = np.empty(0)
     actions.nanoseconds = None
-    # lexsort is stable: actions of one user at one time stay in file order.
-    order = np.lexsort((*nanoseconds, timestamps, users))
+    repeated, others = np.empty(0, np.int64), 0
+    if not options.keep_duplicates:
+        repeated, others = _duplicates(users, items, timestamps, nanoseconds, rows, actions.columns)
+    there, removed = _filter(users, items, repeated, read, options)
+    user_kept = np.bincount(users[there], minlength=read["users"]) > 0
+    user_order = _order_of_ids(actions.user_ids, user_kept)
+    item_order = _order_of_ids(actions.item_ids, np.bincount(items[there], minlength=read["items"]) > 0)
+    places, offsets = _regrouped(np.flatnonzero(there), users[there], user_order, read["users"])
     return _Ordered(
-        np.concatenate(([0], np.cumsum(np.bincount(users)))),
-        items[order],
-        timestamps[order],
-        np.empty(0, np.int64) if rows is None else rows[order],
+        offsets,
+        _ranks(item_order, read["items"])[items[places]],
+        timestamps[places],
+        rows[places] if actions.columns else np.empty(0, np.int64),
         actions.user_ids.take(pa.array(user_order)),
         actions.item_ids.take(pa.array(item_order)),
         removed,
+        [_of_others(others)] if others else [],
+    )
+
+
+def _sorted(actions: Actions, chosen: np.ndarray) -> np.ndarray:
+    """The rows of the chosen actions by user, in the order of their codes, then time; otherwise in file order."""
+    nanoseconds = () if actions.nanoseconds is None else (actions.nanoseconds,)
+    keys = (*nanoseconds, actions.timestamps, actions.users)
+    if chosen.all():
+        return np.lexsort(keys)
+    rows = np.flatnonzero(chosen)
+    return rows[np.lexsort([key[rows] for key in keys])]
+
+
+def _regrouped(
+    places: np.ndarray, users: np.ndarray, user_order: np.ndarray, codes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`places` of actions, which are by user in the order of codes, with the users in another order; and the offsets of
+    these."""
+    counts = np.bincount(users, minlength=codes)
+    starts, lengths = (np.cumsum(counts) - counts)[user_order], counts[user_order]
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    return places[np.repeat(starts - offsets[:-1], lengths) + np.arange(len(places))], offsets
+
+
+def _filter(
+    users: np.ndarray, items: np.ndarray, repeated: np.ndarray, read: Mapping[str, int], options: PrepareOptions
+) -> tuple[np.ndarray, dict[str, dict[str, int]]]:
+    """Which of the chosen actions [chosen] are kept, and what each filter removed of those that were read."""
+    there = np.ones(len(users), bool)
+    counts = [dict(read), _counts(users, items, there)]
+
+    def leave_out(condition: np.ndarray) -> None:
+        before = np.count_nonzero(there)
+        there[condition] = False
+        counts.append(counts[-1] if np.count_nonzero(there) == before else _counts(users, items, there))
+
+    leave_out(repeated)
+    often = np.bincount(items[there], minlength=read["items"]) >= options.min_item_actions
+    leave_out(~often[items])
+    fewest = max(options.min_user_actions, 1)
+    active = np.bincount(users[there], minlength=read["users"]) >= fewest
+    if not active.any():
+        duplicates = f", without {len(repeated):,} exact duplicates" if len(repeated) else ""
+        raise ValueError(
+            f"no user has {fewest} or more actions (there were {counts[2]['users']:,} users with "
+            f"{counts[2]['actions']:,} actions{duplicates}); lower --min-user-actions or --min-item-actions"
+        )
+    leave_out(~active[users])
+    removed = {
+        name: {of: was[of] - now[of] for of in read} for name, (was, now) in zip(STEPS, pairwise(counts), strict=True)
+    }
+    return there, removed
+
+
+def _duplicates(
+    users: np.ndarray,
+    items: np.ndarray,
+    timestamps: np.ndarray,
+    nanoseconds: np.ndarray | None,
+    rows: np.ndarray,
+    columns: Mapping[str, pa.Array],
+) -> tuple[np.ndarray, int]:
+    """Of actions sorted by user and time, the places of those that an earlier row is equal to in everything; and how
+    many are equal to one in user, item and time alone."""
+    tied = (users[1:] == users[:-1]) & (timestamps[1:] == timestamps[:-1])
+    if nanoseconds is not None:
+        tied &= nanoseconds[1:] == nanoseconds[:-1]
+    if not tied.any():
+        return np.empty(0, np.int64), 0
+    moment = np.concatenate(([0], np.cumsum(~tied)))
+    places = np.flatnonzero(np.append(tied, False) | np.concatenate(([False], tied)))
+    # Sorts are stable, so that of equal actions the first one in the file stays.
+    places, again = _alike(places, (items[places], moment[places]))
+    if not columns or not len(places):
+        return places[again], 0
+    keys = [codes_of(column.take(pa.array(rows[places]))) for column in columns.values()]
+    equal, repeated = _alike(places, (*keys, items[places], moment[places]))
+    return equal[repeated], int(again.sum() - repeated.sum())
+
+
+def _alike(places: np.ndarray, keys: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The places whose keys are those of another, with equal ones side by side; and which of them are not the first of
+    their kind."""
+    order = np.lexsort(keys)
+    same = np.logical_and.reduce([key[order][1:] == key[order][:-1] for key in keys])
+    shared = np.append(same, False) | np.concatenate(([False], same))
+    return places[order][shared], np.concatenate(([False], same))[shared]
+
+
+def _of_others(count: int) -> str:
+    one = count == 1
+    return (
+        f"{count:,} action{' has' if one else 's have'} the user, item and time of another, but not its other values: "
+        f"{'it is' if one else 'they are'} kept"
     )
 
 
@@ -288,32 +397,15 @@ def titles_of(owner: str, values: pa.Array) -> pa.StringArray:
         raise ValueError(f"column title of the {owner} is of type {values.type}, not text; rename it") from None
 
 
-def _filter(actions: Actions, options: PrepareOptions) -> tuple[np.ndarray, np.ndarray, dict[str, dict[str, int]]]:
-    """Which actions [actions] and users [users] are kept, and what each filter removed."""
+def _chosen(actions: Actions, options: PrepareOptions) -> np.ndarray:
+    """Which actions [actions] fulfill the conditions."""
     columns = _columns(actions, options)
     chosen = np.ones(len(actions.users), bool)
     for condition in options.where:
         chosen &= holds(condition, columns)
     if options.where and not chosen.any():
         raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(chosen):,} actions")
-    counts = np.bincount(actions.items[chosen], minlength=len(actions.item_ids))
-    common = chosen & (counts[actions.items] >= options.min_item_actions)
-    fewest = max(options.min_user_actions, 1)
-    user_kept = np.bincount(actions.users[common], minlength=len(actions.user_ids)) >= fewest
-    if not user_kept.any():
-        there = _counts(actions, chosen)
-        raise ValueError(
-            f"no user has {fewest} or more actions (there were {there['users']:,} users with "
-            f"{there['actions']:,} actions); lower --min-user-actions or --min-item-actions"
-        )
-    kept = common & user_kept[actions.users]
-    steps = (np.ones(len(chosen), bool), chosen, common, kept)
-    counted = [_counts(actions, step) for step in steps]
-    removed = {
-        name: {what: before[what] - after[what] for what in before}
-        for name, (before, after) in zip(FILTERS, pairwise(counted), strict=False)
-    }
-    return kept, user_kept, removed
+    return chosen
 
 
 def _columns(actions: Actions, options: PrepareOptions) -> dict[str, pa.Array]:
@@ -327,10 +419,10 @@ def _columns(actions: Actions, options: PrepareOptions) -> dict[str, pa.Array]:
     return named | times | actions.columns
 
 
-def _counts(actions: Actions, kept: np.ndarray) -> dict[str, int]:
-    distinct = {"users": actions.users, "items": actions.items}
-    counts = {name: int(np.count_nonzero(np.bincount(codes[kept]))) for name, codes in distinct.items()}
-    return counts | {"actions": int(np.count_nonzero(kept))}
+def _counts(users: np.ndarray, items: np.ndarray, there: np.ndarray) -> dict[str, int]:
+    distinct = {"users": users, "items": items}
+    counts = {name: int(np.count_nonzero(np.bincount(codes[there]))) for name, codes in distinct.items()}
+    return counts | {"actions": int(np.count_nonzero(there))}
 
 
 def _order_of_ids(ids: pa.StringArray, kept: np.ndarray) -> np.ndarray:

@@ -266,6 +266,18 @@ def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:
     return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(kind)
 
 
+def codes_of(values: pa.Array) -> np.ndarray:
+    """An integer for each value, equal for equal ones and for missing ones."""
+    kind = values.type
+    if pa.types.is_null(kind):
+        return np.zeros(len(values), np.int32)
+    if pa.types.is_nested(kind):
+        # Arrow cannot compare these.
+        values = pa.array([repr(value) for value in values.to_pylist()], pa.string())
+    encoded = values if pa.types.is_dictionary(kind) else values.dictionary_encode()
+    return encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+
+
 def as_numpy(array: pa.Array) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False)
 

@@ -33,9 +33,15 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
 
 def _removals(filters: Mapping[str, Any]) -> list[str]:
     """A line for each filter that removed something."""
-    flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in filters.items()}
-    flags["where"] = " ".join(f"--where {shlex.quote(condition)}" for condition in filters["where"])
-    return [f"{_counts(counts)} by {flags[name]}" for name, counts in filters["removed"].items() if counts["actions"]]
+    reasons = {name: f"by --{name.replace('_', '-')} {value}" for name, value in filters.items()}
+    reasons["where"] = "by " + " ".join(f"--where {shlex.quote(condition)}" for condition in filters["where"])
+    reasons["duplicates"] = "equal to an earlier one in everything (--keep-duplicates keeps them)"
+    removed = filters["removed"].items()
+    return [
+        f"{_count(counts['actions'], 'action') if name == 'duplicates' else _counts(counts)} {reasons[name]}"
+        for name, counts in removed
+        if counts["actions"]
+    ]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

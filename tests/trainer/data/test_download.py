@@ -103,7 +103,7 @@ def test_what_is_there_already_is_checked_and_not_fetched(progress: Progress, tm
 
 def test_prepare_downloads_beside_the_output(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(movielens.DOWNLOADS, "ml-100k", Download(f"{server}/all.txt", DIGEST))
-    made = prepare(PrepareOptions("ml-100k", out=str(tmp_path / "made")), Console(quiet=True))
+    made = prepare(PrepareOptions("ml-100k", out=str(tmp_path / "made"), keep_duplicates=True), Console(quiet=True))
     assert (made["users"], made["items"], made["actions"]) == (1, 5, 200_000)
     assert made["source"] == {"name": "all.txt", "sha256": {"all.txt": hashlib.sha256(BODY).hexdigest()}}
     assert (tmp_path / "all.txt").read_bytes() == BODY

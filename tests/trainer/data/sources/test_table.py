@@ -357,8 +357,18 @@ def test_repeats_are_said(shop: Path) -> None:
     dataset, said = prepared(shop, items="", users="")
     assert dataset.repeated_targets == {"validation": 1.0, "test": 1.0}
     assert said == (
-        "100% of the validation targets are in their user's history: evaluation will not leave the history out of its "
-        "ranking\n"
+        "100% of the validation targets and 100% of the test targets are in their user's history: evaluation will not "
+        "leave it out of its ranking\n"
+    )
+
+
+def test_hits_that_cannot_be_are_said(shop: Path) -> None:
+    rows = [f"u{user},{item},{at}\n" for user in range(20) for at, item in enumerate("abcd" if user else "abca")]
+    (shop / "clicks.csv").write_text("user,item,timestamp\n" + "".join(rows))
+    _, said = prepared(shop, items="", users="")
+    assert said == (
+        "0% of the validation targets and 5% of the test targets are in their user's history, which evaluation leaves "
+        "out of its ranking: no hit rate can be above 1.00 in validation and 0.95 in test\n"
     )
 
 
@@ -529,6 +539,7 @@ def test_conditions_keep_actions(shop: Path) -> None:
     assert filters["where"] == ["action = click", "seconds >= 1"]
     assert filters["removed"] == {
         "where": {"users": 1, "items": 3, "actions": 5},
+        "duplicates": {"users": 0, "items": 0, "actions": 0},
         "min_item_actions": {"users": 0, "items": 0, "actions": 0},
         "min_user_actions": {"users": 0, "items": 0, "actions": 0},
     }
