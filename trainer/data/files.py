@@ -1,10 +1,11 @@
-"""Source files as byte streams: plain, gzip, a member of a zip, or part of a folder.
+"""Source files as byte streams: plain, compressed by gzip, bzip2 or xz, a member of a zip, or part of a folder.
 
 A compressed file is recognized by its first bytes, not by its name; other compressions are refused. Text is UTF-8; a
 byte-order mark is skipped, and UTF-16 and UTF-32 are refused. Members of a zip are read in place: nothing is ever
 unpacked to the disk. Reading advances a bar in a rich `Progress`.
 """
 
+import bz2
 import codecs
 import errno
 import gzip
@@ -14,11 +15,12 @@ import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
+from urllib.parse import unquote
 
 from rich.progress import Progress
 
@@ -27,7 +29,7 @@ from logitmix.common.files import file_digest
 _DAMAGE = (
     zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError
 )  # fmt: skip
-"""Errors of gzip and zipfile for a truncated, corrupt or encrypted archive."""
+"""Errors of compressed files and zips that are truncated, corrupt or encrypted."""
 _DAMAGED_DIRECTORY = (*_DAMAGE, UnicodeDecodeError)
 """Those of zipfile for a directory of members that makes no sense."""
 _MARKS = (
@@ -35,8 +37,24 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
 )  # fmt: skip
 """Byte-order marks that are refused; the first two bytes of UTF-32's are those of UTF-16's."""
-_COMPRESSIONS = {"zstd": rb"\x28\xb5\x2f\xfd", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ"}
-"""Those that are refused, by what their files begin with."""
+_Unpack = Callable[[BinaryIO], io.RawIOBase | gzip.GzipFile]
+_COMPRESSIONS: dict[str, tuple[bytes, _Unpack | None]] = {
+    "gzip": (rb"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
+    "bzip2": (rb"BZh[1-9]1AY&SY", lambda raw: _Unpacked(raw, bz2.BZ2Decompressor)),
+    "xz": (rb"\xfd7zXZ", lambda raw: _Unpacked(raw, lzma.LZMADecompressor)),
+    "zstd": (rb"\x28\xb5\x2f\xfd", None),
+}
+"""What a compressed file begins with, and what reads it; None: it is refused."""
+_LONGEST_BEGIN = 10
+_BLOCK = 1 << 16
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_OF_OTHERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "metadata": "Iceberg"}
+"""Subfolders of tables whose files include rows that were removed or changed since."""
+
+ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+"""Of the names of tables in a folder, in upper or lower case."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Further endings, after those."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +62,27 @@ class InputFile:
     path: Path
     member: str = ""
     """Name inside the zip at `path`; empty for a plain file."""
+    folder: Path | None = None
+    """The folder that it is a part of, itself or in a subfolder."""
 
     @property
     def label(self) -> str:
-        """Its name in messages: the base name."""
+        """Its name in messages: the base name, or the path within the folder."""
+        if self.folder:
+            return plain(self.path.relative_to(self.folder).as_posix())
         return plain(Path(self.member).name if self.member else self.path.name)
+
+    @property
+    def partition(self) -> dict[str, str | None]:
+        """Values of columns that all rows of the file share, from names of subfolders, KEY=VALUE, as Hive and Spark
+        write them."""
+        named = (part.partition("=") for part in self.label.split("/")[:-1] if "=" in part) if self.folder else ()
+        return {unquote(key): None if value == _NO_VALUE else unquote(value) for key, _, value in named}
 
     @contextmanager
     def open(self, progress: Progress) -> Iterator[BinaryIO]:
-        """The decompressed bytes of a text. ValueError for UTF-16 and for compressions other than gzip and zip's, and
-        for a truncated or damaged archive, here or while reading."""
+        """The decompressed bytes of a text. ValueError for UTF-16 and for compressions other than gzip, bzip2, xz and
+        zip's, and for a truncated or damaged archive, here or while reading."""
         with ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             task = progress.add_task(self.label, total=self.path.stat().st_size)
@@ -64,8 +93,8 @@ class InputFile:
                 if self.member:
                     archive = stack.enter_context(zipfile.ZipFile(counted))
                     plain = cast(BinaryIO, stack.enter_context(archive.open(self.member)))
-                elif magic(self.path).startswith(b"\x1f\x8b"):
-                    plain = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=counted)))
+                elif unpack := _compression(magic(self.path, _LONGEST_BEGIN))[1]:
+                    plain = stack.enter_context(cast(BinaryIO, unpack(counted)))
             with _intact(self.path, _DAMAGE):
                 yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
             progress.update(task, completed=self.path.stat().st_size)
@@ -73,9 +102,8 @@ class InputFile:
     def _without_mark(self, stream: io.BufferedReader) -> BinaryIO:
         start = stream.peek(len(codecs.BOM_UTF8))
         within = f", {self.member}" if self.member else ""
-        for name, begin in _COMPRESSIONS.items():
-            if re.match(begin, start):
-                raise ValueError(f"{self.path}{within}: is compressed by {name}; decompress it first ({name} -d)")
+        if name := _compression(start)[0]:
+            raise ValueError(f"{self.path}{within}: is compressed by {name}; decompress it first ({name} -d)")
         if encoding := _foreign_encoding(start):
             raise ValueError(
                 f"{self.path}{within}: is {encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8"
@@ -111,10 +139,44 @@ def _foreign_encoding(start: bytes) -> str:
     return "UTF-16BE" if not second and 2 * first > pairs else ""
 
 
-def magic(path: Path) -> bytes:
-    """The first 4 bytes; fewer if the file is shorter."""
+def magic(path: Path, count: int = 4) -> bytes:
+    """The first bytes; fewer if the file is shorter."""
     with path.open("rb") as stream:
-        return stream.read(4)
+        return stream.read(count)
+
+
+def _compression(start: bytes) -> tuple[str, _Unpack | None]:
+    """The name of the compression of a file that begins so, "" for none, and what reads it."""
+    found = ((name, unpack) for name, (begin, unpack) in _COMPRESSIONS.items() if re.match(begin, start))
+    return next(found, ("", None))
+
+
+class _Unpacked(io.RawIOBase):
+    """One compressed stream after the other. bz2.BZ2File and lzma.LZMAFile take a damaged one for the end."""
+
+    def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
+        self.raw, self.make, self.unpacker = raw, make, make()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        place = memoryview(buffer)
+        while True:
+            more = b""
+            if self.unpacker.eof:
+                more = self.unpacker.unused_data or self.raw.read(_BLOCK)
+                if not more:
+                    return 0
+                self.unpacker = self.make()
+            elif self.unpacker.needs_input:
+                more = self.raw.read(_BLOCK)
+                if not more:
+                    raise EOFError("it ends within a compressed stream")
+            data = self.unpacker.decompress(more, len(place))
+            if data:
+                place[: len(data)] = data
+                return len(data)
 
 
 def is_zip(path: Path) -> bool:
@@ -158,12 +220,59 @@ def single_file(source: Path) -> InputFile:
     return InputFile(source)
 
 
+def find_parts(source: Path) -> tuple[list[InputFile], list[str]]:
+    """The tables in a folder and its subfolders, in the order of their paths with numbers as numbers (day-2 before
+    day-10); and the paths of all other files. A path with a part that begins with "." or "_" is in neither, and nor is
+    an empty file. ValueError if the folder is a table of another program, or a link leads back to it.
+    """
+    parts, others = [], []
+    for path in _walk(source, (source.resolve(),)):
+        if not path.is_file():
+            others.append(plain(path.relative_to(source).as_posix()))
+        elif not path.stat().st_size:
+            continue
+        elif path.name.lower().removesuffix(_ending(path)).endswith(ENDINGS) or magic(path) == b"PAR1":
+            parts.append(InputFile(path, folder=source))
+        else:
+            others.append(plain(path.relative_to(source).as_posix()))
+    return parts, others
+
+
+def _ending(path: Path) -> str:
+    return next((ending for ending in COMPRESSED if path.name.lower().endswith(ending)), "")
+
+
+def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """All but folders, in natural order."""
+    for path in sorted(folder.iterdir(), key=lambda path: natural(path.name)):
+        program = _OF_OTHERS.get(path.name)
+        if program and path.is_dir() and (program != "Iceberg" or any(path.glob("*.metadata.json"))):
+            raise ValueError(
+                f"{folder}: is a table of {program}, whose files include rows that were removed since; "
+                "export it to Parquet and give that"
+            )
+        if path.name.startswith((".", "_")):
+            continue
+        if not path.is_dir():
+            yield path
+        elif path.resolve() in above:
+            raise ValueError(f"{path}: is a link to a folder that it lies in; remove it")
+        else:
+            yield from _walk(path, (*above, path.resolve()))
+
+
+def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
+    """Sorts names with numbers as numbers."""
+    pieces = re.split(r"([0-9]+)", name)
+    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces if piece], name
+
+
 def digests(source: Path, files: Sequence[InputFile] = ()) -> dict[str, str]:
-    """sha256 of the source file, or of the files of a source folder that were read (all if none is named), by name
-    relative to it."""
+    """sha256 of the source file, or of the files of a source folder that were read (all its tables if none is named),
+    by name relative to it."""
     if not source.is_dir():
         return {plain(source.name): file_digest(source)}
-    files = files or [InputFile(path) for path in sorted(source.iterdir()) if path.is_file()]
+    files = files or find_parts(source)[0]
     return {plain(file.path.relative_to(source).as_posix()): file_digest(file.path) for file in files}
 
 

@@ -8,7 +8,7 @@ not UTF-8) go to the csv module, line by line.
 import csv
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -41,6 +41,14 @@ def read_blocks(
     or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
     Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
     ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
+    parted = _Partition(file, keys)
+    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter):
+        yield parted.add_to(block)
+
+
+def _read_file(
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str
+) -> Iterator[TableBlock]:
     if magic(file.path) == b"PAR1":
         yield from _read_parquet(file, keys, rejects, progress)
         return
@@ -51,6 +59,37 @@ def read_blocks(
         return
     with file.open(progress) as stream:
         yield from _CsvReader(stream, file.label, keys, rejects, delimiter).blocks()
+
+
+class _Partition:
+    """The columns that a file has by its place in subfolders KEY=VALUE. The file's own column of such a name counts
+    before them."""
+
+    def __init__(self, file: InputFile, keys: Keys) -> None:
+        self.values, self.keys = file.partition, keys
+        self.wanted: list[str] = []
+        """The names of all keys."""
+        self.own: set[str] = set()
+        """Columns within the file."""
+
+    def keys_within(self, label: str, header: list[str]) -> list[str]:
+        """The keys that are columns of the file itself."""
+        self.own = set(header)
+        self.wanted = self.keys(label, [*header, *(name for name in self.values if name not in self.own)])
+        return [name for name in self.wanted if name in self.own]
+
+    def add_to(self, block: TableBlock) -> TableBlock:
+        if not self.values:
+            return block
+        rows = len(block.numbers)
+        added = {
+            name: pa.array([value] if rows else [], pa.string()).take(pa.array(np.zeros(rows, np.int32)))
+            for name, value in self.values.items()
+            if name not in self.own
+        }
+        within = iter(block.keys)
+        keys = [added.pop(name) if name in added else next(within) for name in self.wanted]
+        return replace(block, keys=keys, columns=block.columns | added)
 
 
 def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:

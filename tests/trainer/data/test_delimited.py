@@ -147,11 +147,12 @@ def test_truncated_archives_are_one_line(tmp_path: Path, rejects: Rejects) -> No
         actions(read_delimited(file, LINES, rejects, PROGRESS))
 
 
-@pytest.mark.parametrize("name", ["zstd", "bzip2", "xz"])
-@pytest.mark.parametrize("zipped", [False, True])
+CODECS = {"zstd": lambda text: pa.compress(text, "zstd", asbytes=True), "bzip2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize(("name", "zipped"), [("zstd", False), ("zstd", True), ("bzip2", True), ("xz", True)])
 def test_other_compressions_are_named(name: str, zipped: bool, tmp_path: Path, rejects: Rejects) -> None:
-    codec = {"zstd": lambda text: pa.compress(text, "zstd", asbytes=True), "bzip2": bz2.compress, "xz": lzma.compress}
-    content = codec[name](b"1 2\n" * 1000)
+    content = CODECS[name](b"1 2\n" * 1000)
     file = file_of(tmp_path, content)
     if zipped:
         with zipfile.ZipFile(file.path, "w") as archive:
@@ -162,6 +163,18 @@ def test_other_compressions_are_named(name: str, zipped: bool, tmp_path: Path, r
         ValueError, match=rf"in\.txt{within}: is compressed by {name}; decompress it first \({name} -d\)$"
     ):
         list(read_delimited(file, LINES, rejects, PROGRESS))
+
+
+@pytest.mark.parametrize("name", ["bzip2", "xz"])
+def test_bzip2_and_xz_are_read(name: str, tmp_path: Path, rejects: Rejects) -> None:
+    content = b"".join(b"%d 2\n" % user for user in range(9_000))
+    packed = CODECS[name](content[:20_000]) + CODECS[name](content[20_000:])
+    read = actions(read_delimited(file_of(tmp_path, packed), LINES, rejects, PROGRESS))
+    assert len(read) == 9_000
+    second = len(CODECS[name](content[:20_000]))
+    for broken in (packed[:-20], packed[:second] + b"damage" + packed[second + 6 :], packed + b"more"):
+        with pytest.raises(ValueError, match=r"in\.txt: truncated or damaged \(.*\); fetch it again"):
+            actions(read_delimited(file_of(tmp_path, broken), LINES, rejects, PROGRESS))
 
 
 def test_names_that_are_there_twice_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
-from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.files import ENDINGS, InputFile, find_parts
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.raw import (
     TIME,
@@ -42,7 +42,6 @@ from logitmix.trainer.data.times import (
     seconds_of_times,
 )
 
-ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 TIMES = f"{TIME} or an ISO 8601 time"
 
 
@@ -72,7 +71,7 @@ class ColumnNames:
 
 def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
     source = find_source(options, progress, reason="is a format, not one data set")
-    files = _parts(source, "--source")
+    files = _parts(source, "--source", rejects)
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
     delimiter = options.delimiter.replace("\\t", "\t")
     lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
@@ -133,7 +132,7 @@ def read_side(
 
     ids: list[pa.StringArray] = []
     columns = ColumnBuilder()
-    for file in _parts(Path(path), flag):
+    for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter):
             found = as_ids(file.label, id_column, rows.keys[0])
             there = filled(found) & without_nul(found)
@@ -146,13 +145,19 @@ def read_side(
     return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join())
 
 
-def _parts(source: Path, flag: str) -> list[InputFile]:
+def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
+    """The file, or the tables in the folder, whose other files are named."""
     if not source.is_dir():
         return [InputFile(source)]
-    names = sorted(path for path in source.iterdir() if path.name.removesuffix(".gz").endswith(ENDINGS))
-    parts = [InputFile(path) for path in names if path.is_file() and not path.name.startswith((".", "_"))]
+    parts, others = find_parts(source)
+    unread = f"{len(others):,} file{'' if len(others) == 1 else 's'}, such as {others[0]}" if others else ""
     if not parts:
-        raise ValueError(f"{source}: no {', '.join(ENDINGS)} or .gz of them in this folder; give a table with {flag}")
+        there = f" (but {unread})" if unread else ""
+        raise ValueError(
+            f"{source}: no {', '.join(ENDINGS)}, or compressed ones, in this folder{there}; give a table with {flag}"
+        )
+    if unread:
+        rejects.say(f"{source}: not read, as the names end in none of {', '.join(ENDINGS)}: {unread}")
     return parts
 
 
