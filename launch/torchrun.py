@@ -5,13 +5,16 @@ theirs there by themselves. Under torchx's local scheduler the job ends with tor
 trains saves the step.
 """
 
-import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
+import time
+from contextlib import suppress
 
 from torch.distributed import TCPStore, run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -26,7 +29,13 @@ def main() -> None:
     rendezvous_handler_registry.register(Backend.name, _on_loopback)
     # The port is that of no store: without an endpoint, torchrun warns.
     here = [f"--rdzv_backend={Backend.name}", f"--rdzv_endpoint={ADDRESS}:0", f"--local_addr={ADDRESS}"]
-    run.main([*here, *sys.argv[1:]])
+    try:
+        run.main([*here, *sys.argv[1:]])
+    except SignalException:
+        # A second signal, while torchrun waits for its ranks, leaves threads that would keep this process for ever.
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(1)
 
 
 class Backend(C10dRendezvousBackend):
@@ -43,10 +52,16 @@ def _on_loopback(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _end_with_parent() -> None:
-    """Has this process told to end (SIGTERM) when its parent process ends; on Linux."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    """Has this process told to end (SIGTERM) when its parent process has ended."""
+    parent, main_thread = os.getppid(), threading.get_ident()
+
+    # Not by PR_SET_PDEATHSIG, which sends the signal again for each of the parent's threads.
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        signal.pthread_kill(main_thread, signal.SIGTERM)  # interrupts its sleep
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 if __name__ == "__main__":

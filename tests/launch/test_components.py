@@ -1,13 +1,16 @@
 """The torchx components, as torchx itself reads and runs them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from leftovers import listening, living
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import ModuleComponentsFinder, get_component
 
@@ -22,12 +25,13 @@ sys.exit("planted failure" if "--fail" in sys.argv else 0)
 """
 
 
-# Waits, and says when it is told to end.
+# Waits, says when it is told to end, and takes a second for it.
 WAITING_ENTRY = """
 import os, signal, sys, time
 from pathlib import Path
 def told(number, frame):
     Path("told-" + os.environ["RANK"]).write_text("told")
+    time.sleep(1)
     sys.exit(75)
 signal.signal(signal.SIGTERM, told)
 Path("started-" + os.environ["RANK"]).write_text(f"{os.environ['MASTER_ADDR']} {os.getppid()}")
@@ -152,18 +156,21 @@ def test_train_runs_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path: Path, again: bool) -> None:
+    """Though torchrun be told to end a second time, while it waits for its ranks."""
     as_the_trainer(tmp_path, WAITING_ENTRY)
     words = [f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol"]
+    mark = ("LOGITMIX_TEST", str(tmp_path))
     job = subprocess.Popen(
         [BIN / "torchx", "run", "-s", "local_cwd", *words],
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": before_all(tmp_path)},
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": before_all(tmp_path), mark[0]: mark[1]},
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(tmp_path / "started-0", tmp_path / "started-1")
+        wait_for(lambda: written(tmp_path / "started-0", tmp_path / "started-1"))
         address, torchrun = (tmp_path / "started-0").read_text().split()
         assert address == "127.0.0.1"
         found = listening(int(torchrun))
@@ -171,21 +178,22 @@ def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path
     finally:
         job.kill()
         job.wait()
-    wait_for(tmp_path / "told-0", tmp_path / "told-1")
+    wait_for(lambda: written(tmp_path / "told-0", tmp_path / "told-1"))
+    if again:
+        os.kill(int(torchrun), signal.SIGTERM)
+    # With the processes their threads and ports.
+    wait_for(lambda: not living("=".join(mark)))
 
 
-def wait_for(*files: Path) -> None:
+def wait_for(happened: Callable[[], bool]) -> None:
     until = time.monotonic() + 60
-    while not all(file.exists() and file.stat().st_size for file in files):
+    while not happened():
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
-def listening(process: int) -> list[str]:
-    """The addresses, as in /proc, on which a process listens."""
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+def written(*files: Path) -> bool:
+    return all(file.exists() and file.stat().st_size for file in files)
 
 
 def test_logs_stay_with_the_scheduler_where_the_run_is_at_a_url() -> None:
