@@ -400,6 +400,19 @@ def seeded(ranks: Ranks) -> list[Tensor]:
     return changes
 
 
+def rounded_by_each() -> tuple[Tensor, Tensor]:
+    """One and the same gradient of this rank's rows [4, 64], as each of both ranks has rounded it at random."""
+    gradient_RD = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    row_RD, end = torch.zeros(8, 64, requires_grad=True), stacked([[Run(4, (Segment("a", 64),))]] * 2)
+    with process_group("cpu", 60) as ranks:
+        wire = Wire(WireConfig(backward="fp8_stochastic"))
+        wire.begin_step(1)
+        Exchange(wire, ranks.group, end, end, (8, 64)).start(row_RD).wait().backward(gradient_RD)
+    assert row_RD.grad is not None
+    from_first, from_second = row_RD.grad.split(4)
+    return from_first, from_second
+
+
 class PlainModel(nn.Module):
     """Not ours: a small click model as TorchRec's own examples have it."""
 
@@ -615,6 +628,14 @@ def test_stochastic_rounding_is_a_function_of_the_step(results: list[dict[str, A
         once, again, later, nearest = result["seeded"]
         assert torch.equal(once, again)
         assert not torch.equal(once, later) and not torch.equal(once, nearest)
+
+
+def test_ranks_round_at_random_independently() -> None:
+    """With one seed for all, the errors of the ranks' gradients would add up instead of averaging out."""
+    for first, second in two_ranks.run(rounded_by_each):
+        # Both round the same numbers, each up or down: half of the inexact ones differently.
+        assert (first != second).float().mean() > 0.2
+        torch.testing.assert_close(first, second, rtol=0.5, atol=1e-3)
 
 
 def test_rounding_does_not_depend_on_what_is_sampled() -> None:

@@ -1,11 +1,14 @@
 import hashlib
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from logitmix.common import files
-from logitmix.common.files import clean_up, file_digest, json_digest, whole_directory, write_whole
+from logitmix.common.files import clean_up, file_digest, json_digest, whole_directory, write_hashed, write_whole
 
 
 def entries(folder: Path) -> set[str]:
@@ -79,6 +82,62 @@ def test_what_fails_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyte
         else:
             patch.setattr(Path, "rename", refuse)
     assert entries(tmp_path) == {"out", "out/before"}
+
+
+@contextmanager
+def noted_on_disk(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Path]]]:
+    """What is synced and renamed in turn, and what a descriptor wrote before: a power loss keeps no more than that."""
+    done: list[tuple[str, Path]] = []
+    rename, replace, fsync, write = Path.rename, Path.replace, os.fsync, os.write
+
+    def noted(what: str, real: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def call(path: Path, target: Path) -> Path:
+            done.append((what, Path(target)))
+            return real(path, target)
+
+        return call
+
+    def synced(descriptor: int) -> None:
+        done.append(("synced", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def written(descriptor: int, content: memoryview) -> int:
+        done.append(("written", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        return write(descriptor, content)
+
+    with patch.context() as changes:
+        changes.setattr(Path, "rename", noted("renamed", rename))
+        changes.setattr(Path, "replace", noted("renamed", replace))
+        changes.setattr(os, "fsync", synced)
+        changes.setattr(os, "write", written)
+        yield done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_published_outlasts_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All content is on disk before it gets its name, and the name before the command says that it is done."""
+    out = tmp_path / "out"
+    for _ in range(2):  # new, and in place of another
+        with noted_on_disk(monkeypatch) as done, whole_directory(out) as staging:
+            (staging / "inner").mkdir()
+            (staging / "inner/file").write_text("text")
+        renamed = done.index(("renamed", out))
+        assert {("synced", path) for path in (staging, staging / "inner", staging / "inner/file")} <= set(
+            done[:renamed]
+        )
+        assert ("synced", tmp_path) in done[renamed:]
+    with noted_on_disk(monkeypatch) as done:
+        write_whole(tmp_path / "file", "text")
+    assert done == [("synced", tmp_path / ".file.part"), ("renamed", tmp_path / "file"), ("synced", tmp_path)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_hashed_file_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another host than the one that publishes has nobody else to sync its part."""
+    with noted_on_disk(monkeypatch) as done:
+        digest = write_hashed(tmp_path / "part", [b"ab", b"c"])
+    assert digest == hashlib.sha256(b"abc").hexdigest() and (tmp_path / "part").read_bytes() == b"abc"
+    assert done == [("written", tmp_path / "part")] * 2 + [("synced", tmp_path / "part")]
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:

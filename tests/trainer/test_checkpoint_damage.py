@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_data import small_config, write_dataset
 
-from logitmix.comm.process_group import process_group
+from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import file_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
@@ -36,7 +36,7 @@ from logitmix.trainer.evaluate import evaluate_run
 from logitmix.trainer.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
 from logitmix.trainer.report import write_report
 from logitmix.trainer.run import (
     RunProgress,
@@ -83,9 +83,19 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any] = lambda content
     content = json.loads((path / checkpoint.MANIFEST).read_text())
     del content["sha256"]
     if isinstance(content.get("files"), dict):
-        content["files"] = {name: file_digest(path / name) for name in content["files"]}
+        content["files"] = {name: file_digest(path / name) for name in content["files"] if (path / name).exists()}
     change(content)
     (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(content))
+
+
+def in_parts(path: Path, count: int) -> list[Path]:
+    """Divides a checkpoint's tensors among the parts of several ranks."""
+    tensors, parts = load_file(path / PART), [path / checkpoint._part(number, count) for number in range(count)]
+    (path / PART).unlink()
+    for number, part in enumerate(parts):
+        save_file(dict(list(tensors.items())[number::count]), part)
+    rewrite(path, lambda content: content.update(files={part.name: file_digest(part) for part in parts}))
+    return parts
 
 
 def resume(run: Path, settings: dict[str, Any] | None = None) -> RunProgress:
@@ -832,6 +842,36 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("another")
     train(small_config(write_dataset(folder / "data", users=30, items=25), SETTINGS), folder / "run")
     return folder / "run"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_every_part_is_verified(run: Path, number: int) -> None:
+    part = in_parts(newest(run), 3)[number]
+    assert checkpoint.load_saved(run, "last").step == 12
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with told(f"{part} is damaged (its SHA-256 is not that in checkpoint.json)"):
+        resume(run, {"train.on_damage": "stop"})
+
+
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_the_ranks_verify_all_parts_between_them(run: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, verified = newest(run), []
+    parts = in_parts(path, 4)
+
+    def digest(file: Path) -> str:
+        verified.append(file)
+        return file_digest(file)
+
+    monkeypatch.setattr(checkpoint, "file_digest", digest)
+    config = read_config(run)
+    schema = model_schema(read_schema(run), config)
+    for rank in range(world_size):
+        ranks = Ranks(rank, world_size, rank, torch.device("cpu"), group=None)  # type: ignore[arg-type]
+        # Nothing of the model is expected.
+        checkpoint._open(path, config, schema, {}, ranks, beside=("",))
+    assert sorted(verified) == parts
 
 
 @pytest.mark.parametrize("name", READERS)
