@@ -1,10 +1,12 @@
 """A block of rows of a table, whatever file it comes from."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
+
+from logitmix.modules.schema import Kind
 
 Keys = Callable[[str, list[str]], list[str]]
 """From a file's name and header, the columns that every row must have. ValueError if one is missing."""
@@ -16,9 +18,15 @@ class TableBlock:
 
     numbers: np.ndarray
     """Line (CSV, JSON) or row (Parquet) of each, from 1."""
+    names: list[str]
+    """Of the requested columns."""
     keys: list[pa.Array]
     """The requested columns, in that order."""
     columns: dict[str, pa.Array]
     """All other columns that have a name."""
     text: Callable[[int], str]
     """A row as text."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Kinds of columns that the file itself states."""
+    places: np.ndarray | None = None
+    """The place of each row in the list that it comes from, where all rows of the list have one time."""

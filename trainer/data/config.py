@@ -47,6 +47,11 @@ class PrepareOptions:
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""
+    columns: str = ""
+    """Names of the columns of a CSV without a header (table only, --source alone), in their order, "_" for those that
+    are not read: user,item,_,timestamp."""
+    title_column: str = "title"
+    """Column of the items or actions with the items' titles (table only)."""
     list_separator: str = ""
     """What separates the items where a text has those of a whole user or session, and the times and other values beside
     them (table only): "|", "," or " ", which is any white space. Columns of lists need none."""

@@ -53,6 +53,8 @@ _OF_OTHERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "metadata": "Iceber
 
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 """Of the names of tables in a folder, in upper or lower case."""
+ATOMIC = {"--source": ".inter", "--items": ".item", "--users": ".user"}
+"""Endings of RecBole's files, which lie in one folder, by the flag that reads them."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Further endings, after those."""
 
@@ -220,10 +222,11 @@ def single_file(source: Path) -> InputFile:
     return InputFile(source)
 
 
-def find_parts(source: Path) -> tuple[list[InputFile], list[str]]:
-    """The tables in a folder and its subfolders, in the order of their paths with numbers as numbers (day-2 before
-    day-10); and the paths of all other files. A path with a part that begins with "." or "_" is in neither, and nor is
-    an empty file. ValueError if the folder is a table of another program, or a link leads back to it.
+def find_parts(source: Path, endings: tuple[str, ...] = ENDINGS) -> tuple[list[InputFile], list[str]]:
+    """The tables in a folder and its subfolders, by the endings of their names, in the order of their paths with
+    numbers as numbers (day-2 before day-10); and the paths of all other files. A path with a part that begins with
+    "." or "_" is in neither, and nor is an empty file. ValueError if the folder is a table of another program, or a
+    link leads back to it.
     """
     parts, others = [], []
     for path in _walk(source, (source.resolve(),)):
@@ -231,7 +234,7 @@ def find_parts(source: Path) -> tuple[list[InputFile], list[str]]:
             others.append(plain(path.relative_to(source).as_posix()))
         elif not path.stat().st_size:
             continue
-        elif path.name.lower().removesuffix(_ending(path)).endswith(ENDINGS) or magic(path) == b"PAR1":
+        elif path.name.lower().removesuffix(_ending(path)).endswith(endings) or magic(path) == b"PAR1":
             parts.append(InputFile(path, folder=source))
         else:
             others.append(plain(path.relative_to(source).as_posix()))
@@ -272,7 +275,7 @@ def digests(source: Path, files: Sequence[InputFile] = ()) -> dict[str, str]:
     by name relative to it."""
     if not source.is_dir():
         return {plain(source.name): file_digest(source)}
-    files = files or find_parts(source)[0]
+    files = files or find_parts(source, (*ENDINGS, *ATOMIC.values()))[0]
     return {plain(file.path.relative_to(source).as_posix()): file_digest(file.path) for file in files}
 
 

@@ -194,7 +194,7 @@ class _Reader:
         rows = np.flatnonzero(intact)
         arrays = {name: array.take(pa.array(rows)) for name, array in arrays.items()}
         keys = [arrays.pop(name, pa.nulls(len(rows), pa.string())) for name in names]
-        return TableBlock(np.array(numbers, np.int64)[rows], keys, arrays, lambda row: lines[rows[row]].decode())
+        return TableBlock(np.array(numbers, np.int64)[rows], names, keys, arrays, lambda row: lines[rows[row]].decode())
 
 
 def _padded(column: list[Any], rows: int) -> list[Any]:

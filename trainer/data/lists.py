@@ -6,6 +6,7 @@ length beside it (times, kinds of action) have one value for each item; all else
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -139,7 +140,15 @@ class Lists:
                 if name not in self.names:
                     self.repeated[name] = None
         keys = [made.pop(name) for name in self.names]
-        return TableBlock(block.numbers[of_row], keys, made, lambda row: block.text(int(of_row[row])))
+        of_one_time = len(self.names) > 2 and not is_list(columns[self.names[2]].type)
+        return replace(
+            block,
+            numbers=block.numbers[of_row],
+            keys=keys,
+            columns=made,
+            text=lambda row: block.text(int(of_row[row])),
+            places=within if of_one_time else None,
+        )
 
     def _propose(self, label: str, items: pa.Array) -> None:
         """Says so where the first texts look like lists: each its own, of parts that come again."""

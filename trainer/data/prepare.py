@@ -151,7 +151,8 @@ def _write(
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     ordered = _arrange(raw.actions, options)
     items = raw.items.of(ordered.item_ids)
-    titles = _titles(items.pop(TITLE, None), raw.actions.columns.pop(TITLE, None), ordered)
+    title = options.title_column
+    titles = _titles(items.pop(title, None), raw.actions.columns.pop(title, None), ordered)
     made = _features(raw, items, ordered, options, said)
     contents = DatasetContents(
         ordered.offsets,
@@ -365,8 +366,9 @@ def _features(
             return values.take(pa.array(ordered.offsets[:-1]))
         return values_of_items(values, ordered.items, ordered.timestamps, len(ordered.item_ids), "first")
 
+    stated = {"item": raw.items.kinds, "user": raw.users.kinds, "event": raw.actions.kinds}
     found = [
-        RawColumn(name, owner, values, raw.kinds.get(name))
+        RawColumn(name, owner, values, stated[owner].get(name, raw.kinds.get(name)))
         for owner, named in known.items()
         for name, values in named.items()
     ]

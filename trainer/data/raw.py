@@ -36,6 +36,8 @@ class ActionBlock:
     """Other columns of the actions."""
     nanoseconds: np.ndarray | None = None
     """int32: fractions of a second, which the timestamps leave out but which order the actions; None: all 0."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Kinds of columns by name; the others are inferred from the values."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Actions:
     columns: dict[str, pa.Array] = field(default_factory=dict)
     nanoseconds: np.ndarray | None = None
     """As in the blocks."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """As in the blocks."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class SideTable:
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
     """If an id occurs several times, the last row counts."""
     columns: dict[str, pa.Array] = field(default_factory=dict)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Kinds of columns by name; the others are inferred from the values."""
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
         """The columns with one value for each of `ids`, null if the table has none."""
@@ -83,7 +89,7 @@ class RawDataset:
     """A column named title is text to show, not a feature."""
     users: SideTable = field(default_factory=SideTable)
     kinds: Mapping[str, Kind] = field(default_factory=dict)
-    """Kinds of columns by name; the others are inferred from the values."""
+    """Kinds of columns of any owner."""
 
 
 class IdCodes:
@@ -161,6 +167,7 @@ def is_number(kind: pa.DataType) -> bool:
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
+    kinds: dict[str, Kind] = {}
     users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
     for block in blocks:
         users.append(user_codes.encode(block.users))
@@ -168,6 +175,7 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
         timestamps.append(block.timestamps)
         nanoseconds.append(np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds)
         columns.append(block.columns, len(block.users))
+        kinds |= block.kinds
     return Actions(
         _join(users, "i4"),
         _join(items, "i4"),
@@ -176,6 +184,7 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
         item_codes.ids(),
         columns.join(),
         _join(nanoseconds, "i4") if any(part.any() for part in nanoseconds) else None,
+        kinds,
     )
 
 

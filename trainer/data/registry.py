@@ -11,7 +11,8 @@ from dataclasses import dataclass
 FILES = ("source", "max_rejects")
 """What every source that reads files takes: generated data has no malformed lines."""
 
-COLUMNS = ("user_column", "item_column", "timestamp_column")
+COLUMNS = ("user_column", "item_column", "timestamp_column", "title_column")
+LAYOUT = ("delimiter", "columns", "list_separator")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ SOURCES = (
     Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
     Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), (*FILES, "items"), "amazon-[a-z0-9][a-z0-9-]*"),
     Source("sequences", ("sequences",)),
-    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, "delimiter", "list_separator")),
+    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, *LAYOUT)),
 )
 
 NAMES = tuple(name for source in SOURCES for name in source.names)

@@ -65,7 +65,7 @@ def _lengths(description: Mapping[str, Any]) -> str:
 
 def _titles(known: int, items: int) -> str:
     if not known:
-        return "none: answers will show ids (a column `title` would give them)"
+        return "none: answers will show ids (a column `title` or --title-column gives them)"
     return "of all items" if known == items else f"of {known:,} of {_count(items, 'item')}"
 
 

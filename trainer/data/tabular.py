@@ -7,7 +7,8 @@ not UTF-8) go to the csv module, line by line.
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -19,12 +20,13 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.common.mappings import first_line
+from logitmix.modules.schema import Kind
 from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import is_utf8, require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
 from logitmix.trainer.data.jsonl import is_json, read_json
 from logitmix.trainer.data.lists import paths, unnested
-from logitmix.trainer.data.raw import is_encodable
+from logitmix.trainer.data.raw import as_numbers, is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
 BLOCK_ROWS = 1 << 16
@@ -32,24 +34,38 @@ BLOCK_ROWS = 1 << 16
 BLOCK_BYTES = 1 << 20
 """Of CSV."""
 DELIMITERS = ",;\t|"
+KINDS: Mapping[str, Kind] = {"token": "id", "float": "number", "token_seq": "ids"}
+"""Of the types in a header. A list of floats is a vector only where all are of one length."""
+_ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
 def read_blocks(
-    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str = ""
+    file: InputFile,
+    keys: Keys,
+    rejects: Rejects,
+    progress: Progress,
+    delimiter: str = "",
+    columns: Sequence[str] = (),
 ) -> Iterator[TableBlock]:
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
-    or else the most columns. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
-    Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
+    or else the most columns; `columns` names those of a CSV without a header, "_" one that is not read. Where a header
+    states types, as name:token_seq, sequences are lists, and the blocks have the kinds. CSV rows with another number of
+    fields, or whose keys are not UTF-8, are rejected. Of Parquet, half floats come as float32, small decimals as
+    decimal128, and views as text or bytes.
+
     ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
     parted = _Partition(file, keys)
-    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter):
+    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter, columns):
         yield parted.add_to(block)
 
 
 def _read_file(
-    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str, columns: Sequence[str]
 ) -> Iterator[TableBlock]:
-    if magic(file.path) == b"PAR1":
+    parquet = magic(file.path) == b"PAR1"
+    if columns and (parquet or is_json(file)):
+        raise ValueError(f"{file.label}: names its columns itself; --columns is for CSV without a header")
+    if parquet:
         yield from _read_parquet(file, keys, rejects, progress)
         return
     if is_zip(file.path):
@@ -58,7 +74,7 @@ def _read_file(
         yield from read_json(file, keys, rejects, progress)
         return
     with file.open(progress) as stream:
-        yield from _CsvReader(stream, file.label, keys, rejects, delimiter).blocks()
+        yield from _CsvReader(stream, file.label, keys, rejects, delimiter, columns).blocks()
 
 
 class _Partition:
@@ -89,7 +105,7 @@ class _Partition:
         }
         within = iter(block.keys)
         keys = [added.pop(name) if name in added else next(within) for name in self.wanted]
-        return replace(block, keys=keys, columns=block.columns | added)
+        return replace(block, names=self.wanted, keys=keys, columns=block.columns | added)
 
 
 def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
@@ -103,21 +119,32 @@ def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
 class _CsvReader:
     """Reads a CSV text block by block. A block starts where a row starts, and ends where a line ends."""
 
-    def __init__(self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, delimiter: str) -> None:
+    def __init__(
+        self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, delimiter: str, columns: Sequence[str]
+    ) -> None:
         self.stream, self.label, self.rejects = stream, label, rejects
         self.carry = b""
         """Bytes already read that belong to the next block."""
         self.line = 1
         """Number of the next line."""
+        self.types: dict[str, str] = {}
+        """By the columns' names, those that the header states."""
         block = self.next()
-        self.delimiter = delimiter or _sniff(block, label, keys)
-        lines = _Lines(block)
-        self.header = _header(lines, self.delimiter)
-        key_names = keys(label, self.header)
-        _refuse_twins(label, self.header, key_names)
-        self.key_places = [self.header.index(name) for name in key_names]
-        self.line += lines.taken
-        self.carry = lines.rest() + self.carry
+        if columns:
+            first = {one: _header(_Lines(block), one) for one in delimiter or DELIMITERS}
+            self.delimiter = max(first, key=lambda one: len(first[one]) == len(columns))
+            _check_unnamed(label, first[self.delimiter], columns)
+            self.header = ["" if name == "_" else name for name in columns]
+            self.carry = block + self.carry
+        else:
+            self.delimiter = delimiter or _sniff(block, label, keys)
+            lines = _Lines(block)
+            self.header, self.types = _typed(_header(lines, self.delimiter))
+            self.line += lines.taken
+            self.carry = lines.rest() + self.carry
+        self.key_names = _keys_of(label, self.header, keys)
+        _refuse_twins(label, self.header, self.key_names)
+        self.key_places = [self.header.index(name) for name in self.key_names]
 
     def blocks(self) -> Iterator[TableBlock]:
         block = self.next()
@@ -189,12 +216,14 @@ class _CsvReader:
         self.rejects.add(self.label, row.number, reason, self.delimiter.join(row.fields))
 
     def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
+        columns = [_as_stated(self.types.get(name), column) for name, column in zip(self.header, columns, strict=True)]
         others = {
             name: columns[place]
             for place, name in enumerate(self.header)
             if place not in self.key_places and _is_named(name)
         }
-        return TableBlock(numbers, [columns[place] for place in self.key_places], others, text)
+        kinds = {name: KINDS[kind] for name, kind in self.types.items() if kind in KINDS}
+        return TableBlock(numbers, self.key_names, [columns[place] for place in self.key_places], others, text, kinds)
 
 
 class _Lines:
@@ -263,7 +292,7 @@ def _header(lines: _Lines, delimiter: str) -> list[str]:
 
 def _sniff(block: bytes, label: str, keys: Keys) -> str:
     def fitness(delimiter: str) -> tuple[bool, int]:
-        header = _header(_Lines(block), delimiter)
+        header, _ = _typed(_header(_Lines(block), delimiter))
         try:
             keys(label, header)
         except ValueError:
@@ -271,6 +300,44 @@ def _sniff(block: bytes, label: str, keys: Keys) -> str:
         return True, len(header)
 
     return max(DELIMITERS, key=fitness)
+
+
+def _typed(header: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The names of a header, and the types where all fields state them, as those of RecBole's atomic files do."""
+    found = [_ATOMIC.fullmatch(field) for field in header]
+    if not header or not all(found):
+        return header, {}
+    types = {each[1]: each[2] for each in found if each}
+    return [each[1] for each in found if each], types
+
+
+def _as_stated(kind: str | None, column: pa.StringArray) -> pa.Array:
+    """Sequences as lists: their parts are between blanks."""
+    if kind not in ("token_seq", "float_seq"):
+        return column
+    parts = pc.ascii_split_whitespace(pc.ascii_trim_whitespace(pc.if_else(pc.equal(column, ""), None, column)))
+    if kind == "token_seq":
+        return parts
+    return pa.ListArray.from_arrays(parts.offsets, as_numbers(parts.values), mask=parts.is_null())
+
+
+def _keys_of(label: str, header: list[str], keys: Keys) -> list[str]:
+    try:
+        return keys(label, header)
+    except ValueError as error:
+        if any(name[:1].isdigit() for name in header):
+            raise ValueError(
+                f"{error}. If the first line is data, name the columns with --columns, such as user,item,_,timestamp"
+            ) from None
+        raise
+
+
+def _check_unnamed(label: str, first: list[str], columns: Sequence[str]) -> None:
+    """ValueError if the first row of a file cannot be data in these columns."""
+    if first and len(first) != len(columns):
+        raise ValueError(f"{label}:1: has {len(first)} fields, but --columns names {len(columns)}: {','.join(columns)}")
+    if any(field == name != "_" for field, name in zip(first, columns, strict=False)):
+        raise ValueError(f"{label}:1: names the columns itself ({','.join(first)}); leave out --columns")
 
 
 def _refuse_twins(label: str, header: list[str], key_names: list[str]) -> None:
@@ -378,6 +445,7 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
     keys = [columns[name] for name in key_names]
     return TableBlock(
         numbers[whole],
+        key_names,
         keys,
         {name: column for name, column in columns.items() if name not in key_names},
         lambda row: ",".join(str(key[row]) for key in keys),

@@ -60,7 +60,7 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
     dataset, said = prepared(folder)
     assert dataset.raw_ids() == ["a", "b", "c", "d", "e", "g", "i"]
     assert said == (
-        f"{folder}: not read, as the names end in none of .parquet, .csv, .tsv, .jsonl, .ndjson, .json: "
+        f"{folder}: not read, as the names end in none of .parquet, .csv, .tsv, .jsonl, .ndjson, .json, .inter: "
         "3 files, such as README\n"
     )
     assert find_parts(folder)[1] == ["README", "f.txt", "gone.csv"]

@@ -161,3 +161,10 @@ def test_structs_are_columns_by_path(tmp_path: Path) -> None:
     assert description["read"] == {"users": 2, "items": 2, "actions": 3}
     with pytest.raises(ValueError, match=r"no column 'user'; there are: who\.id, who\.from\.land, events, events\.aid"):
         prepared(file)
+
+
+def test_what_a_list_has_twice_is_no_duplicate(tmp_path: Path, rejects: Rejects) -> None:
+    """Its one time is the same for all, so their places tell them apart, and keep their order."""
+    file = written(tmp_path, {"user": ["u"], "item": [["b", "a", "b"]], "timestamp": [7]})
+    (block,) = read_actions([file], ColumnNames(), rejects, PROGRESS)
+    assert block.nanoseconds is not None and block.nanoseconds.tolist() == [0, 1, 2]

@@ -115,7 +115,7 @@ def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, caps
         "read      3 users, 3 items, 6 actions",
         f"written   3 users, 3 items, 6 actions to {tmp_path}/out",
         "users     2.00 actions each",
-        "titles    none: answers will show ids (a column `title` would give them)",
+        "titles    none: answers will show ids (a column `title` or --title-column gives them)",
         "features  none but the item ids",
         f"next      logitmix train auto --data.path {tmp_path}/out --run runs/out",
     ]
@@ -463,7 +463,7 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file or folder at .*/nothing; give the downloaded file with --source"):
         run("table", tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no \.parquet, \.csv, \.tsv or \.gz of them in this folder"):
+    with pytest.raises(ValueError, match=r"no \.parquet, \.csv, .*, \.inter, or compressed ones, in this folder"):
         run("table", tmp_path / "empty", tmp_path / "out")
 
 

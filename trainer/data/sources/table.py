@@ -6,7 +6,7 @@ item and time become features of the event, except `title`, which is text about 
 --items and --users become features of items and users.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,13 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
+from logitmix.modules.schema import Kind
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
-from logitmix.trainer.data.files import ENDINGS, InputFile, find_parts
+from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.raw import (
     TIME,
     ActionBlock,
+    Actions,
     ColumnBuilder,
     RawDataset,
     SideTable,
@@ -58,15 +60,21 @@ class ColumnNames:
         """The named columns. ValueError if the file lacks one."""
         columns = {"--user-column": self.user, "--item-column": self.item, "--timestamp-column": self.timestamp}
         for flag, name in columns.items():
-            if name and name not in header:
+            if name and _found(name, header) is None:
                 order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
                 there = f"there are: {', '.join(header)}"
                 raise ValueError(f"{label}: no column {name!r}; {there}. Name the right one with {flag}{order}")
-        return self.there
+        return [found for name in self.there if (found := _found(name, header))]
 
     @property
     def there(self) -> list[str]:
         return [name for name in (self.user, self.item, self.timestamp) if name]
+
+
+def _found(name: str, header: list[str]) -> str | None:
+    """The column of that name; user_id and item_id for the usual names of users and items."""
+    names = [name, f"{name}_id"] if name in (ColumnNames.user, ColumnNames.item) else [name]
+    return next((each for each in names if each in header), None)
 
 
 def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
@@ -75,16 +83,44 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
     delimiter = options.delimiter.replace("\\t", "\t")
     lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
-    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists))
+    columns = options.columns.split(",") if options.columns else []
+    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns))
     lists.say()
     lists.drop_numbers_of_rows(actions.columns)
-    return RawDataset(
-        actions,
-        source,
-        files,
-        items=read_side(options.items, "--items", names.item, rejects, progress, delimiter),
-        users=read_side(options.users, "--users", names.user, rejects, progress, delimiter),
-    )
+    items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids)
+    users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids)
+    _find_titles(options.title_column, (items, actions))
+    unlike = [
+        name
+        for owner in (actions, items, users)
+        for name in _drop_unlike(owner.columns, owner.kinds, options.title_column)
+    ]
+    if unlike:
+        rejects.say(f"not used, as nearly each row has its own token: {', '.join(unlike)}")
+    return RawDataset(actions, source, files, items=items, users=users)
+
+
+def _find_titles(column: str, owners: Iterable[SideTable | Actions]) -> None:
+    """Titles as text, which a sequence of tokens is not yet. ValueError if a column that was asked for is not there."""
+    having = [owner for owner in owners if column in owner.columns]
+    if not having and column != PrepareOptions.title_column:
+        there = ", ".join(name for owner in owners for name in owner.columns)
+        raise ValueError(f"--title-column: no column {column!r} of the items or the actions; there are: {there}")
+    for owner in having:
+        if owner.kinds.get(column) == "ids":
+            owner.columns[column] = pc.binary_join(owner.columns[column], " ")
+
+
+def _drop_unlike(columns: dict[str, pa.Array], kinds: Mapping[str, Kind], title: str) -> list[str]:
+    """Drops columns that are stated to be ids but hardly have a value twice, such as addresses; returns their names."""
+    dropped = [
+        name
+        for name, values in columns.items()
+        if kinds.get(name) == "id" and name != title and 2 * len(values.unique()) > len(values)
+    ]
+    for name in dropped:
+        del columns[name]
+    return dropped
 
 
 def read_actions(
@@ -94,47 +130,65 @@ def read_actions(
     progress: Progress,
     delimiter: str = "",
     lists: Lists | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[ActionBlock]:
-    """The actions of the parts of a table, in the given order; rows with lists of items are several. ValueError if a
+    """The actions of the parts of a table, in the given order; rows with lists of items are several. `columns` are the
+    names in files without a header. ValueError if a
     column is missing or has an unfit type."""
     taken = 0
     lists = lists or Lists(names.there, "", rejects)
     for file in files:
-        blocks = read_blocks(file, names.keys, rejects, progress, delimiter)
+        blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns)
         for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
             users, items = (
-                as_ids(file.label, name, column)
-                for name, column in zip((names.user, names.item), rows.keys[:2], strict=True)
+                as_ids(file.label, name, column) for name, column in zip(rows.names[:2], rows.keys[:2], strict=True)
             )
             stamps = nanoseconds = None
             if names.timestamp:
                 stamps, nanoseconds = _as_stamps(file.label, names.timestamp, rows.keys[2])
+            if rows.places is not None:
+                # They order the actions of the list, and tell an item that it has twice from a row that is there twice.
+                nanoseconds = rows.places.astype(np.int32) + (0 if nanoseconds is None else nanoseconds)
             block = accept(
                 file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES, nanoseconds
             )
             if stamps is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
-            yield block
+            yield replace(block, kinds=rows.kinds)
 
 
 def read_side(
-    path: str, flag: str, id_column: str, rejects: Rejects, progress: Progress, delimiter: str = ""
+    path: str,
+    flag: str,
+    id_column: str,
+    rejects: Rejects,
+    progress: Progress,
+    delimiter: str = "",
+    known: pa.StringArray | None = None,
 ) -> SideTable:
-    """A table of items or users by id, which is the column of that name, or else the first column."""
+    """A table of items or users by id, which is the column of that name, or else the first column. ValueError if the
+    first name in the header is one of the `known` ids, for then it is data."""
     if not path:
         return SideTable()
 
     def id_of(label: str, header: list[str]) -> list[str]:
         if not header:
             raise ValueError(f"{label}: has no columns; give a table with {flag}")
-        return [id_column if id_column in header else header[0]]
+        return [_found(id_column, header) or header[0]]
 
     ids: list[pa.StringArray] = []
+    kinds: dict[str, Kind] = {}
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter):
-            found = as_ids(file.label, id_column, rows.keys[0])
+            (name,) = rows.names
+            if known is not None and not _found(id_column, rows.names) and pc.index(known, name).as_py() >= 0:
+                raise ValueError(
+                    f"{file.label}: its first line is data, for {name!r} is an id of the actions; put names of columns "
+                    "in a line before it"
+                )
+            found = as_ids(file.label, name, rows.keys[0])
             there = filled(found) & without_nul(found)
             for row in np.flatnonzero(~there):
                 reason = f"the id {wrong_with(found[row])}"
@@ -142,22 +196,24 @@ def read_side(
             mask = pa.array(there)
             ids.append(found.filter(mask))
             columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
-    return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join())
+            kinds |= rows.kinds
+    return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join(), kinds)
 
 
 def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
     """The file, or the tables in the folder, whose other files are named."""
     if not source.is_dir():
         return [InputFile(source)]
-    parts, others = find_parts(source)
+    endings = (*ENDINGS, ATOMIC[flag])
+    parts, others = find_parts(source, endings)
     unread = f"{len(others):,} file{'' if len(others) == 1 else 's'}, such as {others[0]}" if others else ""
     if not parts:
         there = f" (but {unread})" if unread else ""
         raise ValueError(
-            f"{source}: no {', '.join(ENDINGS)}, or compressed ones, in this folder{there}; give a table with {flag}"
+            f"{source}: no {', '.join(endings)}, or compressed ones, in this folder{there}; give a table with {flag}"
         )
     if unread:
-        rejects.say(f"{source}: not read, as the names end in none of {', '.join(ENDINGS)}: {unread}")
+        rejects.say(f"{source}: not read, as the names end in none of {', '.join(endings)}: {unread}")
     return parts
 
 
