@@ -52,11 +52,12 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     contents = serving.read(directory)
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
+    if said and (line := table.contradictions(Path(items).name)):
+        said.print(line, markup=False, highlight=False, soft_wrap=True)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
         said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
-    # If an id occurs several times, the last row counts.
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
     if new:

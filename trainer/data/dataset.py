@@ -28,6 +28,8 @@
                            removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters
         titles             items with a title
+        side_tables        {items, users: {ids, matched, without_actions}} of the tables about these, if there are any:
+                           distinct ids, how many of the dataset's are among them, and how many have no actions
         rejected_lines     malformed lines that were left out; they are in rejects.tsv
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
                            It also has items, users and schema, if such files were given

@@ -41,6 +41,7 @@ from logitmix.trainer.data.features import (
     values_of_items,
 )
 from logitmix.trainer.data.files import digests, plain
+from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
@@ -149,7 +150,9 @@ def _write(
     for setting in ("items", "users", "schema"):
         if path := getattr(options, setting):
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
+    read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
     ordered = _arrange(raw.actions, options)
+    sides, side_notes = _match(raw, read_ids, ordered, options)
     items = raw.items.of(ordered.item_ids)
     title = options.title_column
     titles = _titles(items.pop(title, None), raw.actions.columns.pop(title, None), ordered)
@@ -175,10 +178,11 @@ def _write(
             read=read,
             titles=0 if titles is None else len(titles) - titles.null_count,
             rejected_lines=rejects.count,
+            side_tables=sides,
             source=origin,
             generator=raw.generator,
         )
-    _say(console, [*ordered.notes, *_notes(made.unused, description["repeated_targets"])])
+    _say(console, [*ordered.notes, *side_notes, *_notes(made.unused, description["repeated_targets"])])
     return description
 
 
@@ -345,6 +349,20 @@ def _of_others(count: int) -> str:
         f"{count:,} action{' has' if one else 's have'} the user, item and time of another, but not its other values: "
         f"{'it is' if one else 'they are'} kept"
     )
+
+
+def _match(
+    raw: RawDataset, read: Mapping[str, pa.StringArray], ordered: _Ordered, options: PrepareOptions
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """How the tables of items and users fit the ids that were read and those that are kept."""
+    found: dict[str, dict[str, int]] = {}
+    notes: list[str] = []
+    for what, table, kept in (("items", raw.items, ordered.item_ids), ("users", raw.users, ordered.user_ids)):
+        name = Path(getattr(options, what)).name or f"the source's table of {what}"
+        if len(table.ids) or getattr(options, what):
+            found[what], few = match(what, name, table.ids, read[what], kept)
+            notes += filter(None, [few, table.contradictions(name)])
+    return found, notes
 
 
 def _features(

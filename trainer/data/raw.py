@@ -64,7 +64,7 @@ class SideTable:
     """A source's table of users or of items, including those without actions."""
 
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
-    """If an id occurs several times, the last row counts."""
+    """If an id occurs in several rows, the last one counts."""
     columns: dict[str, pa.Array] = field(default_factory=dict)
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     """Kinds of columns by name; the others are inferred from the values."""
@@ -74,6 +74,29 @@ class SideTable:
         backwards = pc.index_in(ids, value_set=self.ids.take(pa.array(np.arange(len(self.ids))[::-1])))
         rows = pc.subtract(len(self.ids) - 1, backwards)
         return {name: column.take(rows) for name, column in self.columns.items()}
+
+    def contradictions(self, name: str) -> str:
+        """A line about the ids that occur in the table `name` with different values, "" if there are none."""
+        codes = codes_of(self.ids)
+        rows = np.flatnonzero(np.bincount(codes)[codes] > 1) if len(codes) else codes
+        last = np.empty(len(codes), np.int64)
+        # Of several assignments to one place, the last one counts.
+        last[codes[rows]] = rows
+        pairs = pa.array(np.concatenate([rows, last[codes[rows]]]))
+        differ = {}
+        for column, values in self.columns.items():
+            one, other = np.split(codes_of(values.take(pairs)), 2)
+            differ[column] = one != other
+        wrong = rows[np.logical_or.reduce(list(differ.values()))] if differ else rows[:0]
+        if not len(wrong):
+            return ""
+        column = next(column for column, differs in differ.items() if differs[np.searchsorted(rows, wrong[0])])
+        count = len(np.unique(codes[wrong]))
+        ids = "id occurs" if count == 1 else "ids occur"
+        return (
+            f"{count:,} {ids} in several rows of {name} with different values, such as {self.ids[wrong[0]]} with those "
+            f"of {column}: the last row counts"
+        )
 
 
 @dataclass

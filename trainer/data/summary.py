@@ -23,6 +23,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines += [f"removed   {line}" for line in _removals(description["filters"])]
     lines.append(f"written   {_counts(description)} to {shown(directory)}")
     lines.append(f"users     {_lengths(description)}")
+    lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
     lines += _features(features, schema)
     lines.append(f"next      {_next(directory)}")
@@ -61,6 +62,22 @@ def _lengths(description: Mapping[str, Any]) -> str:
     }
     shown = f"{description['actions'] / users:.2f} actions each"
     return shown + "".join(f", {actions / users:.2f} of the last {last}" for last, actions in cut.items())
+
+
+def _sides(description: Mapping[str, Any]) -> dict[str, str]:
+    """How the tables of items and users fit the dataset, where they do not wholly."""
+    lines = {}
+    for what, counts in description["side_tables"].items():
+        given = (description["source"] or {}).get(what)
+        name = given["name"] if given else f"the source's table of {what}"
+        matched, ids, idle = counts["matched"], counts["ids"], counts["without_actions"]
+        if missing := description[what] - matched:
+            lines[what] = f"{matched:,} of {description[what]:,} are in {name}: {missing:,} have no features of it"
+        elif idle or given:
+            lines[what] = f"all are in {name}"
+        if idle:
+            lines[what] += f"; {idle:,} of its {ids:,} ids have no actions and are left out"
+    return lines
 
 
 def _titles(known: int, items: int) -> str:

@@ -94,6 +94,7 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         },
         "read": {"users": 3, "items": 3, "actions": 6},
         "titles": 0,
+        "side_tables": {},
         "rejected_lines": 0,
         "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
         "generator": None,

@@ -1,0 +1,101 @@
+"""Tables of items and users whose ids do not fit those of the actions, or are not unique."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from logitmix.trainer.cli import main
+from logitmix.trainer.data.dataset import load_dataset, read_description
+from logitmix.trainer.data.matching import match
+from logitmix.trainer.data.raw import SideTable
+
+
+def matched(table: list[str], read: list[str], kept: list[str] | None = None) -> tuple[dict[str, int], str]:
+    return match("items", "items.csv", pa.array(table), pa.array(read), pa.array(read if kept is None else kept))
+
+
+def test_what_a_table_knows_is_counted() -> None:
+    assert matched(["a", "b", "b", "x", "y", "z"], ["a", "b", "c"], ["a", "c"]) == (
+        {"ids": 5, "matched": 1, "without_actions": 3},
+        "",
+    )
+    # All that it knows is filtered out, which is no fault of the table.
+    assert matched(["b"], ["a", "b"], ["a"])[1] == "0 of 1 items of the actions are in items.csv (ids a / b)"
+
+
+@pytest.mark.parametrize(
+    ("ids", "table", "said"),
+    [
+        (["12.0", "7.0"], ["7", "12"], "ids 12.0 / 12, which differ by a trailing .0"),
+        (["7", "12"], ["12.00", "7.00"], "ids 7 / 7.00, which differ by a trailing .0"),
+        (["B1", "B2"], ["b1", "b2"], "ids B1 / b1, which differ by case"),
+        (["12 ", "7"], ["7 ", "12"], "ids '12 ' / 12, which differ by blanks"),
+        (["0012", "0007"], ["12", "7"], "ids 0012 / 12, which differ by leading zeros"),
+        (
+            [" A012", " B012"],
+            ["a012", "b012"],
+            "ids ' A012' / a012, which differ by blanks, case, a trailing .0 or leading zeros",
+        ),
+        (["12", "7"], ["x", "y"], "ids 12 / x"),
+    ],
+)
+def test_a_table_that_knows_none_is_refused_with_an_id_of_each(ids: list[str], table: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        matched(table, ids)
+    line = f"0 of 2 items of the actions are in items.csv ({said})"
+    assert str(caught.value) == f"{line}; give the actions and --items the same ids"
+    # With one that fits it is a line.
+    assert matched([*table, "z"], [*ids, "z"])[1] == line.replace("0 of 2", "1 of 3")
+
+
+def test_few_that_are_missing_are_counted_alone() -> None:
+    known, more = [str(n) for n in range(30)], ["X1", "X2", "X3"]
+    assert matched([*known, "x9"], known + more) == ({"ids": 31, "matched": 30, "without_actions": 1}, "")
+    assert matched([*known, "x1", "x2"], known + more)[1] == (
+        "30 of 33 items of the actions are in items.csv (ids X1 / x1, which differ by case)"
+    )
+
+
+def test_ids_that_come_again_with_other_values_are_said() -> None:
+    columns: dict[str, Any] = {"note": ["n"] * 6, "brand": ["x", "y", "z", "x", "y", "w"]}
+    table = SideTable(pa.array(["a", "b", "b", "a", "b", "c"]), {name: pa.array(of) for name, of in columns.items()})
+    assert table.contradictions("t.csv") == (
+        "1 id occurs in several rows of t.csv with different values, such as b with those of brand: the last row counts"
+    )
+    assert table.of(pa.array(["b", "a"]))["brand"].to_pylist() == ["y", "x"]
+    harmless = SideTable(pa.array(["a", "b", "a"]), {"brand": pa.array(["x", "y", "x"])})
+    assert harmless.contradictions("t.csv") == SideTable().contradictions("t.csv") == ""
+    assert SideTable(pa.array(["a", "a"]), {"v": pa.array([[1.0], None])}).contradictions("t.csv").startswith("1 id")
+
+
+def test_a_command_names_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"u{user},i{item},{item}\n" for user in range(3) for item in range(6))
+    (tmp_path / "in.csv").write_text("user,item,timestamp\n" + rows)
+    (tmp_path / "items.csv").write_text(
+        "item,brand\n" + "".join(f"i{n},b{n % 2}\n" for n in (0, 1, 2, 3, 70, 71, 72)) + "i2,b7\n"
+    )
+    (tmp_path / "users.csv").write_text("user,plan\n" + "".join(f"u{n},p{n % 2}\n" for n in range(3)))
+    (tmp_path / "others.csv").write_text("user,plan\nU0,p1\nU1,p2\n")
+    out = str(tmp_path / "out")
+    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--out", out]
+    words += ["--items", str(tmp_path / "items.csv")]
+    main([*words, "--users", str(tmp_path / "users.csv")])
+    shown = capsys.readouterr()
+    assert "1 id occurs in several rows of items.csv with different values, such as i2 with those of brand" in shown.err
+    assert shown.out.splitlines()[3:5] == [
+        "items     4 of 6 are in items.csv: 2 have no features of it; 3 of its 7 ids have no actions and are left out",
+        "users     all are in users.csv",
+    ]
+    assert read_description(Path(out))["side_tables"] == {
+        "items": {"ids": 7, "matched": 4, "without_actions": 3},
+        "users": {"ids": 3, "matched": 3, "without_actions": 0},
+    }
+    with pytest.raises(SystemExit):
+        main([*words, "--overwrite", "--users", str(tmp_path / "others.csv")])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "logitmix: 0 of 3 users of the actions are in others.csv (ids u0 / U0, which differ by case); give the actions "
+        "and --users the same ids"
+    )
+    load_dataset(out)
