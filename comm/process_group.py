@@ -7,24 +7,26 @@ alone, it holds only this process and opens no port that another host could reac
 import atexit
 import functools
 import gc
-import itertools
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from logitmix.comm.heartbeat import Heartbeat, connection
+from logitmix.comm.rendezvous import HEARS, TELLS, LostRank, Member, meet, unconnected
 from logitmix.common.mappings import first_line
 
+T = TypeVar("T")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -46,20 +48,19 @@ LATE = 3.0
 """Seconds after its time limit in which a store that can end by itself has done so."""
 
 
-class LostRank(RuntimeError):
-    """Another rank is gone, or does not answer. The process should end without destructors, which may wait for it."""
-
-
 @contextmanager
-def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) -> Iterator[Ranks]:
+def process_group(
+    device: Literal["auto", "cpu", "cuda"], timeout_seconds: int, facts: Mapping[str, str] | None = None
+) -> Iterator[Ranks]:
     """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
 
-    `timeout_seconds` bounds every collective, and the rendezvous unless RENDEZVOUS is longer. After an error the group
-    is aborted rather than drained, so that this rank does not wait for one that is gone; the others notice when this
-    process exits.
+    `timeout_seconds` bounds every collective, and the rendezvous unless RENDEZVOUS is longer. `facts`, by name, must be
+    equal on all ranks. After an error the group is aborted rather than drained, so that this rank does not wait for one
+    that is gone; the others notice when this process exits.
 
-    Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, LostRank
-    when another rank is gone.
+    Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, and on
+    all ranks for facts that differ and a rank that has failed before (`tell_failure`); LostRank when another rank is
+    gone.
     """
     place = _place_from(os.environ)
     chosen = _choose_device(device, place.local_rank)
@@ -67,17 +68,26 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _end_groups_before_the_interpreter()
-    store, heartbeat = _store(place, max(timeout, RENDEZVOUS))
+    shape = {"device": chosen.type, "WORLD_SIZE": str(place.world_size), "processes of the host": place.local_size}
+    store, heartbeat, members = _store(place, max(timeout, RENDEZVOUS), shape | dict(facts or {}))
     heartbeat.start()
     try:
         with _loopback_only() if place.one_host else nullcontext():
-            dist.init_process_group(
-                "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
-                store=store,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timeout,
-            )
+            since = time.monotonic()
+            try:
+                dist.init_process_group(
+                    "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=timeout,
+                )
+            except RuntimeError as error:
+                waited = time.monotonic() - since
+                lost = heartbeat.who_is_missing() or unconnected(place.rank, members)
+                raise LostRank(
+                    f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {lost} ({first_line(error)})"
+                ) from None
             group = dist.group.WORLD
             assert group is not None
             yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
@@ -96,7 +106,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout_seconds: int) 
 def _lost(error: BaseException, rank: int, seconds: int, heartbeat: Heartbeat) -> str:
     """What to say of an error of gloo, NCCL or the store if it means that another rank is gone; else nothing."""
     said = str(error)
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or isinstance(error, LostRank):
         return ""
     if any(sign in said for sign in _TIMEOUT):
         missing = heartbeat.who_is_missing() or "all ranks are alive, so one of them hangs or is too slow"
@@ -131,6 +141,8 @@ class _Place:
     address: str = ""
     port: int = 0
     launched: bool = False
+    local_size: str = ""
+    """Processes of this host, as far as the launcher says."""
     one_host: bool = True
     """Whether all ranks are on this host, as far as the launcher says."""
 
@@ -151,8 +163,9 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
         raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to WORLD_SIZE - 1")
     if not 0 < port < 2**16:
         raise ValueError(f"MASTER_PORT is {port}; it must be a port from 1 to 65535")
-    one_host = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
-    return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launched=True, one_host=one_host)
+    local_size = environment.get("LOCAL_WORLD_SIZE", "")
+    one_host = local_size == str(world_size)
+    return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, True, local_size, one_host)
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
@@ -176,45 +189,76 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _store(place: _Place, timeout: timedelta) -> tuple[dist.Store, Heartbeat]:
-    """The store that the group meets at, and the heartbeat of this rank there."""
-    if not place.launched:
-        return dist.HashStore(), Heartbeat(None, 0, 1)
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = place.rank == 0 and not agent_hosts
-    listener = _loopback_listener(place) if is_master else None
-    # torchrun keeps one store over its restarts, which still holds the addresses of dead processes. On several hosts
-    # its restart count may differ among them (pytorch #135712).
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"logitmix/attempt_{attempt}/group_{next(_GROUPS)}"
-    met: Future[tuple[dist.TCPStore, dist.Store | None]] = Future()
-
-    def meet() -> None:
-        try:
-            store = dist.TCPStore(
-                place.address,
-                place.port,
-                place.world_size,
-                is_master=is_master,
-                timeout=timeout,
-                multi_tenant=not agent_hosts,
-                master_listen_fd=listener,
-            )
-            met.set_result((store, connection(store, prefix, timeout) if place.world_size > 1 else None))
-        except Exception as error:
-            met.set_exception(error)
-
-    # In a thread, because a client waits for the first answer of a stopped process without a time limit.
-    Thread(target=meet, name="rendezvous", daemon=True).start()
-    at, seconds = f"{place.address}:{place.port}", timeout.total_seconds()
+def tell_failure(message: str, is_mistake: bool) -> None:
+    """Tells the ranks of other hosts why this one cannot meet them; takes TELLS at most. Does nothing once it has met
+    them, and on one host, where the launcher ends the others."""
     try:
-        store, of_heartbeat = met.result(seconds + LATE)
+        place = _place_from(os.environ)
+    except ValueError:
+        return
+    if not (_MET or place.one_host):
+        with suppress(LostRank, ValueError):
+            _store(place, timedelta(seconds=TELLS), {}, message, is_mistake)
+
+
+def _store(
+    place: _Place, timeout: timedelta, facts: Mapping[str, str], failed: str = "", is_mistake: bool = False
+) -> tuple[dist.Store, Heartbeat, dict[int, Member]]:
+    """The store of a new group of all ranks, the heartbeat of this rank there, and who the ranks are. ValueError and
+    LostRank as of `meet`, and LostRank if the store does not answer."""
+    if not place.launched:
+        return dist.HashStore(), Heartbeat(None, 0, 1), {}
+    seconds, at = timeout.total_seconds(), f"{place.address}:{place.port}"
+    # Several jobs can share a store, and a process can make several groups.
+    prefix = f"logitmix/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{len(_MET)}"
+
+    def meet_all() -> tuple[dist.Store, Heartbeat, dict[int, Member]]:
+        own = Member.here(facts, failed, is_mistake)
+        group, members = meet(dist.PrefixStore(prefix, store), place.rank, place.world_size, own, facts, seconds)
+        of_group = f"{prefix}/{group}"
+        of_heartbeat = connection(store, of_group, timeout) if place.world_size > 1 else None
+        return dist.PrefixStore(of_group, store), Heartbeat(of_heartbeat, place.rank, place.world_size), members
+
+    try:
+        store = _within(seconds + LATE, lambda: _connected(place, timeout))
+        return _within(seconds + TELLS + HEARS + LATE, meet_all)
     except dist.DistError as error:
         raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {first_line(error)}") from None
     except TimeoutError:
         silent = "rank 0, or what keeps the store of the job, does not answer"
         raise LostRank(f"rank {place.rank} waited {seconds:g} s to meet the others at {at}: {silent}") from None
-    return dist.PrefixStore(prefix, store), Heartbeat(of_heartbeat, place.rank, place.world_size)
+    finally:
+        _MET.append(prefix)
+
+
+def _connected(place: _Place, timeout: timedelta) -> dist.TCPStore:
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = place.rank == 0 and not agent_hosts
+    return dist.TCPStore(
+        place.address,
+        place.port,
+        place.world_size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=not agent_hosts,
+        master_listen_fd=_loopback_listener(place) if is_master else None,
+    )
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """What the action returns or raises; TimeoutError if it does not end in time. It runs in a thread, because a client
+    of a store waits for the first answer of a stopped process without a time limit."""
+    result: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            result.set_result(action())
+        except Exception as error:
+            result.set_exception(error)
+
+    Thread(target=act, name="rendezvous", daemon=True).start()
+    return result.result(seconds)
 
 
 def _loopback_listener(place: _Place) -> int | None:
@@ -232,8 +276,8 @@ def _loopback_listener(place: _Place) -> int | None:
         return listener.detach()
 
 
-_GROUPS = itertools.count()
-"""Number of groups that this process has made: over one store, each needs its own names."""
+_MET: list[str] = []
+"""Names of the groups that this process has made or tried to make."""
 
 
 @contextmanager

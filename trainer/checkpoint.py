@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from logitmix.comm.collectives import (
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import (
     file_digest,
+    json_digest,
     naming,
     read_json,
     rename_synced,
@@ -593,6 +595,8 @@ class _Opened:
 
     progress: RunProgress
     tensors: SavedTensors
+    files: Mapping[str, str]
+    """The SHA-256 of each file."""
 
 
 def _choose(
@@ -648,6 +652,8 @@ def _open_first(
         said = [problem] if ranks is None else on_all_ranks(partial(str, problem), ranks)
         if not any(said):
             assert opened is not None
+            if ranks:
+                _require_same(path, opened, ranks)
             return opened, problems
         problems[path] = next(filter(None, said))
         if config.train.on_damage == "stop":
@@ -658,6 +664,18 @@ def _open_first(
     raise ValueError(
         f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or use another run directory"
     )
+
+
+def _require_same(path: Path, opened: _Opened, ranks: Ranks) -> None:
+    """ValueError on every rank if the checkpoint of another host is another one. Collective."""
+    own = (json_digest(opened.files), f"(on {socket.gethostname()})", path.absolute())
+    (first, *of_first), *others = on_all_ranks(lambda: own, ranks)
+    for rank, (digest, host, of_other) in enumerate(others, start=1):
+        if digest != first:
+            raise ValueError(
+                f"{of_other} of rank {rank} {host} is another checkpoint than {of_first[1]} of rank 0 {of_first[0]}; "
+                "give a run directory on storage that all hosts share"
+            )
 
 
 def _open(
@@ -684,7 +702,7 @@ def _open(
         tensors.check(expected, beside)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return _Opened(manifest.progress, tensors)
+    return _Opened(manifest.progress, tensors, manifest.files)
 
 
 def _require_same_model(file: Path, manifest: _Manifest, config: Config, schema: Schema) -> None:

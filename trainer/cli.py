@@ -340,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command(words[1:])
     except ValueError as error:
         if note_mistake(str(error)):
+            _tell_others(str(error), USER_ERROR)
             raise SystemExit(USER_ERROR) from None
         _fail(str(error), USER_ERROR)
     except OSError as error:
@@ -350,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
             _fail(_out_of_memory(error), 1)
         if type(error).__name__ != "LostRank":  # whose module takes seconds to load
+            _tell_others(f"{type(error).__name__}: {error}", 1)
             raise
         print(f"logitmix: {error}", file=sys.stderr, flush=True)
         os._exit(LOST_PEER)  # destructors may wait for the lost rank
@@ -361,6 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"{stop}; go on with: {shlex.join(['logitmix', *words])}", STOPPED)
     except KeyboardInterrupt:
         _fail("stopped", 130)
+    except Exception as error:
+        _tell_others(f"{type(error).__name__}: {error}", 1)
+        raise
     finally:
         remove_logs_of_no_run()
 
@@ -570,7 +575,7 @@ def _retrieve(words: list[str]) -> None:
     _let_threads_sleep()
     from logitmix.serving.retriever import Retriever
 
-    with _items_group() as group:
+    with _items_group("retrieve") as group:
         retriever = Retriever.load(command.directory, group=group)
         if _is_main():
             _show_items(retriever, command)
@@ -635,7 +640,7 @@ def _serve(words: list[str]) -> None:
     _let_threads_sleep()
     from logitmix.serving.server import serve
 
-    with _items_group() as group:
+    with _items_group("serve") as group:
         serve(path_of(command.directory), command.host, command.port, command.threads, command.wait_ms, group)
 
 
@@ -698,14 +703,15 @@ def _threads(given: int) -> int:
 
 
 @contextlib.contextmanager
-def _items_group() -> "Iterator[ProcessGroup | None]":
+def _items_group(command: str) -> "Iterator[ProcessGroup | None]":
     """The group of the ranks that share an export's items; None where no launcher has started this process."""
     if not launched():
         yield None
         return
     from logitmix.comm.process_group import process_group
+    from logitmix.trainer.agreement import facts_of
 
-    with process_group("cpu", PATIENCE) as ranks:
+    with process_group("cpu", PATIENCE, facts_of(command, None, None)) as ranks:
         yield ranks.group
 
 
@@ -774,8 +780,18 @@ def _is_main() -> bool:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"logitmix: {message}", file=sys.stderr)
+    print(f"logitmix: {message}", file=sys.stderr, flush=True)
+    _tell_others(message, status)
     raise SystemExit(status)
+
+
+def _tell_others(message: str, status: int) -> None:
+    """Tells ranks on other hosts of a failure before they have met, for they would wait in vain."""
+    if launched() and status in (1, USER_ERROR):
+        with contextlib.suppress(ImportError):
+            from logitmix.comm.process_group import tell_failure
+
+            tell_failure(message, status == USER_ERROR)
 
 
 if __name__ == "__main__":

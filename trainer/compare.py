@@ -31,6 +31,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, shown
+from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.baselines import (
     EASE,
     MOST_EASE_ITEMS,
@@ -125,7 +126,8 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     dataset = load_dataset(dataset_path)
     require_apart(out, dataset, "out")
     configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
-    with process_group("auto", WAIT) as ranks:
+    facts = facts_of("compare", config_of("dot", dataset, minutes, threads), dataset, methods=methods)
+    with process_group("auto", WAIT, facts) as ranks:
         evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)

@@ -17,6 +17,7 @@ from rich.console import Console
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.towers import Tower
+from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.baselines import (
     MOST_ITEMS,
     MOST_SCORES,
@@ -70,8 +71,10 @@ def evaluate_run(
     options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
     dataset = load_dataset(config.data.path)
     require_same_dataset(run, dataset)
-    with process_group(device, config.comm.timeout_seconds) as ranks:
-        evaluation = Evaluation(replace(config, evaluate=options), dataset, ranks)
+    config = replace(config, evaluate=options)
+    facts = facts_of("evaluate", config, dataset, split=split)
+    with process_group(device, config.comm.timeout_seconds, facts) as ranks:
+        evaluation = Evaluation(config, dataset, ranks)
         model = load_saved(run, ranks=ranks)
         metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
         metrics |= evaluation.baselines(split)

@@ -36,6 +36,7 @@ from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
+from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.card import Facts, read_facts, write_card
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
@@ -43,7 +44,14 @@ from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history, held_out
 from logitmix.trainer.indexes import check_indexes, write_indexes
 from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
-from logitmix.trainer.run import final_run, read_config, require_one_host, require_same_dataset, upload_run
+from logitmix.trainer.run import (
+    final_run,
+    read_config,
+    require_one_host,
+    require_same_dataset,
+    require_shared,
+    upload_run,
+)
 from logitmix.trainer.sharded_rows import own_range
 
 SHARD_BYTES = 2**28
@@ -101,10 +109,14 @@ def export(
     """
     require_one_host(out)
     final = final_run(run)
-    with process_group("cpu", read_config(final).comm.timeout_seconds) as ranks:
+    config = read_config(final)
+    dataset = load_dataset(config.data.path)
+    require_same_dataset(final, dataset)
+    compared = facts_of(
+        "export", config, dataset, checkpoint=which, item_cache=item_cache, precision=precision, extras=sorted(extras)
+    )
+    with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
-        dataset = load_dataset(model.config.data.path)
-        require_same_dataset(final, dataset)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         about = About(
@@ -154,6 +166,7 @@ def export_model(
     held = ExitStack()
     staging = on_first_rank(make, ranks)
     try:
+        require_shared(staging, ranks)
         tables = _merged(on_all_ranks(lambda: _write_tables(model, about, staging, ranks), ranks))
         precision, scales = on_first_rank(lambda: _estimated(model, about, dataset, tables, staging), ranks)
         about = replace(about, precision=precision)

@@ -13,6 +13,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.storage import fetch_run, shown
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
+from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.board import write_projector, write_results_to_board
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
@@ -60,7 +61,9 @@ def train(config: Config, run: Path) -> dict[str, float]:
     fetch_run(run)
     dataset = load_dataset(config.data.path)
     require_apart(run, dataset, "run")
-    with process_group(config.train.device, config.comm.timeout_seconds) as ranks, Stopping(ranks) as stopping:
+    facts = facts_of("train", config, dataset)
+    seconds = config.comm.timeout_seconds
+    with process_group(config.train.device, seconds, facts) as ranks, Stopping(ranks) as stopping:
         results = train_run(config, run, dataset, ranks, stopping)
         return _refit(run, dataset, ranks, stopping) if config.train.refit else results
 

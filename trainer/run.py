@@ -24,7 +24,9 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,8 +36,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
+from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks
+from logitmix.comm.rendezvous import ranks_named
 from logitmix.common.files import (
     Fields,
     clean_up,
@@ -58,6 +61,8 @@ from logitmix.trainer.data.dataset import Dataset
 DIGESTS = "digests.json"
 LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
+MARK_SECONDS = 3.0
+"""In which a new file is seen on all hosts that share a directory."""
 EVALUATIONS = ("validation", "peeked")
 """Kinds of rows."""
 MAY_CHANGE = {
@@ -84,11 +89,46 @@ class RunProgress:
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 makes the run directory and locks it; what it made is removed if the job fails before there is anything to
     keep. ValueError on every rank if another job trains there, if the directory cannot be made, or if it is at a URL
-    and the ranks are on several hosts. Collective."""
+    and the ranks are on several hosts; or if they do not share it. Collective."""
     require_one_host(run)
     with ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
+        require_shared(run, ranks)
         yield
+
+
+def require_shared(folder: Path, ranks: Ranks) -> None:
+    """ValueError on every rank if a directory that rank 0 has made is not that of all ranks. Collective."""
+    if ranks.world_size == 1:
+        return
+    mark = folder / broadcast_object(f".{secrets.token_hex(8)}.mark", ranks)
+    on_first_rank(mark.touch, ranks)
+    try:
+        seen = on_all_ranks(lambda: (_seen(mark), f"(on {socket.gethostname()})", folder.absolute()), ranks)
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)
+    blind = [rank for rank, (found, *_) in enumerate(seen) if not found]
+    if blind:
+        (_, first, of_first), (_, other, of_other) = seen[0], seen[blind[0]]
+        raise ValueError(
+            f"{of_other} of {ranks_named(blind)} {other} is not {of_first} of rank 0 {first}; give a directory on "
+            "storage that all hosts share"
+        )
+
+
+def _seen(mark: Path) -> bool:
+    """Whether a file that another host has made is there; it may take NFS some time to show it."""
+    until = time.monotonic() + MARK_SECONDS
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        for folder in mark.parents[:3]:
+            # Makes NFS ask the server again.
+            with suppress(OSError):
+                os.listdir(folder)
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def require_one_host(path: Path) -> None:

@@ -156,8 +156,9 @@ def test_cuda_that_is_not_there() -> None:
 
 
 def take_part(rank: int, port: int, attempt: int, answers: "Queue[Any]") -> None:
-    """Rank 1 leaves attempt 0 by an error and attempt 1 without a word; attempt 2 makes three groups in a row."""
-    two_ranks.set_launcher_variables(rank, port, attempt)
+    """Rank 1 leaves attempt 0 by an error and attempt 1 without a word; attempt 2 makes three groups in a row. Its
+    agent counts these restarts; that of rank 0 has only seen that ranks came."""
+    two_ranks.set_launcher_variables(rank, port, attempt if rank else 0)
     started = time.monotonic()
     try:
         for late in (0, 1, 0):
@@ -178,24 +179,22 @@ def take_part(rank: int, port: int, attempt: int, answers: "Queue[Any]") -> None
 
 @pytest.fixture(scope="module")
 def attempts() -> tuple[list[tuple[int, int, Any]], dict[tuple[int, int], int | None]]:
-    """Three attempts that share a store, as under `torchrun --max-restarts`: answers and exit codes."""
+    """Three attempts that share a store, as under `torchrun --max-restarts` with two agents: answers and exit codes."""
     store = two_ranks.host_store()
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    places = [(attempt, rank) for attempt in range(3) for rank in range(2)]
-    processes = [
-        context.Process(target=take_part, args=(rank, store.port, attempt, answers)) for attempt, rank in places
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_SECONDS)
-        process.kill()
-        process.join()
-    received = []
+    context = multiprocessing.get_context("forkserver")
+    answers, exit_codes, received = context.Queue(), {}, []
+    for attempt in range(3):
+        processes = [context.Process(target=take_part, args=(rank, store.port, attempt, answers)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for rank, process in enumerate(processes):
+            process.join(TIMEOUT_SECONDS)
+            process.kill()
+            process.join()
+            exit_codes[attempt, rank] = process.exitcode
     while not answers.empty():
         received.append(answers.get(timeout=5))
-    return received, {place: process.exitcode for place, process in zip(places, processes, strict=True)}
+    return received, exit_codes
 
 
 @pytest.mark.parametrize(("attempt", "exit_code"), [(0, 3), (1, 9)], ids=["an error", "a kill"])

@@ -141,6 +141,15 @@ class Dataset:
         """The text of dataset.json, which identifies this dataset: counts, schema, digests of the source."""
         return (self.path / "dataset.json").read_text(encoding="utf-8")
 
+    def identity(self) -> dict[str, Any]:
+        """What is equal for the same dataset elsewhere: the content of dataset.json, with the digests of all other
+        files. Where its writer has left them out, they are computed."""
+        description = from_json(self.description())
+        if FILES_DIGESTS not in description:
+            files = sorted(self.path.rglob("*.parquet"))
+            description[FILES_DIGESTS] = {file.relative_to(self.path).as_posix(): file_digest(file) for file in files}
+        return dict(description)
+
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError if items.parquet is not as documented."""
         return self.raw_id_column().to_pylist()

@@ -1,0 +1,277 @@
+"""The meeting of a job's ranks: all of one start of the job, and only if they agree.
+
+torchrun keeps one store over its restarts, where dead processes have left entries, and each of its agents counts the
+restarts by itself (pytorch #135712). So every process brings an id of its own, and rank 0 answers each with the name of
+a new group. What follows is stored under that name, which no process of another start learns:
+
+    join/RANK              what the process that came last as this rank says of itself (Member)
+    answer/ID              rank 0's answer to that process: the name of the group
+    GROUP/here/RANK        the id of the process that has read it, which therefore is alive
+    GROUP/verdict          by rank 0: {"refused": why, or "", "tell": the ranks whose facts it needs to say why, "here":
+                           those that have come, "lost": whether a restart may help}
+    GROUP/facts/RANK, GROUP/refused, GROUP/heard/RANK
+                           only where something differs: the facts, what follows from them, and who has read it
+
+Values are text, or JSON whose unknown fields are ignored, for the ranks may be of different versions.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.05
+TELLS = 20.0
+"""Seconds that ranks wait for those that have not come, once it is known that the job cannot begin."""
+HEARS = 5.0
+"""Seconds that ranks wait until all have read why: the first process to end may take the store along."""
+NAMED = 3
+"""Differences that are said with both values."""
+
+
+class LostRank(RuntimeError):
+    """Another rank is gone, or does not answer. The process should end without destructors, which may wait for it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says of itself to the others."""
+
+    id: str = ""
+    host: str = ""
+    network: str = ""
+    """Equal for processes that reach each other over the loopback."""
+    address: str = ""
+    """Where gloo is to be reached; an interface's name where GLOO_SOCKET_IFNAME has one."""
+    digest: str = ""
+    """Of the facts that must be equal on all ranks."""
+    failed: str = ""
+    """Why this rank cannot take part."""
+    mistake: bool = False
+    """Whether that is a user's mistake, which a restart cannot mend."""
+
+    @classmethod
+    def here(cls, facts: Mapping[str, str], failed: str = "", mistake: bool = False) -> "Member":
+        """Of this process."""
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        host = socket.gethostname()
+        return cls(secrets.token_hex(8), host, _network(), gloo_address(), digest, failed, mistake)
+
+    @classmethod
+    def of(cls, text: bytes) -> "Member":
+        content = json.loads(text)
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: content[name] for name in names if name in content})
+
+
+def meet(
+    store: dist.Store, rank: int, world_size: int, own: Member, facts: Mapping[str, str], seconds: float
+) -> tuple[str, dict[int, Member]]:
+    """The name of the group of all ranks, and what they say of themselves. Each waits `seconds` for the others at most.
+
+    ValueError, the same on every rank, if their `facts` differ, if one has failed by a user's mistake, or if a host
+    would announce an address that others cannot reach. LostRank if a rank does not come, or has failed otherwise.
+    """
+    lead = _Lead(store, world_size, own, seconds) if rank == 0 else None
+    group = lead.gather() if lead else _follow(store, rank, own, seconds)
+    of_group = dist.PrefixStore(group, store)
+    if lead:
+        refused, tell = lead.verdict()
+        said = {"refused": refused, "tell": tell, "here": sorted(lead.here), "lost": lead.lost}
+        of_group.set("verdict", json.dumps(said))
+    verdict = json.loads(_get(of_group, "verdict", seconds + TELLS))
+    if not (verdict["refused"] or verdict["tell"]):
+        return group, _members(of_group, world_size)
+    if rank in verdict["tell"]:
+        of_group.set(f"facts/{rank}", json.dumps(facts))
+    if lead:
+        of_group.set("refused", verdict["refused"] or lead.differences(verdict["tell"]))
+    refused = _get(of_group, "refused", HEARS).decode()
+    of_group.set(f"heard/{rank}", "")
+    with suppress(RuntimeError):
+        of_group.wait([f"heard/{other}" for other in verdict["here"]], timedelta(seconds=HEARS))
+    raise LostRank(refused) if verdict["lost"] else ValueError(refused)
+
+
+def _follow(store: dist.Store, rank: int, own: Member, seconds: float) -> str:
+    """The name of the group, on every rank but 0."""
+    store.set(f"join/{rank}", json.dumps(dataclasses.asdict(own)))
+    try:
+        group = _get(store, f"answer/{own.id}", seconds).decode()
+    except dist.DistStoreError:
+        raise LostRank(f"rank {rank} waited {seconds:g} s for rank 0, which never came") from None
+    store.set(f"{group}/here/{rank}", own.id)
+    return group
+
+
+class _Lead:
+    """Rank 0, which gathers the others."""
+
+    def __init__(self, store: dist.Store, world_size: int, own: Member, seconds: float) -> None:
+        self.store, self.world_size, self.seconds = store, world_size, seconds
+        self.name = secrets.token_hex(8)
+        self.group = dist.PrefixStore(self.name, store)
+        self.members = {0: own}
+        self.here = {0}
+        """The ranks that are known to be alive."""
+        self.lost = False
+
+    def gather(self) -> str:
+        """Waits for all ranks, or for TELLS once it is clear that the job cannot begin; returns the group's name."""
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            for rank in set(range(self.world_size)) - self.here:
+                self._look_for(rank)
+            if self._why():
+                until = min(until, time.monotonic() + TELLS)
+            if len(self.here) == self.world_size and not self._replaced():
+                break
+            time.sleep(POLL_SECONDS)
+        self.group.set("members", json.dumps({rank: dataclasses.asdict(of) for rank, of in self.members.items()}))
+        return self.name
+
+    def verdict(self) -> tuple[str, list[int]]:
+        """Why the job cannot begin, "" if it can, or the ranks whose facts say why."""
+        absent = sorted(set(range(self.world_size)) - self.here)
+        if not (why := self._why()) and absent:
+            self.lost = True
+            return f"rank 0 waited {self.seconds:g} s for the others: {ranks_named(absent)} never came", []
+        if why and why != _DIFFERENT:
+            return why, []
+        other = next((rank for rank in sorted(self.here) if self._digest(rank) != self._digest(0)), 0)
+        return "", [0, other] if other else []
+
+    def differences(self, tell: Sequence[int]) -> str:
+        """What differs between two ranks, and who agrees with the second."""
+        first, other = (json.loads(_get(self.group, f"facts/{rank}", HEARS)) for rank in tell)
+        like = [rank for rank in sorted(self.here) if self._digest(rank) == self._digest(tell[1])]
+        where = (f"rank 0 (on {self.members[0].host})", f"{ranks_named(like)} (on {self.members[tell[1]].host})")
+        return differing(first, other, *where)
+
+    def _look_for(self, rank: int) -> None:
+        if not self.store.check([f"join/{rank}"]):
+            return
+        came = Member.of(self.store.get(f"join/{rank}"))
+        if rank not in self.members or self.members[rank].id != came.id:
+            self.members[rank] = came
+            self.store.set(f"answer/{came.id}", self.name)
+        # A process of an earlier start does not read the answer.
+        if self.group.check([f"here/{rank}"]) and self.group.get(f"here/{rank}").decode() == came.id:
+            self.here.add(rank)
+
+    def _replaced(self) -> bool:
+        """Whether another process has come as one of the ranks since; then that one is waited for."""
+        others = range(1, self.world_size)
+        came = {rank: Member.of(self.store.get(f"join/{rank}")).id for rank in others}
+        replaced = {rank for rank in others if came[rank] != self.members[rank].id}
+        self.here -= replaced
+        return bool(replaced)
+
+    def _why(self) -> str:
+        """Why the job cannot begin, so far as is known."""
+        here = {rank: self.members[rank] for rank in sorted(self.here)}
+        for rank, member in here.items():
+            if member.failed:
+                self.lost = not member.mistake
+                return f"rank {rank} (on {member.host}) failed: {member.failed}"
+        if len({member.digest for member in here.values()}) > 1:
+            return _DIFFERENT
+        return unreachable(here)
+
+    def _digest(self, rank: int) -> str:
+        return self.members[rank].digest
+
+
+_DIFFERENT = "different"
+
+
+def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:
+    """One line that names what differs, with both values of the first few."""
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    said = "; ".join(
+        f"{name} is {_short(first.get(name))} on {where[0]} and {_short(other.get(name))} on {where[1]}"
+        for name in names[:NAMED]
+    )
+    more = f"; and {len(names) - NAMED} more: {', '.join(names[NAMED:][:NAMED])}" if len(names) > NAMED else ""
+    more += ", …" if len(names) > 2 * NAMED else ""
+    return f"the ranks differ: {said}{more}; start all of them with the same settings, dataset and versions"
+
+
+def unreachable(members: Mapping[int, Member]) -> str:
+    """What to say if a host announces its loopback to another host; else nothing."""
+    if len({member.network for member in members.values()}) < 2:
+        return ""
+    for rank, member in members.items():
+        if member.address == "lo" or member.address.startswith(("127.", "::1")):
+            peer, other = next(of for of in members.items() if of[1].network != member.network)
+            return (
+                f"rank {rank} (on {member.host}) would be reached at {member.address}, the loopback of its host, and "
+                f"rank {peer} (on {other.host}) at {other.address}; {_REMEDY}"
+            )
+    return ""
+
+
+def unconnected(rank: int, members: Mapping[int, Member]) -> str:
+    """What to say where all ranks have met, and this one cannot connect to another."""
+    own, elsewhere = members[rank], {of.address: of for of in members.values() if of.network != members[rank].network}
+    others = ", ".join(f"{address} ({of.host})" for address, of in list(elsewhere.items())[:NAMED])
+    where = f"; the others listen at {others}" if others else ""
+    return f"this rank listens at {own.address} ({own.host}){where}; {_REMEDY}"
+
+
+_REMEDY = (
+    "on each host set GLOO_SOCKET_IFNAME to the network interface at which the other hosts reach it, such as eth0 "
+    "(`ip address` lists them)"
+)
+
+
+def gloo_address() -> str:
+    """Where gloo listens: the interface that GLOO_SOCKET_IFNAME names, or what the host's name resolves to; if that is
+    no address of this host, the loopback."""
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return interface
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 3, 4, 5`."""
+    shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks)} in all)" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _network() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _members(group: dist.Store, world_size: int) -> dict[int, Member]:
+    found = json.loads(group.get("members"))
+    return {rank: Member.of(json.dumps(found[str(rank)]).encode()) for rank in range(world_size)}
+
+
+def _get(store: dist.Store, key: str, seconds: float) -> bytes:
+    store.wait([key], timedelta(seconds=seconds))
+    return store.get(key)
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value if len(value) <= 60 else f"{value[:57]}…"
