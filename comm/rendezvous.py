@@ -274,4 +274,4 @@ def _get(store: dist.Store, key: str, seconds: float) -> bytes:
 def _short(value: str | None) -> str:
     if value is None:
         return "absent"
-    return value if len(value) <= 60 else f"{value[:57]}…"
+    return value if len(value) <= 40 else f"{value[:37]}…"

@@ -148,7 +148,7 @@ class Dataset:
         if FILES_DIGESTS not in description:
             files = sorted(self.path.rglob("*.parquet"))
             description[FILES_DIGESTS] = {file.relative_to(self.path).as_posix(): file_digest(file) for file in files}
-        return dict(description)
+        return {name: of for name, of in description.items() if name != OWN_DIGEST}
 
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError if items.parquet is not as documented."""
