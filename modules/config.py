@@ -1,10 +1,12 @@
 """Settings of the model. Imports no torch, so that the command line starts fast."""
 
+import typing
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from logitmix.common.mappings import require, require_from
+from logitmix.common.mappings import classes_by_kind, require, require_from
 
 from .schema import USER
 
@@ -18,6 +20,7 @@ class SASRecConfig:
     """The user side, of kind "sasrec": causal self-attention over the history; the paper's settings are in appendix
     A."""
 
+    module = "logitmix.modules.encoders.sasrec:SASRec"
     kind: Literal["sasrec"] = "sasrec"
     """sasrec, hstu or pooled; the other settings are those of the kind."""
     blocks: int = 2
@@ -44,6 +47,7 @@ class HSTUConfig:
     """The user side, of kind "hstu": hierarchical sequential transduction units (Zhai et al., 2024), the stronger
     encoder."""
 
+    module = "logitmix.modules.encoders.hstu:HSTU"
     kind: Literal["hstu"] = "hstu"
     """sasrec, hstu or pooled; the other settings are those of the kind."""
     blocks: int = 4
@@ -71,6 +75,7 @@ class PooledConfig:
     """The user side, of kind "pooled": the mean of the history through an MLP, blind to its order (the paper's
     non-sequential setting)."""
 
+    module = "logitmix.modules.encoders.pooled:Pooled"
     kind: Literal["pooled"] = "pooled"
     """sasrec, hstu or pooled; the other settings are those of the kind."""
     hidden: int = 256
@@ -113,18 +118,20 @@ def _require_length(value: int) -> None:
 
 
 EncoderConfig = SASRecConfig | HSTUConfig | PooledConfig
-"""One class per kind of encoder."""
+"""One class per kind of encoder; others by `register`. `module` names the class that is built from the width and the
+configuration, so that reading settings imports no torch."""
 
 
 def sees_times(config: EncoderConfig) -> bool:
     """Whether the encoder needs the times of a packing's positions."""
-    return isinstance(config, HSTUConfig) and config.times
+    return bool(getattr(config, "times", False))
 
 
 @dataclass(frozen=True)
 class DotConfig:
     """phi(x, u), the similarity, of kind "dot": a dot product."""
 
+    module = "logitmix.modules.similarity.dot:Dot"
     kind: Literal["dot"] = "dot"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
@@ -140,6 +147,7 @@ class DotConfig:
 class MLPConfig:
     """phi(x, u), the similarity, of kind "mlp": a multilayer perceptron of query and item (appendix A)."""
 
+    module = "logitmix.modules.similarity.mlp:MLP"
     kind: Literal["mlp"] = "mlp"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     hidden: int = 512
@@ -156,6 +164,7 @@ class MLPConfig:
 class NeuMFConfig:
     """phi(x, u), the similarity, of kind "neumf": neural matrix factorization (appendix A)."""
 
+    module = "logitmix.modules.similarity.neumf:NeuMF"
     kind: Literal["neumf"] = "neumf"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     gmf_dim: int = 32
@@ -180,6 +189,7 @@ class DeepFMConfig:
     """phi(x, u), the similarity, of kind "deepfm": products of groups of query and item, and an MLP of them
     (appendix A, "FM")."""
 
+    module = "logitmix.modules.similarity.deepfm:DeepFM"
     kind: Literal["deepfm"] = "deepfm"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     query_components: int = 8
@@ -213,6 +223,7 @@ def _require_projection_hidden(value: int) -> None:
 class MoLConfig:
     """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
+    module = "logitmix.modules.similarity.mol:MoL"
     kind: Literal["mol"] = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
@@ -265,7 +276,7 @@ class MoLConfig:
 
 
 SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
-"""One class per kind of similarity; similarity/build.py has the modules."""
+"""One class per kind of similarity, as those of encoders."""
 
 
 @dataclass(frozen=True)
@@ -358,3 +369,27 @@ def without_user_component(config: ModelConfig) -> ModelConfig:
 def has_user_component(config: ModelConfig) -> bool:
     """Whether the user's id is one of the query's components."""
     return isinstance(config.similarity, MoLConfig) and config.similarity.user_component
+
+
+Part = Literal["encoder", "similarity"]
+"""Parts of a model that have kinds."""
+
+
+def register(part: Part, config: Any) -> None:
+    """Adds a kind that another package defines, by the class of its settings, as docs/extending.md describes. To be
+    called before settings are read, in every process: entry points of the groups logitmix.encoder and
+    logitmix.similarity are registered by themselves. ValueError for a kind that there is already."""
+    known = ModelConfig.__annotations__[part]
+    if classes_by_kind(known).get(config.kind, config) is not config:
+        raise ValueError(f"there is a {part} of kind {config.kind} already; {config.__name__} needs another kind")
+    ModelConfig.__annotations__[part] = known | config
+
+
+def kinds_of(part: Part) -> Any:
+    """The union of the classes of all kinds, registered ones too."""
+    return typing.get_type_hints(ModelConfig)[part]
+
+
+for _part in typing.get_args(Part):
+    for _entry in entry_points(group=f"logitmix.{_part}"):
+        register(_part, _entry.load())

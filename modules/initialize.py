@@ -1,12 +1,60 @@
 """Initial weights of the dense part."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def initialized(build: Callable[[], M], generator: torch.Generator) -> M:
+    """The module that `build` makes on the CPU, with the initial weights of its `reset_parameters`. They depend on the
+    generator alone: layers that `reset_parameters` leaves as they are, such as an nn.GRU, keep what their constructors
+    drew, from the generator's seed.
+
+    Raises ValueError that names a parameter or buffer that nothing has filled.
+    """
+    with torch.random.fork_rng(devices=[]), _marked_memory():
+        torch.default_generator.manual_seed(generator.initial_seed())
+        module = build()
+        cast(Any, module).reset_parameters(generator)
+    for name, weight in module.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"parameter {name} was not initialized, or not to finite numbers: {_MENDED}")
+    for name, buffer in module.named_buffers():
+        if _has_marks(buffer):
+            raise ValueError(f"buffer {name} was not initialized: {_MENDED}")
+    return module
+
+
+_MENDED = "its module must fill it in its constructor or in reset_parameters"
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """Tensors made without values are full of NaN, whole numbers of the largest of their type."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _has_marks(buffer: Tensor) -> bool:
+    """Buffers may hold infinity, as masks of attention do, and the largest whole number beside others. Small types and
+    truth values may be full of theirs."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return buffer.dtype in (torch.int32, torch.int64) and bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def reset_layers(module: nn.Module, generator: torch.Generator) -> None:
-    """Xavier for the matrices of all linear layers within, zero biases, unit norm weights; drawn in the modules'
-    order."""
+    """Xavier for the matrices of all linear layers within, zero biases, unit norm weights; drawn in the modules' order.
+    Other layers are left as their constructors made them."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight, generator=generator)

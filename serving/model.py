@@ -40,6 +40,9 @@ def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Ten
     """The tower with these weights, without a copy, on their device."""
     tower = _empty_tower(config, schema)
     tower.load_state_dict(weights, assign=True)
+    if any(buffer.is_meta for buffer in tower.buffers()):  # those that are not saved, but made by constructors
+        tower = Tower(config, schema)
+        tower.load_state_dict(weights, assign=True)
     return tower.requires_grad_(False).eval()
 
 

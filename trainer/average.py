@@ -15,7 +15,8 @@ EVERY_STEP, INTERVAL = 100, 10
 
 
 class MovingAverage:
-    """The exponential moving average of the tower and of this rank's shards of the tables, in FP32.
+    """The exponential moving average of the tower's parameters and of this rank's shards of the tables, in FP32; the
+    tower's buffers are those of the latest step.
 
     With the weights θ_s after step s, from 1, it is a_s = d_s a_(s-1) + (1 - d_s) θ_s, where d_s is (s - 1) / (s + 8)
     or the configured decay, whichever is less. So nothing of the initial weights is in it, and at first the mean age of
@@ -30,6 +31,7 @@ class MovingAverage:
         self.tables = {
             name: with_shards(table, [each.float().clone() for each in _held(table)]) for name, table in tables.items()
         }
+        self._buffers = [*zip(self.tower.buffers(), tower.buffers(), strict=True)]
         self._pairs: list[tuple[Tensor, Tensor]] = [*zip(self.tower.parameters(), tower.parameters(), strict=True)]
         for name, table in tables.items():
             self._pairs += zip(_held(self.tables[name]), _held(table), strict=True)
@@ -43,6 +45,8 @@ class MovingAverage:
         decay = min(self.decay, (steps - 1) / (steps + 8)) ** interval
         for average, weight in self._pairs:
             average.mul_(decay).add_(weight, alpha=1 - decay)
+        for copied, buffer in self._buffers:
+            copied.copy_(buffer)
 
 
 def _held(table: ShardedTensor) -> list[Tensor]:

@@ -22,13 +22,6 @@ HOLDINGS = "## This directory\n"
 """Heading of the last section, the one that changes when items are added."""
 _SPEED = ("step", "examples_per_second", "seconds")
 """Numbers of results.json that are no metrics."""
-_KINDS = {
-    "dot": "dot product",
-    "mlp": "multilayer perceptron",
-    "neumf": "neural matrix factorization",
-    "deepfm": "deep factorization machine",
-    "mol": "mixture of logits",
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def _head(about: About) -> str:
         f"# {_code(about.source.run)}\n\n"
         f"A retrieval model, trained with logitmix on the dataset {_code(about.source.dataset)}: it takes a user's "
         f"history and ranks the items by what comes next. The encoder is {encoder} over the last "
-        f"{model.encoder.max_length} items, of width {model.dim}; the similarity is a {_KINDS[similarity]}.{stage1}\n"
+        f"{model.encoder.max_length} items, of width {model.dim}; the similarity is of kind {similarity}.{stage1}\n"
     )
 
 

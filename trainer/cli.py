@@ -25,6 +25,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
 
 from logitmix.common.mappings import class_of_kind, nearest, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
+from logitmix.modules.config import kinds_of
 from logitmix.trainer.config import (
     BESIDE,
     KINDS,
@@ -487,12 +488,12 @@ def _words_of_refit(words: list[str]) -> list[str]:
 def _with_kinds(config: Config, words: list[str]) -> Config:
     """The recipe with the kinds of similarity and encoder in `words`: which settings exist depends on them."""
     kinds: dict[str, Any] = {}
-    for name, union in KINDS.items():
+    for name, part in KINDS.items():
         prefix = f"--{name.removesuffix('kind')}"
         flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
         settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
         kinds[name] = _last_value(words, f"--{name}") or flatten(config)[name]
-        class_of_kind(union, kinds[name], settings, prefix.strip("-."))
+        class_of_kind(kinds_of(part), kinds[name], settings, prefix.strip("-."))
     return with_settings(config, kinds)
 
 

@@ -20,7 +20,7 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
-from logitmix.modules.config import EncoderConfig, ModelConfig, SimilarityConfig, without_user_component
+from logitmix.modules.config import ModelConfig, Part, kinds_of, without_user_component
 from logitmix.trainer.schedule import ScheduleName
 
 
@@ -226,8 +226,8 @@ class EvaluateConfig:
             )
 
 
-KINDS = {"model.similarity.kind": SimilarityConfig, "model.encoder.kind": EncoderConfig}
-"""Settings that name a kind, on which the other settings of their section depend."""
+KINDS: Mapping[str, Part] = {"model.similarity.kind": "similarity", "model.encoder.kind": "encoder"}
+"""Settings that name a kind, on which the other settings of their section depend, and the part that has the kinds."""
 STARTED = ("model", "tables", "dense", "train", "evaluate")
 """Sections whose settings may differ in the run that is trained first."""
 
@@ -407,8 +407,8 @@ def with_settings(config: Config, settings: Mapping[str, Any], source: str = "se
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
-        if union := KINDS.get(name.removeprefix("start.")):
-            for other in set(node) - names_of_kind(union, value):
+        if part := KINDS.get(name.removeprefix("start.")):
+            for other in set(node) - names_of_kind(kinds_of(part), value):
                 del node[other]
         node[key] = list(value) if isinstance(value, tuple) else value
     return from_mapping(Config, tree, source)

@@ -24,12 +24,16 @@ from logitmix.trainer.sharded_rows import ShardedRows
 
 @dataclass(frozen=True)
 class Embedder:
-    """Every method is collective: each rank asks for its own items or users, or for none."""
+    """Every method is collective: each rank asks for its own items or users, or for none. The tower is in evaluation
+    mode from then on."""
 
     tower: Tower
     tables: Mapping[str, ShardedRows]
     columns: Mapping[Owner, Mapping[str, Column]] = field(default_factory=dict)
     """The dataset's features, by owner and name; not read if the tower uses none."""
+
+    def __post_init__(self) -> None:
+        self.tower.eval()
 
     @property
     def ranks(self) -> Ranks:

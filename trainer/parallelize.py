@@ -26,6 +26,7 @@ from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import nearest
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
+from logitmix.modules.initialize import initialized
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema, Table
@@ -78,6 +79,8 @@ class ParallelModel:
 
     def loss(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """The tower's losses, from the rows [V, D] of each table; autocast as configured."""
+        if not self.tower.training:  # after an evaluation
+            self.tower.train()
         with autocast(self.config, self.ranks.device):
             return self.replicated(rows, batch)
 
@@ -101,7 +104,8 @@ class ParallelModel:
 def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     """Plans, shards, attaches the codecs, initializes and replicates a model that uses the features of the dataset's
     `schema` named in `model.features`. The weights depend only on the seed. Raises ValueError for settings of an
-    unknown table, settings that the device does not support, and settings that leave the planner no room.
+    unknown table, settings that the device does not support, settings that leave the planner no room, and weights that
+    a module leaves without initial values.
     """
     model, embedded = unsharded(schema, config, ranks.device)
     plans = plan_tables(embedded, config, Devices.of(ranks), ranks.group)
@@ -116,8 +120,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
     cuts = LookupCuts(cast(Any, collections.values())) if config.train.clip else None
 
-    tower = model.tower.to_empty(device="cpu")
-    tower.reset_parameters(torch.Generator().manual_seed(derive_key("tower", config.train.seed)))
+    generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
+    tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
     replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
     if ranks.device.type == "cpu":

@@ -17,6 +17,7 @@ from logitmix.comm.collectives import agreed, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.modules.batch import Bags
 from logitmix.modules.config import ModelConfig
+from logitmix.modules.initialize import initialized
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
@@ -57,10 +58,7 @@ def _seconds_a_step(config: ModelConfig, batches: TrainingBatches) -> tuple[floa
     """CPU seconds for this rank's loss and gradients, in FP32 and in BF16: the minimum over its first batches, which
     the machine's other work disturbs least."""
     generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        tower = Tower(config, batches.schema)
-    tower = tower.to_empty(device="cpu")
-    tower.reset_parameters(generator)
+    tower = initialized(lambda: Tower(config, batches.schema), generator)
     losses, parameters = SampledLosses(tower), list(tower.parameters())
     # BF16 first, so that the slow first pass does not count in its favor.
     spent: dict[str, list[float]] = {"bf16": [], "fp32": []}

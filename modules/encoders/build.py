@@ -1,19 +1,14 @@
 """Configuration -> encoder."""
 
-from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from logitmix.common.mappings import classes_by_kind
-
 from ..batch import Packing
 from ..config import EncoderConfig
 from ..noise import Noise
-from .hstu import HSTU
-from .pooled import Pooled
-from .sasrec import SASRec
 
 
 class Encoder(Protocol):
@@ -26,10 +21,5 @@ class Encoder(Protocol):
         """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise."""
 
 
-MODULES: dict[str, Callable[[int, Any], Encoder]] = {"sasrec": SASRec, "hstu": HSTU, "pooled": Pooled}
-"""By kind: the class, built from a width and a configuration of that kind."""
-assert MODULES.keys() == classes_by_kind(EncoderConfig).keys()
-
-
 def build_encoder(dim: int, config: EncoderConfig) -> Any:
-    return MODULES[config.kind](dim, config)
+    return resolve_name(config.module)(dim, config)
