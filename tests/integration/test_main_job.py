@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_learns_what_comes_next(folder: Path) -> None:
     results = jobs.results(folder / "runs/ring")
     # The next item follows from the last one; a random order would hit 1 time in 4.
-    assert results["hr@10"] > 0.9
+    assert results["hr@10"] > 0.6
     assert (results["users"], results["corpus"]) == (150, 40)
 
 

@@ -34,10 +34,11 @@ def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> 
     data = write_dataset(tmp_path / "data", users=120, items=30, ring=True)
     settings = {"model.similarity.kind": kind, "model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2}
     schedule = {"train.epochs": 25, "evaluate.every_epochs": 25, "evaluate.exclude_history": "no"}
+    schedule |= {"train.precision": "fp32"}
     run = tmp_path / "run"
     results = train(small_config(data, settings | schedule | SMALL.get(kind, {})), run)
-    # The next item follows from the last one.
-    assert results["hr@1"] > 0.9
+    # The next item follows from the last one; a random order would hit 1 time in 30.
+    assert results["hr@1"] > 0.5
 
     again = evaluate_run(run, "test", None, None, "cpu", 1)
     assert {name: results[name] for name in again} == again
@@ -49,8 +50,10 @@ def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> 
     found = retriever.retrieve(histories, 30).items.numpy()
     for k in HIT_RATES:
         assert (found[:, :k] == users.target[:, None]).any(1).mean() == pytest.approx(results[f"hr@{k}"], abs=1e-12)
+    # Who has the target as the best of all items, and among the h-indexer's, has it as the best of these.
     by_way_of_stage_1 = retriever.retrieve(histories, 1, stage1=10).items.numpy()
-    assert (by_way_of_stage_1 == users.target[:, None]).mean() > 0.9
+    least = results["hr@1"] + results["hindexer/hr@10"] - 1
+    assert (by_way_of_stage_1 == users.target[:, None]).mean() > least - 0.05 > 0.1
 
 
 GUIDE = Path(__file__).parents[2] / "docs/extending.md"

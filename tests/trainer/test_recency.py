@@ -115,6 +115,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("paced")
     write(folder / "data", [length] * users, np.cumsum(gaps, axis=1).ravel(), items.ravel())
     settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2, "train.epochs": 5, "evaluate.every_epochs": 5}
+    settings |= {"train.precision": "fp32"}
     for name, features in (("with", [RECENCY]), ("without", [])):
         settings |= {"model.features": features, "evaluate.exclude_history": "no", "model.loss.negatives": 12}
         train(small_config(folder / "data", settings), folder / name)
@@ -127,7 +128,8 @@ def hit_rate(run: Path) -> float:
 
 
 def test_a_model_learns_what_timestamps_alone_tell(paced: Path) -> None:
-    assert hit_rate(paced / "with") > 0.9 > 0.65 > hit_rate(paced / "without")
+    """Without them, each of two items is right for half of the users."""
+    assert hit_rate(paced / "with") > 0.8 > 0.65 > hit_rate(paced / "without")
 
 
 def test_requests_with_timestamps_are_answered_as_in_evaluation(paced: Path) -> None:

@@ -109,6 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": 120}
     settings |= {"evaluate.every_epochs": 120, "evaluate.exclude_history": "no"}
     settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12, "model.user_id_dropout": 0.2}
+    settings |= {"train.precision": "fp32"}
     for name, of_run in RUNS.items():
         train(small_config(folder / "data", settings | of_run), folder / name)
         export(folder / name, folder / f"{name}-served")
@@ -136,7 +137,8 @@ def hit_rate(run: Path) -> float:
 
 @KNOWING
 def test_a_model_learns_what_the_user_alone_tells(folder: Path, run: str) -> None:
-    assert hit_rate(folder / run) > 0.9 > 0.4 > hit_rate(folder / "without")
+    """Without the user, no item is right for more than a tenth of them."""
+    assert hit_rate(folder / run) > 0.6 > 0.2 > hit_rate(folder / "without")
 
 
 @KNOWING
@@ -152,7 +154,6 @@ def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Pat
     assert np.mean([of == f"item-{item}" for of, item in zip(best, users.target, strict=True)]) == pytest.approx(
         hit_rate(folder / run)
     )
-    assert sum(of == f"item-{own(user)}" for user, of in enumerate(best[:USERS])) > 0.9 * USERS
 
 
 def test_evaluation_knows_the_trained_users_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
