@@ -10,7 +10,7 @@ Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetched, path_of
-from logitmix.modules.schema import Feature, Owner, Schema
+from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
@@ -35,9 +35,10 @@ from logitmix.trainer.tensor_files import BLOCK_BYTES
 
 
 def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
-    """Gives the model the weights of the best checkpoint of `run`, and returns a line that describes them. Collective.
-    Raises ValueError on every rank if `run` is not a run directory or has no intact checkpoint, if its dataset is
-    missing or changed, if its weights do not fit, or if it was trained on what is held out now.
+    """Gives the model the weights of the best checkpoint of `run`, and returns what to say of them: a line, and one for
+    each table of which few rows could be matched. Collective. Raises ValueError on every rank if `run` is not a run
+    directory or has no intact checkpoint, if its dataset is missing or changed or has none of the items, if its weights
+    do not fit, or if it was trained on what is held out now.
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
@@ -64,9 +65,9 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
     added = ", ".join(said for before, now in of_owners for said in now if said not in before)
-    return f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}" + (
-        f"; new features: {added}" if added else ""
-    )
+    said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
+    unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, totals), model.ranks)
+    return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
@@ -221,6 +222,44 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
                 shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
             counts[name] += int((old_R >= 0).sum()) if column == 0 else 0
     return counts
+
+
+FEW = 0.5
+"""Share of the smaller of two tables below which the values that they have in common are called few."""
+
+
+def _unlike(run: Path, saved: SavedModel, dataset: Dataset, totals: Mapping[str, tuple[int, int]]) -> list[str]:
+    """A line for each table that has few values in common with the other run's, which are spelled in another way
+    perhaps; ValueError if no item is in common. `totals`: of each table, the matched rows, and all."""
+    lines, before, schema = [], path_of(saved.config.data.path), read_schema(run)
+    rows_before = {table.name: table.rows for table in saved.tower.schema.tables}
+    for name, (matched, rows) in totals.items():
+        # The row of unknown values is in every table.
+        common, own = matched - 1, rows - 1
+        if name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
+            continue
+        here = partial(stored_values, dataset.path, dataset.schema, name)
+        there = partial(stored_values, before, schema, name)
+        what = "id" if name in (ITEM, USER) else "value"
+        examples = f"a new {what}: {_first_new(here(), there)!r}, one of the other run: {_first_new(there(), here)!r}"
+        if name == ITEM and not common:
+            raise ValueError(
+                f"{run} has none of the {own:,} items of {dataset.path} ({examples}); spell ids as {before} does, or "
+                "train without a warm start"
+            )
+        count = f"{common:,} of {own:,} {what}s are those" if common else f"none of {own:,} {what}s is one"
+        lines.append(f"warm start: table {name}: {count} of the other run ({examples}); the rest starts as in any run")
+    return lines
+
+
+def _first_new(values: Iterator[pa.Array], known: Callable[[], Iterator[pa.Array]]) -> str:
+    """The first value that is not known and is not "", cut to 40 letters."""
+    for array in values:
+        named = array.filter(pc.not_equal(array, ""))
+        new_N = np.flatnonzero(_places(pa.chunked_array([named]), known()) < 0)
+        if len(new_N):
+            return str(named[int(new_N[0])])[:40]
+    return ""
 
 
 def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArray:

@@ -1,6 +1,6 @@
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -316,6 +316,60 @@ def with_features(path: Path, features: Sequence[Feature]) -> Path:
     )
     writer.write_dataset(path, contents, "demo")
     return path
+
+
+def renamed(path: Path, file: str, column: str, spelled: Callable[[int, str], str]) -> None:
+    """Spells the values of a dataset's file in another way, by place."""
+    values = pq.read_table(path / file)[column].to_pylist()
+    rename(path / file, column, [value and spelled(place, value) for place, value in enumerate(values)])
+
+
+@pytest.mark.parametrize("kept", [0, 3, 25, 50])
+def test_items_of_other_ids_are_refused_or_said(tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where a column of whole numbers is read as floats."""
+    first, new = tmp_path / "first", forget_digests(write_dataset(tmp_path / "new"))
+    train(small_config(write_dataset(tmp_path / "old"), {"train.epochs": 1}), first)
+    renamed(new, "items.parquet", "raw_id", lambda place, value: value if place < kept else f"{value}.0")
+    warm, second = small_config(new, TINY_STEPS | {"warm_start": str(first), "train.epochs": 1}), tmp_path / "second"
+    examples = f"(a new id: 'item-{kept}.0', one of the other run: 'item-{kept}')"
+    if not kept:
+        with pytest.raises(ValueError) as raised:
+            train(warm, second)
+        assert str(raised.value) == (
+            f"{first} has none of the 50 items of {new} {examples}; spell ids as {tmp_path / 'old'} does, or train "
+            "without a warm start"
+        )
+        assert not second.exists()
+        return
+    train(warm, second)
+    said = f"warm start: table item: 3 of 50 ids are those of the other run {examples}; the rest starts as in any run\n"
+    assert (said in capsys.readouterr().err) == (kept == 3)
+
+
+def test_users_and_values_of_features_that_are_others_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be new, all of them, and the items are not."""
+    old, new = (forget_digests(write_dataset(tmp_path / name, features=True)) for name in ("old", "new"))
+    renamed(new, "vocabularies/brand.parquet", "value", lambda place, value: value.upper())
+    renamed(new, "vocabularies/tags.parquet", "value", lambda place, value: value if place == 2 else f" {value}")
+    for path, first in ((old, "u"), (new, "v")):
+        (sequences,) = (path / "sequences").iterdir()
+        table = pq.read_table(sequences)
+        names = pa.array([f"{first}{user}" for user in range(len(table))])
+        pq.write_table(table.append_column("raw_user_id", names), sequences)
+    settings = {"model.features": ["all", "user"], "train.epochs": 1}
+    train(small_config(old, settings), tmp_path / "first")
+    warm = small_config(new, settings | TINY_STEPS | {"warm_start": str(tmp_path / "first")})
+    train(warm, tmp_path / "second")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start: ")]
+    assert [line.partition("; the rest")[0] for line in said] == [
+        "warm start: table brand: none of 6 values is one of the other run (a new value: 'BRAND-1', one of the other "
+        "run: 'brand-1')",
+        "warm start: table tags: 1 of 10 values are those of the other run (a new value: ' tags-1', one of the other "
+        "run: 'tags-1')",
+        "warm start: table user: none of 60 ids is one of the other run (a new id: 'v0', one of the other run: 'u0')",
+    ]
 
 
 def test_a_dataset_that_was_prepared_anew_is_refused(tmp_path: Path) -> None:
