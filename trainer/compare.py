@@ -53,6 +53,7 @@ from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.memory import set_up_memory
 from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import (
+    beside_baselines,
     checkpoint_paths,
     evaluations_since_best,
     read_config,
@@ -290,6 +291,11 @@ def _finish(
     tested = with_intervals(ranks, reference)
     rows = [row | tested[row["method"]] for row in rows]
     rows.sort(key=lambda row: -row["validation"][CHOICE])
+    value = {name: means(rank_U) for name, rank_U in ranks.items()}
+    others = {f"{name}/{metric}": of for name in simple for metric, of in value[name].items()}
+    beside = {
+        LABELS[name]: beside_baselines(value[name] | others, {of: LABELS[of] for of in simple}) for name in learned
+    }
     found = {
         "dataset": shown(dataset.path),
         "minutes": minutes,
@@ -297,6 +303,7 @@ def _finish(
         "items": dataset.num_items,
         "reference": reference,
         "left_out": list(left_out),
+        "beside": [f"{name} on the test part: {line}" for name, line in beside.items()],
         "verdict": verdict(rows, reference),
         "methods": rows,
     }
@@ -410,7 +417,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """The table, best on validation first, what is left out, and the verdict."""
+    """The table, best on validation first, what is left out, where the learned methods are ahead of the best simple one
+    and where behind, and the verdict."""
     title = (
         f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
         f"{_minutes(found['minutes'])} a method"
@@ -432,7 +440,8 @@ def as_text(found: Mapping[str, Any]) -> str:
         )
     text = io.StringIO()
     Console(width=WIDTH, file=text).print(table)
-    lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in (*found["left_out"], found["verdict"])]
+    said = (*found["left_out"], *found["beside"], found["verdict"])
+    lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in said]
     return text.getvalue() + "\n".join(lines) + "\n"
 
 

@@ -27,6 +27,7 @@ from logitmix.trainer.precision import choose_precision
 from logitmix.trainer.processes import Stopped, require_threads
 from logitmix.trainer.run import (
     RunProgress,
+    beside_baselines,
     checkpoint_paths,
     epochs_of_refit,
     evaluations_since_best,
@@ -117,6 +118,8 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         if config.train.projector:
             write_projector(run, dataset, model)
         if ranks.rank == 0:
+            if line := beside_baselines(results):
+                print(f"test: {line}", file=sys.stderr)
             write_results(run, results)
             write_results_to_board(run, config, results)
         finished = "the run is finished there, and the same command uploads it"

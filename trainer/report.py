@@ -17,7 +17,15 @@ import numpy as np
 from logitmix.common.files import write_whole
 from logitmix.common.storage import shown
 from logitmix.trainer.config import BESIDE, Config, flatten
-from logitmix.trainer.run import read_config, read_description, read_results, read_rows, refit_path, start_path
+from logitmix.trainer.run import (
+    beside_baselines,
+    read_config,
+    read_description,
+    read_results,
+    read_rows,
+    refit_path,
+    start_path,
+)
 
 COLORS = 8
 """Number of colors; further runs reuse them."""
@@ -161,7 +169,12 @@ def _results(runs: Sequence[Run]) -> str:
     if refits := sorted(shown(path) for path in others if (path / "results.json").exists()):
         note += f" The refit, which exports and evaluate take, is a run of its own: {escape(', '.join(refits))}."
     heads = ["metric", *_names(runs), *(heading for heading, _ in baselines)]
-    return _section("Test metrics", f"<p>{note}</p>" + _table(heads, rows))
+    beside = "".join(
+        f"<p>{name}{': ' * (len(runs) > 1)}{escape(line)}.</p>"
+        for name, run in zip(_names(runs), runs, strict=True)
+        if (line := beside_baselines(run.results))
+    )
+    return _section("Test metrics", f"<p>{note}</p>{beside}" + _table(heads, rows))
 
 
 def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:

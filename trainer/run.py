@@ -55,7 +55,7 @@ from logitmix.common.files import (
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import fetched_run, is_copy, push, shown
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, dump_toml, flatten, load_toml, with_settings, with_start
+from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, load_toml, with_settings, with_start
 from logitmix.trainer.data.dataset import Dataset
 
 DIGESTS = "digests.json"
@@ -504,6 +504,21 @@ def still_rising(run: Path, metric: str) -> str:
         f"{last + 1} of {len(values)} evaluations): longer training (--train.epochs, --train.minutes) may give better "
         "results"
     )
+
+
+def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = BASELINES) -> str:
+    """One line that says at which k a model's hit rate is above that of the better baseline, and at which below; empty
+    where there are no baselines. `results` has hr@10 and, for the baselines that `labels` names, item_knn/hr@10."""
+    said: dict[str, list[str]] = {}
+    for metric, own in results.items():
+        there = {name: results[f"{name}/{metric}"] for name in labels if f"{name}/{metric}" in results}
+        if not metric.startswith("hr@") or not there:
+            continue
+        best = max(there, key=lambda name: there[name])
+        how = "ahead of" if own > there[best] else "behind" if own < there[best] else "level with"
+        figures = f" ({own:.4f} < {there[best]:.4f})" if how == "behind" else ""
+        said.setdefault(f"{how} {labels[best]}", []).append(metric + figures)
+    return "; ".join(f"{how} at {', '.join(metrics)}" for how, metrics in sorted(said.items()))
 
 
 def write_plan(run: Path, plan: Mapping[str, Any]) -> None:

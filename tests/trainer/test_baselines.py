@@ -19,6 +19,7 @@ from logitmix.trainer.data.batches import HeldOut, Split, leave_one_out, ranking
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluate import Evaluation
 from logitmix.trainer.ranking import NOT_SERVED
+from logitmix.trainer.run import beside_baselines
 
 
 @pytest.fixture
@@ -135,6 +136,17 @@ def test_they_are_named_in_the_results_unless_switched_off(tmp_path: Path) -> No
         found, none = (Evaluation(of, dataset, ranks).baselines("test") for of in (config, off))
     assert {f"{name}/{of}" for name in ("popularity", "item_knn") for of in ("hr@10", "mrr")} <= set(found)
     assert none == {}
+
+
+def test_a_model_is_set_beside_the_better_baseline_at_each_k() -> None:
+    results = {"hr@1": 0.2, "hr@10": 0.3, "hr@50": 0.4, "hr@100": 0.5, "hr@500": 0.6, "ndcg@10": 0.1, "mrr": 0.1}
+    results |= {f"item_knn/{name}": of for name, of in zip(results, (0.1, 0.2, 0.41, 0.5, 0.55, 1, 1), strict=True)}
+    results |= {"popularity/hr@1": 0.0, "popularity/hr@10": 0.3, "popularity/hr@500": 0.7, "peeked/hr@1": 1.0}
+    assert beside_baselines(results) == (
+        "ahead of item-kNN at hr@1; behind item-kNN at hr@50 (0.4000 < 0.4100); behind popularity at hr@500 "
+        "(0.6000 < 0.7000); level with item-kNN at hr@100; level with popularity at hr@10"
+    )
+    assert beside_baselines({"hr@1": 0.2, "peeked/hr@1": 1.0, "step": 3}) == ""
 
 
 def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(

@@ -334,6 +334,8 @@ def test_two_ranks_return_the_same(tmp_path: Path) -> None:
     """Two runs, one after another, in one group."""
     first, second = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
     assert first == second
+    assert [line.partition(": ")[0] for line in first["beside"]] == ["dot on the test part", "HSTU on the test part"]
+    assert all(" at hr@" in line for line in first["beside"])
     assert len(first["methods"]) == 5 and json.loads((tmp_path / "out" / "compare.json").read_text()) == first
 
 

@@ -12,6 +12,7 @@ from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
 from logitmix.trainer.report import POINTS, Run, chart, thinned, ticks, wilson, write_report
+from logitmix.trainer.run import beside_baselines
 
 
 def parsed(out: Path) -> ElementTree.Element:
@@ -45,8 +46,10 @@ def training_row(step: int, **more: Any) -> dict[str, Any]:
 def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = train(small_config(write_dataset(tmp_path / "data")), tmp_path / "run")
     cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
-    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    line, said = beside_baselines(results), capsys.readouterr()
+    assert said.out == f"{tmp_path / 'page.html'}\n"
     page = parsed(tmp_path / "page.html")
+    assert line and f"test: {line}\n" in said.err and any(text.endswith(f"{line}.") for text in texts(page, "p"))
     sections = texts(page, "h2")
     assert sections[:3] == ["Test metrics", "Curves", "Popularity of what is recommended"]
     assert sections[3:] == ["Time of a step", "The wire", "Use of MoL's components", "Configuration"]
