@@ -1,7 +1,8 @@
 """Signs of life of all ranks, so that a rank that waits in vain can say for whom.
 
 A thread of each rank counts up its entry in the group's store. When a collective has timed out, the ranks whose entries
-stand still are stopped, hung or gone. Their clocks need not agree.
+stand still are stopped, hung or gone. Their clocks need not agree. Where ranks may wait for each other without a time
+limit, each also watches the next one.
 """
 
 import os
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,31 +24,45 @@ LISTENS = 2.5
 """Seconds in which a living rank gives at least one."""
 ANSWERS = 1.5
 """Seconds in which the store answers more than once."""
+SILENT = 30.0
+"""Seconds without a sign after which a rank that is watched is asked for: long, because a thread gives none while
+another one holds the interpreter's lock."""
 
 
 class Heartbeat:
     """This rank's signs of life, from `start` to `stop`, and those of the others. One rank needs none."""
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
-        """`store`: a connection of its own, for the process group waits in the one that it has."""
-        self.store, self.rank, self.world_size = store, rank, world_size
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int, first_host: str = "") -> None:
+        """`store`: a connection of its own, for the process group waits in the one that it has. `first_host`: the host
+        of rank 0."""
+        self.store, self.rank, self.world_size, self.first_host = store, rank, world_size, first_host
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._beats = 0
+        self._since = 0
+        """Beats of this rank since the last one of the rank that it watches."""
 
-    def start(self) -> None:
+    def start(self, lost: Callable[[str], object] | None = None) -> None:
+        """`lost` is called, in a thread, with a line that names a rank that has given no sign for SILENT."""
         if self.store:
             self._thread = threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True)
             self._thread.start()
+            if lost:
+                self._watcher = threading.Thread(target=self._watch, args=(lost,), name="watch", daemon=True)
+                self._watcher.start()
 
     def stop(self) -> None:
-        """Ends the thread, which could abort the process if it came back from the store while Python shuts down."""
+        """Ends the threads, which could abort the process if they came back from the store while Python shuts down."""
         self._ended.set()
-        if self._thread:
-            self._thread.join(ANSWERS)
+        for thread in (self._thread, self._watcher):
+            if thread and thread is not threading.current_thread():
+                thread.join(ANSWERS)
 
-    def who_is_missing(self) -> str:
+    def who_is_missing(self, seconds: float = 0) -> str:
         """The ranks that give no sign of life, for a sentence; "" if all do, or nobody can tell. Takes LISTENS and
-        ANSWERS. Those of this launcher on this host are killed: it would wait for them in vain."""
+        ANSWERS, and says that they have given none for `seconds`, if that is more. Those of this launcher on this host
+        are killed: it would wait for them in vain."""
         if self.store is None:
             return ""
         before = after = self._entries(self.store)
@@ -55,7 +71,7 @@ class Heartbeat:
             after = self._entries(self.store)
         if before is None or after is None:
             self._thread = None  # hangs in the store too: `stop` would wait for it in vain
-            return "rank 0, or what keeps the store of the job, does not answer"
+            return f"rank 0 (on {self.first_host}), or what keeps the store of the job, does not answer"
         silent = [rank for rank in range(self.world_size) if rank != self.rank and after[rank] == before[rank]]
         if not silent:
             return ""
@@ -66,15 +82,32 @@ class Heartbeat:
         if never == silent:
             return f"{ranks} never came"
         hosts = sorted({after[rank].split()[0] for rank in silent if after[rank]})
-        return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {LISTENS:g} s"
+        return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {max(seconds, LISTENS):g} s"
 
     def _beat(self, store: dist.Store) -> None:
-        count = 0
+        watched, before = f"alive/{(self.rank + 1) % self.world_size}", b""
         with suppress(RuntimeError):  # the store is gone, and so is the job
             while not self._ended.is_set():
-                store.set(f"alive/{self.rank}", f"{socket.gethostname()} {os.getpid()} {os.getppid()} {count}")
-                count += 1
+                store.set(f"alive/{self.rank}", f"{socket.gethostname()} {os.getpid()} {os.getppid()} {self._beats}")
+                if self._watcher and store.check([watched]):
+                    last, before = before, store.get(watched)
+                    self._since = self._since + 1 if before == last else 0
+                self._beats += 1
                 self._ended.wait(INTERVAL)
+            return
+        self._ended.set()
+
+    def _watch(self, lost: Callable[[str], object]) -> None:
+        # Signs are counted, not seconds: after a pause of all ranks, none is missing.
+        before, stuck, patience = -1, 0, SILENT / INTERVAL
+        while not self._ended.wait(INTERVAL):
+            stuck, before = stuck + 1 if self._beats == before else 0, self._beats
+            if max(stuck, self._since) < patience:
+                continue
+            if missing := self.who_is_missing(SILENT):
+                lost(f"rank {self.rank} waits for the others no longer: {missing}")
+                return
+            stuck = self._since = 0
 
     def _entries(self, store: dist.Store) -> dict[int, str] | None:
         """Every rank's entry, "" where it has none; None if the store does not answer: the thread that waits for a

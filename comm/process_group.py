@@ -50,12 +50,16 @@ LATE = 3.0
 
 @contextmanager
 def process_group(
-    device: Literal["auto", "cpu", "cuda"], timeout_seconds: int, facts: Mapping[str, str] | None = None
+    device: Literal["auto", "cpu", "cuda"],
+    timeout_seconds: int,
+    facts: Mapping[str, str] | None = None,
+    lost: Callable[[str], object] | None = None,
 ) -> Iterator[Ranks]:
     """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
 
     `timeout_seconds` bounds every collective, and the rendezvous unless RENDEZVOUS is longer. `facts`, by name, must be
-    equal on all ranks. After an error the group is aborted rather than drained, so that this rank does not wait for one
+    equal on all ranks. Where that is long, `lost` is called, in a thread, with a line that names a rank that is stopped
+    or gone. After an error the group is aborted rather than drained, so that this rank does not wait for one
     that is gone; the others notice when this process exits.
 
     Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, and on
@@ -70,7 +74,7 @@ def process_group(
     _end_groups_before_the_interpreter()
     shape = {"device": chosen.type, "WORLD_SIZE": str(place.world_size), "processes of the host": place.local_size}
     store, heartbeat, members = _store(place, max(timeout, RENDEZVOUS), shape | dict(facts or {}))
-    heartbeat.start()
+    heartbeat.start(lost)
     try:
         with _loopback_only() if place.one_host else nullcontext():
             since = time.monotonic()
@@ -84,20 +88,20 @@ def process_group(
                 )
             except RuntimeError as error:
                 waited = time.monotonic() - since
-                lost = heartbeat.who_is_missing() or unconnected(place.rank, members)
+                why = heartbeat.who_is_missing() or unconnected(place.rank, members)
                 raise LostRank(
-                    f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {lost} ({first_line(error)})"
+                    f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {why} ({first_line(error)})"
                 ) from None
             group = dist.group.WORLD
             assert group is not None
             yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
             dist.destroy_process_group()
     except BaseException as error:
-        lost = _lost(error, place.rank, timeout_seconds, heartbeat)
+        why = _lost(error, place.rank, timeout_seconds, heartbeat)
         if dist.is_initialized():
             _abort_process_group()
-        if lost:
-            raise LostRank(lost) from None
+        if why:
+            raise LostRank(why) from None
         raise
     finally:
         heartbeat.stop()
@@ -217,7 +221,8 @@ def _store(
         group, members = meet(dist.PrefixStore(prefix, store), place.rank, place.world_size, own, facts, seconds)
         of_group = f"{prefix}/{group}"
         of_heartbeat = connection(store, of_group, timeout) if place.world_size > 1 else None
-        return dist.PrefixStore(of_group, store), Heartbeat(of_heartbeat, place.rank, place.world_size), members
+        heartbeat = Heartbeat(of_heartbeat, place.rank, place.world_size, members[0].host)
+        return dist.PrefixStore(of_group, store), heartbeat, members
 
     try:
         store = _within(seconds + LATE, lambda: _connected(place, timeout))

@@ -111,7 +111,7 @@ EXTRA_MODULES = {
 
 PATIENCE = 365 * 24 * 3600
 """Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
-request. The end of a rank is noticed at once."""
+request. The end of a rank is noticed at once, and one that is stopped by its heartbeat."""
 
 OF_THE_RUN = "(default: the run's setting)"
 
@@ -354,8 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ != "LostRank":  # whose module takes seconds to load
             _tell_others(f"{type(error).__name__}: {error}", 1)
             raise
-        print(f"logitmix: {error}", file=sys.stderr, flush=True)
-        os._exit(LOST_PEER)  # destructors may wait for the lost rank
+        _end_lost(str(error))
     except ModuleNotFoundError as error:
         _fail(_what_to_install(words[0], error), 1)
     except Stopped as stop:
@@ -712,7 +711,7 @@ def _items_group(command: str) -> "Iterator[ProcessGroup | None]":
     from logitmix.comm.process_group import process_group
     from logitmix.trainer.agreement import facts_of
 
-    with process_group("cpu", PATIENCE, facts_of(command, None, None)) as ranks:
+    with process_group("cpu", PATIENCE, facts_of(command, None, None), _end_lost) as ranks:
         yield ranks.group
 
 
@@ -784,6 +783,12 @@ def _fail(message: str, status: int) -> NoReturn:
     print(f"logitmix: {message}", file=sys.stderr, flush=True)
     _tell_others(message, status)
     raise SystemExit(status)
+
+
+def _end_lost(line: str) -> NoReturn:
+    """Ends the process without destructors, which may wait for the lost rank."""
+    print(f"logitmix: {line}", file=sys.stderr, flush=True)
+    os._exit(LOST_PEER)
 
 
 def _tell_others(message: str, status: int) -> None:

@@ -100,8 +100,6 @@ WIDER = "hr@50"
 FEWEST = 6
 """Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05)."""
 RESAMPLES = 2000
-WAIT = 24 * 3600
-"""Seconds that ranks wait for rank 0, which fits the simple methods alone. The end of a rank is noticed at once."""
 ENDLESS = 1_000_000
 """Epochs that no run has time for."""
 WIDTH = 126
@@ -127,15 +125,16 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     dataset = load_dataset(dataset_path)
     require_apart(out, dataset, "out")
     configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
-    facts = facts_of("compare", config_of("dot", dataset, minutes, threads), dataset, methods=methods)
-    with process_group("auto", WAIT, facts) as ranks:
-        evaluation = Evaluation(config_of("dot", dataset, minutes, threads), dataset, ranks)
+    config = config_of("dot", dataset, minutes, threads)
+    facts = facts_of("compare", config, dataset, methods=methods)
+    with process_group("auto", config.comm.timeout_seconds, facts) as ranks:
+        evaluation = Evaluation(config, dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)
         to_train = on_first_rank(
             lambda: [name for name in methods if not _is_done(out / name, configs[name], dataset)], ranks
         )
-        simple, left_out = on_first_rank(lambda: _simple_methods(out, evaluation, minutes), ranks)
+        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks) as stopping:
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:
@@ -145,7 +144,7 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                     on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
                     stopping.check()
-        found = on_first_rank(lambda: _finish(out, dataset, minutes, simple, methods, left_out), ranks)
+        found = on_first_rank_at_length(lambda: _finish(out, dataset, minutes, simple, methods, left_out), ranks)
         upload_run(out, ranks)
     return found
 

@@ -79,9 +79,10 @@ def note_mistake(message: str) -> bool:
 
 
 def ended_by_a_mistake() -> bool:
-    """Whether this is a restart by torchrun after a user's mistake, which it cannot mend."""
+    """Whether this process was started by torchrun after a user's mistake, which a restart cannot mend."""
+    # Not by the restart count, which an agent does not raise where another host's process has failed.
     job = _torchrun_job()
-    return job is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (job / MISTAKE).exists()
+    return job is not None and (job / MISTAKE).exists()
 
 
 def _torchrun_job() -> Path | None:

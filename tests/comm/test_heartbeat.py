@@ -22,6 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     monkeypatch.setattr(heartbeat, "LISTENS", 0.4)
     monkeypatch.setattr(heartbeat, "ANSWERS", 0.4)
+    monkeypatch.setattr(heartbeat, "SILENT", 0.6)
 
 
 @pytest.fixture
@@ -76,11 +77,61 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
     hangs.set()
 
 
+@pytest.mark.parametrize("stopped", [[1], [1, 2]])
+def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[Heartbeat], stopped: list[int]) -> None:
+    """Each rank watches the next; the one whose next has stopped names all that have."""
+    said: list[str] = []
+    for each in beats:
+        each.start(said.append)
+    time.sleep(1)
+    assert not said
+    for rank in stopped:
+        beats[rank].stop()
+    until = time.monotonic() + 10
+    while not said and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = "rank 1" if len(stopped) == 1 else "ranks 1, 2"
+    (line,) = said
+    assert line.startswith(f"rank 0 waits for the others no longer: {ranks} (on ")
+    assert line.endswith("gave no sign of life for 0.6 s")
+
+
+def test_a_store_that_stops_is_noticed_though_nobody_asks(
+    beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    hangs = threading.Event()
+    for each in beats:
+        each.start(said.append)
+    for name in ("check", "set"):
+        monkeypatch.setattr(dist.HashStore, name, lambda *_: hangs.wait(), raising=False)
+    until = time.monotonic() + 10
+    while len(said) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    hangs.set()
+    assert len(said) == 3 and all("does not answer" in line for line in said)
+
+
+def gone(*_: object) -> None:
+    raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_the_end_of_the_store_is_no_silence(beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the job, whose connections tell more."""
+    said: list[str] = []
+    monkeypatch.setattr(dist.HashStore, "set", gone, raising=False)
+    monkeypatch.setattr(Heartbeat, "_entries", lambda *_: pytest.fail("asked"))
+    for each in beats:
+        each.start(said.append)
+    time.sleep(1.2)
+    assert not said
+
+
 def test_no_thread_is_left_behind(beats: list[Heartbeat]) -> None:
     for each in beats:
-        each.start()
+        each.start(print)
         each.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert not [thread for thread in threading.enumerate() if thread.name in ("heartbeat", "watch")]
 
 
 def test_one_rank_needs_no_heartbeat() -> None:

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import two_ranks
 
+from logitmix.comm import heartbeat
 from logitmix.comm import process_group as module
 from logitmix.comm.collectives import agreed, barrier
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
@@ -210,3 +212,42 @@ def test_groups_that_share_a_store_find_no_stale_addresses(attempts: Any) -> Non
     answers, exit_codes = attempts
     assert (exit_codes[2, 0], exit_codes[2, 1]) == (0, 0)
     assert sorted(answer for answer in answers if answer[0] == 2) == [(2, 0, True)] * 3 + [(2, 1, True)] * 3
+
+
+def stop_while_idle(rank: int, port: int, said: "Queue[str]") -> None:
+    two_ranks.set_launcher_variables(rank, port)
+    heartbeat.SILENT, heartbeat.INTERVAL = 1.0, 0.1
+
+    def lost(line: str) -> None:
+        said.put(line)
+        said.close()
+        said.join_thread()
+        os._exit(LOST)
+
+    with process_group("cpu", 24 * 3600, lost=lost) as ranks:
+        barrier(ranks)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier(ranks)
+
+
+LOST = 17
+
+
+def test_a_stopped_rank_is_named_where_others_wait_without_a_limit() -> None:
+    """And killed, for the launcher would wait for it."""
+    store = two_ranks.host_store()
+    context = multiprocessing.get_context("forkserver")
+    said = context.Queue()
+    processes = [context.Process(target=stop_while_idle, args=(rank, store.port, said)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        line = said.get(timeout=TIMEOUT_SECONDS)
+        for process in processes:
+            process.join(10)
+    finally:
+        for process in processes:
+            process.kill()
+    assert line.startswith(f"rank 0 waits for the others no longer: rank 1 (on {socket.gethostname()}) gave no sign of")
+    assert [process.exitcode for process in processes] == [LOST, -signal.SIGKILL]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,16 +326,26 @@ def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path
         assert of.train.epochs * -(-dataset.num_users // of.train.batch_size) > 30_000
 
 
-def both_ranks(data: Path, out: Path) -> dict[str, Any]:
-    config_of = comparing.config_of
+def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
+    """What `compare` returns, and whether what one rank does alone leaves its main thread to tell the other of it."""
+    config_of, aside = comparing.config_of, []
+
+    def noting(action: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            aside.append(threading.current_thread() is not threading.main_thread())
+            return action(*arguments)
+
+        return noted
+
     comparing.config_of = lambda *of: with_settings(config_of(*of), TINY)
-    return compare(str(data), out, 5, ["dot", "hstu"], 1)
+    comparing._simple_methods, comparing._finish = noting(comparing._simple_methods), noting(comparing._finish)
+    return compare(str(data), out, 5, ["dot", "hstu"], 1), aside
 
 
 def test_two_ranks_return_the_same(tmp_path: Path) -> None:
     """Two runs, one after another, in one group."""
-    first, second = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
-    assert first == second
+    (first, aside), (second, _) = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
+    assert first == second and aside == [True, True]
     assert [line.partition(": ")[0] for line in first["beside"]] == ["dot on the test part", "HSTU on the test part"]
     assert all(" at hr@" in line for line in first["beside"])
     assert len(first["methods"]) == 5 and json.loads((tmp_path / "out" / "compare.json").read_text()) == first

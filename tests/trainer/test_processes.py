@@ -235,8 +235,9 @@ def test_a_users_mistake_under_torchrun_is_said_once(
 
 def test_another_mistake_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_restart(monkeypatch, tmp_path / "logs" / "job", 0, 0)
+    assert not processes.ended_by_a_mistake()
     assert [processes.note_mistake(each) for each in ("one", "two", "one")] == [False, False, True]
-    assert not processes.ended_by_a_mistake()  # of the same attempt
+    assert processes.ended_by_a_mistake()  # whatever this agent has counted
 
 
 def test_a_restart_after_a_crash_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
