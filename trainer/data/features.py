@@ -7,7 +7,7 @@ A kind that neither the source nor --schema states is inferred from the values:
     true and false                id
     other numbers                 number
     text with "|"                 ids, the parts, where a part occurs at least twice on average
-    lists of text or integers     ids
+    lists of text or integers     ids, where an element occurs at least twice on average
     lists of other numbers        vector, where all are equally long
 
 A column is also not used if all its values are the same, or if it has another type.
@@ -67,6 +67,8 @@ class RawColumn:
     """None: inferred."""
     table: str = ""
     """The feature's name when left empty."""
+    infer: bool = True
+    """False: without a kind it is not used."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     Raises ValueError where values do not fit the kind that was stated.
     """
     columns = [replace(column, values=_filled(column.values)) for column in columns]
-    columns = [replace(column, kind=column.kind or infer_kind(column.values)) for column in columns]
+    columns = [replace(column, kind=_likely_kind(column)) for column in columns]
     used = [column for column in columns if column.kind]
     coded = {column.name: _code(column) for column in used if column.kind in SPARSE}
     sharing: dict[str, list[_Codes]] = {}
@@ -226,6 +228,10 @@ def values_of_items(
     return values.take(pa.array(rows, mask=rows < 0))
 
 
+def _likely_kind(column: RawColumn) -> Kind | None:
+    return column.kind or (infer_kind(column.values) if column.infer else None)
+
+
 def infer_kind(values: pa.Array) -> Kind | None:
     """The kind by the rules above; None if the column is not used."""
     kind = values.type
@@ -233,7 +239,8 @@ def infer_kind(values: pa.Array) -> Kind | None:
         return None
     if _is_list(kind):
         if _is_integer_or_text(kind.value_type):
-            return "ids"
+            parts = _filled(values.flatten())
+            return "ids" if parts.null_count < len(parts) and _comes_again(parts) else None
         widths = np.unique(_lengths(values)[as_numpy(values.is_valid())])
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
     if not _is_scalar(kind) or (not values.null_count and _is_constant(values)):

@@ -81,16 +81,12 @@ class Lists:
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
-    def drop_numbers_of_rows(self, columns: dict[str, pa.Array]) -> None:
-        """Drops, and names, those of the actions' columns that have their own value in most rows of lists, such as the
-        number of a session: repeated for each item they look like something that actions have in common."""
+    def numbers_of_rows(self, columns: dict[str, pa.Array]) -> list[str]:
+        """Those of the actions' columns that have their own value in most rows of lists, such as the number of a
+        session: repeated for each item they look like something that actions have in common."""
         if self.actions == self.rows:
-            return
-        dropped = [name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name]) > self.rows]
-        for name in dropped:
-            del columns[name]
-        if dropped:
-            self.rejects.say(f"not used, as most rows of lists have a value of their own: {', '.join(dropped)}")
+            return []
+        return [name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name]) > self.rows]
 
     def _lists(self, values: pa.Array) -> pa.Array:
         """Texts as lists if there is a separator."""

@@ -384,9 +384,12 @@ def _features(
             return values.take(pa.array(ordered.offsets[:-1]))
         return values_of_items(values, ordered.items, ordered.timestamps, len(ordered.item_ids), "first")
 
-    stated = {"item": raw.items.kinds, "user": raw.users.kinds, "event": raw.actions.kinds}
+    kinds = {
+        owner: {**raw.kinds, **table.kinds}
+        for owner, table in (("item", raw.items), ("user", raw.users), ("event", raw.actions))
+    }
     found = [
-        RawColumn(name, owner, values, stated[owner].get(name, raw.kinds.get(name)))
+        RawColumn(name, owner, values, kinds[owner].get(name), infer=kinds[owner].get(name, "") is not None)
         for owner, named in known.items()
         for name, values in named.items()
     ]

@@ -55,8 +55,8 @@ class Actions:
     columns: dict[str, pa.Array] = field(default_factory=dict)
     nanoseconds: np.ndarray | None = None
     """As in the blocks."""
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    """As in the blocks."""
+    kinds: dict[str, Kind | None] = field(default_factory=dict)
+    """As in the blocks; and None for columns that are not used unless --schema states a kind."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class SideTable:
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
     """If an id occurs in several rows, the last one counts."""
     columns: dict[str, pa.Array] = field(default_factory=dict)
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
-    """Kinds of columns by name; the others are inferred from the values."""
+    kinds: dict[str, Kind | None] = field(default_factory=dict)
+    """As of the actions."""
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
         """The columns with one value for each of `ids`, null if the table has none."""
@@ -190,7 +190,7 @@ def is_number(kind: pa.DataType) -> bool:
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, Kind | None] = {}
     users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
     for block in blocks:
         users.append(user_codes.encode(block.users))

@@ -73,8 +73,11 @@ def texts_of(features: Features, name: str) -> list[Any]:
         ([1.0, 1.0], None),
         ([True, False, True], "id"),
         ([Decimal("1.5"), Decimal("2.5")], "number"),
-        ([["a"], [], None], "ids"),
-        ([[1, 2], [3]], "ids"),
+        ([["a"], ["a"], [], None], "ids"),
+        ([[1, 2], [1], [2, None]], "ids"),
+        ([["of its own"], ["each another"]], None),
+        ([["a"], ["b", None]], None),
+        (pa.array([[], None], pa.list_(pa.string())), None),
         ([[1.0, 2.0], None, [3.0, 4.0]], "vector"),
         ([[1.0, 2.0], [3.0]], None),
         ([[], []], None),
@@ -108,14 +111,14 @@ def test_each_kind_with_what_is_missing() -> None:
     features = made(
         RawColumn("brand", "item", pa.array(["b", None, "a", ""]), "id"),
         RawColumn("tags", "user", pa.array(["b|a", None, "", "c||a|c"]), "ids"),
-        RawColumn("sizes", "user", pa.array([[10, None, 9], None, [], [9]])),
+        RawColumn("sizes", "user", pa.array([[10, None, 9], None, [], [9, 10]])),
         RawColumn("price", "item", pa.array([1.0, None, float("nan"), float("inf"), 4.0])),
         RawColumn("shape", "event", pa.array([[1.0, None], None, [4.0, 4.0]])),
     )
     assert texts_of(features, "brand") == ["b", "", "a", ""]
     assert features.columns["brand"].values.tolist() == [2, 0, 1, 0]
     assert texts_of(features, "tags") == [["b", "a"], [], [], ["c", "a", "c"]]
-    assert texts_of(features, "sizes") == [["10", "9"], [], [], ["9"]]
+    assert texts_of(features, "sizes") == [["10", "9"], [], [], ["9", "10"]]
     assert features.vocabularies["sizes"].to_pylist() == [None, "9", "10"], "in the order of numbers"
     assert features.columns["price"].values.tolist() == [1, 2.5, 2.5, 2.5, 4]
     assert features.columns["shape"].values.tolist() == [[1, 3], [3, 3], [4, 4]]

@@ -82,10 +82,12 @@ def test_types_may_change_from_block_to_block(
     block: int, tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
-    values = [(None, []), (5, [1]), ("x", ["y", 2]), (2.5, None), (True, [None]), ([1, "z"], [2.5])]
-    content = [{"user": "u", "item": at, "timestamp": at, "value": 1, "list": of} for at, (_, of) in enumerate(values)]
+    values = [(None, []), (5, [1]), ("x", ["y", 1]), (2.5, None), (True, [None]), ("z", [2.5, "y", 2.5])]
+    content = [
+        {"user": "u", "item": at, "timestamp": at, "value": value, "list": of} for at, (value, of) in enumerate(values)
+    ]
     prepared(tmp_path, lines(*content))
-    expected = [[], ["1"], ["y", "2"], [], [], ["2.5"]]
+    expected = [[], ["1"], ["y", "1"], [], [], ["2.5", "y", "2.5"]]
     assert decoded(load_dataset(tmp_path / "out"), "event")["list"] == expected
 
 

@@ -6,7 +6,7 @@ item and time become features of the event, except `title`, which is text about 
 --items and --users become features of items and users.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -83,20 +83,15 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
     delimiter = options.delimiter.replace("\\t", "\t")
     lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
-    columns = options.columns.split(",") if options.columns else []
+    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
     actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns))
     lists.say()
-    lists.drop_numbers_of_rows(actions.columns)
     items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids)
     users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids)
     _find_titles(options.title_column, (items, actions))
-    unlike = [
-        name
-        for owner in (actions, items, users)
-        for name in _drop_unlike(owner.columns, owner.kinds, options.title_column)
-    ]
-    if unlike:
-        rejects.say(f"not used, as nearly each row has its own token: {', '.join(unlike)}")
+    for owner in (actions, items, users):
+        owner.kinds.update(dict.fromkeys(_tokens_of_one_row(owner)))
+    actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(actions.columns)))
     return RawDataset(actions, source, files, items=items, users=users)
 
 
@@ -111,16 +106,10 @@ def _find_titles(column: str, owners: Iterable[SideTable | Actions]) -> None:
             owner.columns[column] = pc.binary_join(owner.columns[column], " ")
 
 
-def _drop_unlike(columns: dict[str, pa.Array], kinds: Mapping[str, Kind], title: str) -> list[str]:
-    """Drops columns that are stated to be ids but hardly have a value twice, such as addresses; returns their names."""
-    dropped = [
-        name
-        for name, values in columns.items()
-        if kinds.get(name) == "id" and name != title and 2 * len(values.unique()) > len(values)
-    ]
-    for name in dropped:
-        del columns[name]
-    return dropped
+def _tokens_of_one_row(owner: SideTable | Actions) -> list[str]:
+    """Columns that are stated to be ids but hardly have a value twice, such as addresses."""
+    stated = [name for name, kind in owner.kinds.items() if kind == "id" and name in owner.columns]
+    return [name for name in stated if 2 * len(owner.columns[name].unique()) > len(owner.columns[name])]
 
 
 def read_actions(
@@ -178,7 +167,7 @@ def read_side(
         return [_found(id_column, header) or header[0]]
 
     ids: list[pa.StringArray] = []
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, Kind | None] = {}
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter):
