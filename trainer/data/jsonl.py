@@ -92,7 +92,7 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress)
     not read is said at the end. ValueError if no line of the first block is an object, or if a key is not there."""
     reader = _Reader(file.label)
     names: list[str] | None = None
-    for block in records(file, json.loads, lambda record: record, rejects, progress):
+    for block in records(file, json.JSONDecoder().decode, lambda record: record, rejects, progress):
         numbers, columns, lines = reader.columns(block, rejects)
         if names is None:
             if not numbers:
@@ -143,23 +143,28 @@ class _Reader:
                 continue
             numbers.append(number)
             lines.append(line)
-        return numbers, {name: _padded(column, len(numbers)) for name, column in columns.items()}, lines
+        rows = len(numbers)
+        return numbers, {name: column + [None] * (rows - len(column)) for name, column in columns.items()}, lines
 
     def spread(self, record: Record, path: str, into: Columns, row: int) -> None:
         """Adds the values of an object at `path` to its columns."""
         for key, value in record.items():
+            if value is None:
+                continue
             name = path + key
             if type(value) is dict:
                 self.spread(value, f"{name}.", into, row)
-            elif value is not None:
-                column = into.get(name)
-                if column is None:
-                    if not self.takes(path, key):
-                        continue
-                    column = into[name] = []
-                if len(column) > row:
-                    raise Unfit(f"has {name} twice")
-                _padded(column, row).append(value)
+                continue
+            column = into.get(name)
+            if column is None:
+                if not self.takes(path, key):
+                    continue
+                column = into[name] = []
+            if len(column) < row:
+                column.extend([None] * (row - len(column)))
+            elif len(column) > row:
+                raise Unfit(f"has {name} twice")
+            column.append(value)
 
     def takes(self, path: str, key: str) -> bool:
         """Whether a key is read that this block did not have yet."""
@@ -197,11 +202,6 @@ class _Reader:
         return TableBlock(np.array(numbers, np.int64)[rows], names, keys, arrays, lambda row: lines[rows[row]].decode())
 
 
-def _padded(column: list[Any], rows: int) -> list[Any]:
-    column.extend([None] * (rows - len(column)))
-    return column
-
-
 def _paths(columns: Columns) -> Iterator[str]:
     """The names of columns, and of what lies in lists of objects."""
     for name, values in columns.items():
@@ -211,7 +211,9 @@ def _paths(columns: Columns) -> Iterator[str]:
 
 
 def _holds_objects(values: list[Any]) -> bool:
-    return any(type(value) is list and any(type(part) is dict for part in value) for value in values)
+    return list in set(map(type, values)) and any(
+        type(value) is list and dict in set(map(type, value)) for value in values
+    )
 
 
 def _spread_lists(values: list[Any]) -> Columns:

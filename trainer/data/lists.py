@@ -7,6 +7,7 @@ length beside it (times, kinds of action) have one value for each item; all else
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from logitmix.trainer.data.rejects import Rejects
 ACTIONS = 1 << 18
 """Of a block of rows with one item each, about."""
 _SAMPLE = 10_000
+_MANY = 5
 SEPARATORS = ("|", ",", ";", " ")
 """Those that a note proposes."""
 
@@ -37,6 +39,10 @@ class Lists:
         self.repeated: dict[str, None] = {}
         """Columns with one value for all items of a row."""
         self.looked = False
+        self.starts: dict[Any, set[tuple[Any, ...]]] = {}
+        """By user: how the lists of the first rows begin."""
+        self.again = self.repeats = 0
+        """Of these rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
 
     def explode(self, label: str, block: TableBlock) -> Iterator[TableBlock]:
         """The block with one item a row. Rows of which a parallel list has another length are rejected."""
@@ -48,6 +54,7 @@ class Lists:
                 return
             items = pa.nulls(len(items), pa.list_(pa.string()))
         counts = lengths(items)
+        self._compare(block.keys[0], items, counts)
         columns = dict(zip(self.names, block.keys, strict=True)) | block.columns | {self.names[1]: items}
         whole = np.ones(len(counts), bool)
         for name, values in columns.items():
@@ -78,6 +85,11 @@ class Lists:
         self.rejects.say(
             f"{self.rows:,} rows have lists: read as {self.actions:,} actions, each with its own {', '.join(parallel)}"
         )
+        if self.repeats >= _MANY and 2 * self.repeats > self.again:
+            self.rejects.say(
+                f"{self.repeats:,} of the first {self.again:,} further rows of a user begin with the items of an "
+                "earlier row, as histories do that are written anew with each row: keep only the last row of each user"
+            )
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
@@ -87,6 +99,15 @@ class Lists:
         if self.actions == self.rows:
             return []
         return [name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name]) > self.rows]
+
+    def _compare(self, users: pa.Array, items: pa.Array, counts: np.ndarray) -> None:
+        """Counts rows that repeat an earlier one, among the first."""
+        for row in np.flatnonzero(counts > 1)[: max(0, _SAMPLE - self.rows)]:
+            start = tuple(items[row].values[:2].to_pylist())
+            of_user = self.starts.setdefault(users[row].as_py(), set())
+            self.again += bool(of_user)
+            self.repeats += start in of_user
+            of_user.add(start)
 
     def _lists(self, values: pa.Array) -> pa.Array:
         """Texts as lists if there is a separator."""

@@ -168,3 +168,15 @@ def test_what_a_list_has_twice_is_no_duplicate(tmp_path: Path, rejects: Rejects)
     file = written(tmp_path, {"user": ["u"], "item": [["b", "a", "b"]], "timestamp": [7]})
     (block,) = read_actions([file], ColumnNames(), rejects, PROGRESS)
     assert block.nanoseconds is not None and block.nanoseconds.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_histories_that_are_written_anew_with_each_row_are_named(grow: bool, tmp_path: Path) -> None:
+    history = [f"i{at}" for at in range(9)]
+    items = [history[: at + 2] if grow else history[at : at + 2] for at in range(8) for _ in "uvw"]
+    file = written(tmp_path, {"user": list("uvw") * 8, "item": items})
+    note = (
+        "21 of the first 21 further rows of a user begin with the items of an earlier row, as histories do that are "
+        "written anew with each row: keep only the last row of each user\n"
+    )
+    assert (note in prepared(file, timestamp_column="")) == grow
