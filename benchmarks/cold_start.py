@@ -1,6 +1,7 @@
 """Items without history: how often an item that was never trained is retrieved when a user takes it next.
 
     python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16] [--json]
+    python -m benchmarks.cold_start --dataset demo-features --models auto --dropouts 0,0.1,0.3
 
 10 % of MovieLens-100k's items (the cold ones) are taken out of every sequence. A model is trained on the rest with
 genres and year, and exported; `update-items` adds the cold items from their features alone. Then each action on a cold
@@ -8,18 +9,23 @@ item is a request: its user's earlier warm items are the history, and all other 
 the model is compared with that of a random order (50 of the competing items), of popularity by genre (the mean number
 of actions of warm items over an item's genres; the same for all users), and of the user's own genres (cosine of the
 history's counts of genres with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without
-it, it is downloaded.
+it, it is downloaded. Of demo-features, the items' features are taken as they are, and chance alone is the baseline.
+Beside it stand the test metrics of the known items.
 """
 
 import csv
+import itertools
 import json
 import os
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -27,13 +33,17 @@ from rich.table import Table
 from benchmarks.measure import logitmix, machine, spread
 from logitmix.serving.retriever import Request, Retriever
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.raw import SideTable
+from logitmix.trainer.data.sources.demo import DemoParameters, generate
+from logitmix.trainer.data.sources.demo_features import of_items
 
 K, COLD_SHARE, LENGTH = 50, 0.1, 100
 SCHEMA = '[features.genres]\nowner = "item"\nkind = "ids"\n\n[features.year]\nowner = "item"\nkind = "id"\n'
 COMMON = ["--model.features", "genres", "year", "--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
 MODELS = {
-    "dot": ["ml-1m-dot"],
-    "mol": ["ml-1m-mol", "--no-start", "--model.similarity.query-components", "4",
+    "auto": ["auto", "--train.patience", "0", "--evaluate.no-baselines"],
+    "dot": ["ml-1m-dot", *COMMON],
+    "mol": ["ml-1m-mol", *COMMON, "--no-start", "--model.similarity.query-components", "4",
             "--model.similarity.item-components", "4", "--model.similarity.projection-hidden", "128",
             "--model.similarity.gate-hidden", "64"],
 }  # fmt: skip
@@ -41,12 +51,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Options:
+    dataset: Literal["ml-100k", "demo-features"] = "ml-100k"
     models: str = "dot,mol"
     seeds: int = 3
     """Number of seeds, each with its own cold items."""
     epochs: int = 16
-    dropout: float = 0.3
-    """model.item_id_dropout."""
+    dropouts: str = "0.3"
+    """Values of model.item_id_dropout."""
+    requests: int = 1_000_000
+    """Most requests, a sample of the actions on cold items."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
     """Folder with ml-100k.zip."""
     json: bool = False
@@ -63,27 +76,38 @@ class Question:
 
 def main(options: Options) -> None:
     found: dict[str, list[float]] = {}
+    known: dict[str, list[str]] = {}
+    demo = options.dataset == "demo-features"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = ["--source", str(Path(options.source) / "ml-100k.zip")] if options.source else []
-        logitmix("prepare", "ml-100k", *given, "--out", str(folder / "ml-100k"))
-        dataset = load_dataset(folder / "ml-100k")
+        given = ["--source", str(Path(options.source) / "ml-100k.zip")] if options.source and not demo else []
+        logitmix("prepare", options.dataset, *given, "--out", str(folder / "whole"))
+        dataset = load_dataset(folder / "whole")
         for seed in range(options.seeds):
             cold = np.random.default_rng(seed).permutation(dataset.num_items) < COLD_SHARE * dataset.num_items
-            of_seed = _baselines(dataset, cold, questions := _questions(dataset, cold))
+            every = _questions(dataset, cold)
+            asked = np.random.default_rng(seed).permutation(len(every))[: options.requests]
+            questions = [every[place] for place in asked]
+            of_seed = {"chance": _chance(dataset, questions)} if demo else _baselines(dataset, cold, questions)
             write_tables(folder / str(seed), dataset, cold)
-            for model in options.models.split(","):
-                of_seed[model] = _hit_rate(folder / str(seed), model, dataset, questions, seed, options)
+            for model, dropout in itertools.product(options.models.split(","), options.dropouts.split(",")):
+                rate, tested = _hit_rate(folder / str(seed), model, dropout, dataset, questions, seed, options)
+                of_seed[f"{model}, dropout {dropout}"] = rate
+                known.setdefault(f"{model}, dropout {dropout}", []).append(
+                    " ".join(f"{tested[metric]:.4f}" for metric in ("hr@10", "hr@50", "mrr"))
+                )
             for method, rate in of_seed.items():
                 found.setdefault(method, []).append(rate)
-    setting = f"{options.seeds} seeds, {options.epochs} epochs, item_id_dropout {options.dropout}; {machine()}"
+    setting = f"{options.dataset}, {options.seeds} seeds, {options.epochs} epochs; {machine()}"
     if options.json:
-        print(json.dumps({"setting": setting, "hr@50": found}))
+        print(json.dumps({"setting": setting, "hr@50": found, "known": known}))
         return
-    table = Table("method", "HR@50 of cold targets", "/ chance", title=setting)
+    heads = ("method", "HR@50 of cold targets", "/ chance", "test HR@10, HR@50, MRR of known items")
+    table = Table(*heads, title=setting)
     chance = statistics.mean(found["chance"])
     for method, rates in found.items():
-        table.add_row(method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}")
+        figures = "; ".join(known.get(method, []))
+        table.add_row(method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}", figures)
     Console(width=120).print(table)
 
 
@@ -97,15 +121,26 @@ def write_tables(folder: Path, dataset: Dataset, cold: np.ndarray) -> None:
         for user, item, at in zip(users, dataset.items_flat, dataset.timestamps_flat, strict=True):
             if not cold[item]:
                 rows.writerow([user, item, at])
+    items = _demo_items(dataset) if dataset.name == "demo-features" else _movies(dataset)
+    items = items.add_column(0, "item", pa.array(range(dataset.num_items)))
+    pq.write_table(items, folder / "items.parquet")
+    pq.write_table(items.filter(pa.array(cold)), folder / "cold.parquet")
+    (folder / "schema.toml").write_text("" if dataset.name == "demo-features" else SCHEMA)
+
+
+def _movies(dataset: Dataset) -> pa.Table:
     genres, years = _genres(dataset), dataset.item_features["year"].values
     names, known = dataset.vocabulary("genres"), dataset.vocabulary("year")
-    for name, items in (("items.csv", range(dataset.num_items)), ("cold.csv", np.flatnonzero(cold).tolist())):
-        with open(folder / name, "w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["item", "genres", "year"])
-            for item in items:
-                rows.writerow([item, "|".join(names[of] for of in genres[item].nonzero()[0]), known[years[item]]])
-    (folder / "schema.toml").write_text(SCHEMA)
+    of_items = ["|".join(names[of] for of in genres[item].nonzero()[0]) for item in range(dataset.num_items)]
+    return pa.table({"genres": of_items, "year": [known[year] for year in years]})
+
+
+def _demo_items(dataset: Dataset) -> pa.Table:
+    """As they are generated."""
+    made = generate(DemoParameters(), seed=0)
+    rng = np.random.default_rng(1)
+    columns = of_items(made, rng.normal(size=(DemoParameters.topics, 4)), rng)
+    return pa.table(SideTable(pa.array(made.item_ids), columns).of(pa.array(dataset.raw_ids())))
 
 
 def _genres(dataset: Dataset) -> np.ndarray:
@@ -135,9 +170,7 @@ def _baselines(dataset: Dataset, cold: np.ndarray, questions: list[Question]) ->
     popularity = genres @ of_genre / np.maximum(genres.sum(1), 1)
     length = np.maximum(np.sqrt(genres.sum(1)), 1)
     hits = {"popularity by genre": 0, "the user's genres": 0}
-    chance = 0.0
     for question in questions:
-        chance += K / (dataset.num_items - len(set(question.history)))
         of_user = genres[question.history].sum(0)
         for method, score_X in (("popularity by genre", popularity), ("the user's genres", genres @ of_user / length)):
             score_X = score_X.copy()
@@ -145,23 +178,29 @@ def _baselines(dataset: Dataset, cold: np.ndarray, questions: list[Question]) ->
             # Ties at the edge count by the share of them that would be drawn.
             above, equal = (score_X > score_X[question.target]).sum(), (score_X == score_X[question.target]).sum()
             hits[method] += min(1.0, max(0.0, (K - above) / equal))
-    count = len(questions)
-    return {"chance": chance / count} | {method: hit / count for method, hit in hits.items()}
+    shares = {method: hit / len(questions) for method, hit in hits.items()}
+    return {"chance": _chance(dataset, questions)} | shares
+
+
+def _chance(dataset: Dataset, questions: list[Question]) -> float:
+    return statistics.mean(K / (dataset.num_items - len(set(question.history))) for question in questions)
 
 
 def _hit_rate(
-    folder: Path, model: str, dataset: Dataset, questions: list[Question], seed: int, options: Options
-) -> float:
-    data, run, served = str(folder / "data"), str(folder / model), str(folder / f"{model}-served")
+    folder: Path, model: str, dropout: str, dataset: Dataset, questions: list[Question], seed: int, options: Options
+) -> tuple[float, dict[str, float]]:
+    """HR@50 of the cold items, and the run's results."""
+    data, run = str(folder / "data"), str(folder / f"{model}-{dropout}")
+    served = f"{run}-served"
     if not Path(data).exists():
-        words = ["--items", str(folder / "items.csv"), "--schema", str(folder / "schema.toml")]
+        words = ["--items", str(folder / "items.parquet"), "--schema", str(folder / "schema.toml")]
         logitmix("prepare", "table", "--source", str(folder / "actions.csv"), "--out", data, *words)
-    words = [*MODELS[model], *COMMON, "--data.path", data, "--run", run, "--train.seed", str(seed)]
+    words = [*MODELS[model], "--data.path", data, "--run", run, "--train.seed", str(seed)]
     words += ["--train.precision", "bf16", "--train.epochs", str(options.epochs)]
     words += ["--evaluate.every-epochs", str(max(1, options.epochs // 4)), "--train.device", "cpu"]
-    logitmix("train", *words, "--model.item-id-dropout", str(options.dropout))
+    logitmix("train", *words, "--model.item-id-dropout", dropout)
     logitmix("export", run, "--out", served)
-    logitmix("update-items", served, "--items", str(folder / "cold.csv"))
+    logitmix("update-items", served, "--items", str(folder / "cold.parquet"))
     retriever = Retriever.load(served)
     assert retriever.num_items == dataset.num_items
     requests: list[Request] = [{"history": question.history} for question in questions]
@@ -170,7 +209,7 @@ def _hit_rate(
         found = retriever.recommend(requests[start : start + 256], K, exclude_history=True)
         for question, ranking in zip(questions[start : start + 256], found, strict=True):
             hits += any(row["id"] == str(question.target) for row in ranking)
-    return hits / len(questions)
+    return hits / len(questions), json.loads((Path(run) / "results.json").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.sizing import load_sized
+from logitmix.trainer.sizing import load_sized, settled
 
 __all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
 
@@ -47,10 +47,11 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
     metrics of its best checkpoint, or with train.refit of its refit. `settings` are those of the command line by name:
     {"train.epochs": 8}; another kind of similarity or encoder begins with the defaults of that kind."""
     settings = settings or {}
-    config, sizes = load_sized(recipe, str(settings.get("data.path", "")))
+    config, found = load_sized(recipe, str(settings.get("data.path", "")))
+    config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         print(sizes, file=sys.stderr)
-    return loop.train(with_settings(config, settings), path_of(run))
+    return loop.train(config, path_of(run))
 
 
 @quietly()

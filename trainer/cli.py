@@ -54,7 +54,7 @@ from logitmix.trainer.processes import (
     run_ranks,
 )
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.sizing import load_sized
+from logitmix.trainer.sizing import load_sized, settled
 from logitmix.trainer.words import json_value, parse, parts, whole_numbers
 
 if TYPE_CHECKING:
@@ -422,8 +422,8 @@ def _names_no_recipe(words: Sequence[str], otherwise: str) -> bool:
 
 
 def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, str]:
-    """The command whose words are a recipe and its settings, these settings, and what `load_sized` says of them."""
-    recipe, sizes = load_sized(words[0], _last_value(words, "--data.path"))
+    """The command whose words are a recipe and its settings, these settings, and what `settled` says of them."""
+    recipe, found = load_sized(words[0], _last_value(words, "--data.path"))
     others, first = take_start_words(words[1:])
     if NO_START in others:
         if first:
@@ -436,7 +436,7 @@ def _of_recipe(kind: type[R], name: str, words: list[str]) -> tuple[R, Config, s
     config = Config(**{entry.name: getattr(command, entry.name) for entry in dataclasses.fields(Config)})
     config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
     config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
-    return command, config, sizes
+    return command, *settled(config, found)
 
 
 def _plan(words: list[str]) -> None:

@@ -7,6 +7,7 @@ Axes: R items of a shard, W width of a table.
 
 import math
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,8 @@ def export(
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
+        if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
+            print(line, file=sys.stderr)
         with ExitStack() as held:
 
             def begin() -> None:
@@ -210,6 +213,21 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
         )
     for name in extras:
         EXTRAS[name].check(about.model)
+
+
+def about_new_items(about: About) -> str:
+    """Why items that are added to an export will hardly be recommended; empty where they can be."""
+    if not about.schema.of("item"):
+        return (
+            "the model uses no features of items, so to it all new items are the same, and they will hardly be "
+            "recommended; train with --model.features and --model.item-id-dropout 0.1"
+        )
+    if about.model.item_id_dropout == 0:
+        return (
+            "the model was trained without item-id dropout, so new items (update-items) will hardly be recommended; "
+            "train with --model.item-id-dropout 0.1"
+        )
+    return ""
 
 
 def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:

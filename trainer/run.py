@@ -507,12 +507,13 @@ def still_rising(run: Path, metric: str) -> str:
 
 
 def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = BASELINES) -> str:
-    """One line that says at which k a model's hit rate is above that of the better baseline, and at which below; empty
-    where there are no baselines. `results` has hr@10 and, for the baselines that `labels` names, item_knn/hr@10."""
+    """One line that says at which k, below the corpus, a model's hit rate is above that of the better baseline, and at
+    which below; empty where there are no baselines. `results` has hr@10 and, for the baselines that `labels` names,
+    item_knn/hr@10."""
     said: dict[str, list[str]] = {}
     for metric, own in results.items():
         there = {name: results[f"{name}/{metric}"] for name in labels if f"{name}/{metric}" in results}
-        if not metric.startswith("hr@") or not there:
+        if not metric.startswith("hr@") or not there or int(metric[3:]) >= results.get("corpus", math.inf):
             continue
         best = max(there, key=lambda name: there[name])
         how = "ahead of" if own > there[best] else "behind" if own < there[best] else "level with"

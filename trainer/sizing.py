@@ -6,7 +6,7 @@ from typing import Any
 
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetched
-from logitmix.trainer.config import Config, load_recipe, with_settings
+from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
 AUTO = "auto"
 POSITIONS = 4000
@@ -23,9 +23,16 @@ AVERAGED = 1_000_000
 RANKED = 20_000
 """Most users that an evaluation ranks: with this many, a hit rate of 5 % has a 95 % interval of +- 0.3 %."""
 
+DROPOUT = "model.item_id_dropout"
+ITEM_ID_DROPOUT = 0.1
+"""Without it, a model does not learn to rank items by their features alone."""
 
-def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Settings by name, each with the reason; they depend only on the content of a dataset.json."""
+Sized = Mapping[str, tuple[Any, str]]
+"""Settings by name, each with the reason."""
+
+
+def sized(description: Mapping[str, Any]) -> Sized:
+    """What follows from the content of a dataset.json, and from nothing else."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     mean = actions / users
     longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
@@ -47,26 +54,38 @@ def sized(description: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if features:
         settings["model.features"] = (features, "those of items: requests need not name them")
+        settings[DROPOUT] = (ITEM_ID_DROPOUT, "so that items added later are ranked by their features")
     return settings
 
 
-def load_sized(name: str, data_path: str = "") -> tuple[Config, str]:
-    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and a line with these settings and
-    their reasons. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and
-    loading it raises the error later."""
+def load_sized(name: str, data_path: str = "") -> tuple[Config, Sized]:
+    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings. Without a path, the
+    dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
     recipe = load_recipe(name)
     if name != AUTO:
-        return recipe, ""
+        return recipe, {}
     file = fetched(data_path or recipe.data.path) / "dataset.json"
     if not file.is_file():
-        return recipe, ""
+        return recipe, {}
     try:
         found = sized(from_json(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError):
-        return recipe, ""
-    said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in found.items())
-    lines = textwrap.fill(f"auto: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), lines
+        return recipe, {}
+    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), found
+
+
+def settled(config: Config, found: Sized) -> tuple[Config, str]:
+    """A recipe from `load_sized` that has the user's settings, and a line with those of `found` that it keeps and their
+    reasons. Items' ids are not dropped where the user chooses features that are none of items."""
+    features = {"all", *found.get("model.features", ((), ""))[0]}
+    if DROPOUT in found and config.model.item_id_dropout == ITEM_ID_DROPOUT and not features & {*config.model.features}:
+        config = with_settings(config, {DROPOUT: 0.0})
+    now = flatten(config)
+    kept = {name: of for name, of in found.items() if now[name] == of[0]}
+    if not kept:
+        return config, ""
+    said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in kept.items())
+    return config, textwrap.fill(f"auto: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 def _power_of_two(number: float) -> int:

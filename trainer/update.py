@@ -29,7 +29,7 @@ from logitmix.trainer.data.prepare import TITLE, titles_of
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
-from logitmix.trainer.export import CHUNK_ITEMS, EXTRAS, in_order, texts_of, write_extras
+from logitmix.trainer.export import CHUNK_ITEMS, EXTRAS, about_new_items, in_order, texts_of, write_extras
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
@@ -60,6 +60,8 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
         said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
+    if new and said and (line := about_new_items(contents.about)):
+        said.print(line, highlight=False, soft_wrap=True)
     if new:
         rows = np.array(list(new.values()))
         columns = {names[column]: values.take(pa.array(rows)) for column, values in table.columns.items()}

@@ -147,6 +147,8 @@ def test_a_model_is_set_beside_the_better_baseline_at_each_k() -> None:
         "(0.6000 < 0.7000); level with item-kNN at hr@100; level with popularity at hr@10"
     )
     assert beside_baselines({"hr@1": 0.2, "peeked/hr@1": 1.0, "step": 3}) == ""
+    few = {"hr@10": 0.2, "hr@50": 1.0, "corpus": 50, "popularity/hr@10": 0.1, "popularity/hr@50": 1.0}
+    assert beside_baselines(few) == "ahead of popularity at hr@10"
 
 
 def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(

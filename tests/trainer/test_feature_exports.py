@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
+from rich.console import Console
 from small_data import ITEMS, small_config, write_dataset
 from torch import Tensor
 
@@ -349,3 +350,26 @@ def test_what_a_killed_command_left_goes(run: Path, served: Path, tmp_path: Path
         served.rename(tmp_path / ".served.01234567.old")
         command()
         assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "served"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "exported", "updated"),
+    [
+        ({"model.features": ["brand"]}, "without item-id dropout", "without item-id dropout"),
+        ({"model.features": ["brand"], "model.item_id_dropout": 0.1}, "", ""),
+        ({"model.features": ["country"]}, "", "uses no features of items"),
+    ],
+)
+def test_a_model_that_cannot_rank_new_items_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], exported: str, updated: str
+) -> None:
+    quick = {"train.epochs": 1, "evaluate.every_epochs": 0}
+    train(small_config(run.parent / "data", settings | quick), tmp_path / "run")
+    capsys.readouterr()
+    export(run=tmp_path / "run", out=tmp_path / "served")
+    (tmp_path / "new.csv").write_text("item,brand\nnew,brand-1\n")
+    for said, work in ((exported, None), (updated, update_items)):
+        if work:
+            work(tmp_path / "served", str(tmp_path / "new.csv"), said=Console(stderr=True))
+        err = capsys.readouterr().err
+        assert said in err and ("hardly be recommended" in err) == bool(said)

@@ -9,7 +9,7 @@ import pytest
 from logitmix.modules.config import MoLConfig
 from logitmix.trainer import api, cli, loop
 from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
-from logitmix.trainer.sizing import AUTO, load_sized, sized
+from logitmix.trainer.sizing import AUTO, load_sized, settled, sized
 
 BRAND = {"name": "brand", "owner": "item", "kind": "id", "table": "brand"}
 AGE = {"name": "age", "owner": "user", "kind": "number"}
@@ -69,7 +69,7 @@ def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
 def test_what_is_said_stands_above_what_is_sized(
     clicks: Path, trained: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, said = load_sized("auto", str(clicks))
+    config, said = settled(*load_sized("auto", str(clicks)))
     assert config.train.epochs != load_recipe("auto").train.epochs and config.model.features == ("brand",)
     assert said.startswith("auto: ") and f"train.epochs {config.train.epochs} (" in said
     path = str(clicks)
@@ -87,11 +87,27 @@ def test_what_is_said_stands_above_what_is_sized(
     assert trained[2].train == sizes.train
 
 
+def test_only_what_is_kept_is_said(clicks: Path) -> None:
+    """And items' ids are not dropped where nothing else says what an item is."""
+    config, found = load_sized("auto", str(clicks))
+    said = settled(config, found)[1]
+    assert "features ['brand'] (" in said and "item_id_dropout 0.1 (" in said
+    everything, said = settled(with_settings(config, {"model.features": ["all"], "train.epochs": 2}), found)
+    assert "features ['brand']" not in said and "train.epochs" not in said and "item_id_dropout 0.1 (" in said
+    assert everything.model.features == ("all",) and everything.model.item_id_dropout == 0.1
+    for features in ([], ["age", "user"]):
+        without, said = settled(with_settings(config, {"model.features": features}), found)
+        assert without.model.item_id_dropout == 0 and "dropout" not in said
+    kept, _ = settled(with_settings(config, {"model.features": [], "model.item_id_dropout": 0.3}), found)
+    assert kept.model.item_id_dropout == 0.3
+    assert settled(load_recipe("auto"), {}) == (load_recipe("auto"), "")
+
+
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
     for name in set(recipe_names()) - {"auto"}:
-        assert load_sized(name, str(clicks)) == (load_recipe(name), "")
+        assert load_sized(name, str(clicks)) == (load_recipe(name), {})
     (tmp_path / "broken").mkdir()
     for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):
         (tmp_path / "broken" / "dataset.json").write_text(content)
-        assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), "")
-    assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), "")
+        assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), {})
+    assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), {})
