@@ -72,6 +72,22 @@ def write_dataset(
     return path
 
 
+def write_late_items(path: Path) -> Path:
+    """40 users, u-0 and so on, with ten actions each at the same times; the last one of every other user is of an item
+    that is new then."""
+    items = np.random.default_rng(0).integers(0, 30, (40, 10))
+    items[::2, -1] = np.arange(30, 50)
+    contents = DatasetContents(
+        np.arange(0, 401, 10),
+        items.ravel(),
+        np.tile(np.arange(10), 40),
+        pa.array([f"item-{index}" for index in range(50)]),
+        pa.array([f"u-{user}" for user in range(40)]),
+    )
+    writer.write_dataset(path, contents, "demo")
+    return path
+
+
 def forget_digests(path: Path) -> Path:
     """Leaves the digests out of a dataset.json, as other writers do, so that files may be changed."""
     file = path / "dataset.json"

@@ -70,10 +70,11 @@ def compare(
     minutes: float,
     methods: Sequence[str] = tuple(comparing.LEARNED),
     threads: int = 1,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Simple and learned methods on a dataset directory, each with so many minutes; returns the content of the folder's
-    compare.json."""
-    return comparing.compare(str(dataset), path_of(out), minutes, methods, threads)
+    compare.json. The settings are by name, of the sections data and evaluate: {"data.split": "time"}."""
+    return comparing.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
 
 
 @quietly()

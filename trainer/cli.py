@@ -30,6 +30,8 @@ from logitmix.trainer.config import (
     BESIDE,
     KINDS,
     Config,
+    DataConfig,
+    EvaluateConfig,
     HistoryRule,
     flatten,
     recipe_names,
@@ -54,7 +56,7 @@ from logitmix.trainer.processes import (
     run_ranks,
 )
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.sizing import load_sized, settled
+from logitmix.trainer.sizing import AUTO, load_sized, settled
 from logitmix.trainer.words import json_value, parse, parts, whole_numbers
 
 if TYPE_CHECKING:
@@ -183,7 +185,8 @@ class EvaluateCommand:
 @dataclass(frozen=True)
 class CompareCommand:
     """Popularity, item-kNN, EASE, dot product, MoL and HSTU on one dataset, in equal time: a table with intervals, and
-    a sentence of verdict. What an earlier call with the same --out has done is not done again."""
+    a sentence of verdict. What an earlier call with the same --out has done is not done again. The settings of data and
+    evaluate hold for all methods."""
 
     dataset: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")]
     """Dataset directory."""
@@ -199,6 +202,8 @@ class CompareCommand:
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
     """Print JSON."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
 
 
 @dataclass(frozen=True)
@@ -512,7 +517,7 @@ def _evaluate(words: list[str]) -> None:
     _start_ranks("evaluate", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.evaluate import evaluate_run
-    from logitmix.trainer.run import final_run
+    from logitmix.trainer.run import cold_targets, final_run
 
     run, threads = fetched_run(command.run), _threads(command.threads)
     results = evaluate_run(run, command.split, command.exclude_history, command.users, command.device, threads)
@@ -520,19 +525,37 @@ def _evaluate(words: list[str]) -> None:
         ranked = shown(final_run(run) if command.split == "test" else run)
         title = f"{ranked}: {command.split}, checkpoint of step {results['step']}"
         _show_metrics(results, title, command.json)
+        if line := cold_targets(results):
+            print(f"{command.split}: {line}", file=sys.stderr)
 
 
 def _compare(words: list[str]) -> None:
-    command = parse(CompareCommand, "compare", words)
+    command, settings = _of_comparison(words)
     _start_ranks("compare", words, command.processes)
     _let_threads_sleep()
     from logitmix.trainer.compare import as_text, compare
 
     out = path_of(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
     methods = list(dict.fromkeys(command.methods))
-    found = compare(command.dataset, out, command.minutes, methods, _threads(command.threads))
+    found = compare(command.dataset, out, command.minutes, methods, _threads(command.threads), settings)
     if _is_main():
         print(json.dumps(found) if command.json else as_text(found), end="\n" if command.json else "")
+
+
+def _of_comparison(words: list[str]) -> tuple[CompareCommand, dict[str, Any]]:
+    """The command, and the settings of data and evaluate that its words give."""
+    dataset = parse(CompareCommand, "compare", words).dataset
+    # Now that the dataset is known, so are the values of what is not given.
+    sized, _ = load_sized(AUTO, dataset)
+    default = CompareCommand(
+        dataset,
+        minutes=tyro.MISSING,
+        data=replace(sized.data, path=dataset),
+        evaluate=replace(sized.evaluate, baselines=False),
+    )
+    command = parse(CompareCommand, "compare", words, default)
+    before, now = (flatten(of.data, "data.") | flatten(of.evaluate, "evaluate.") for of in (default, command))
+    return command, {name: value for name, value in now.items() if before[name] != value}
 
 
 def _report(words: list[str]) -> None:

@@ -1,8 +1,10 @@
 """`logitmix compare`: simple and learned methods on one dataset, in equal time, with intervals over the users.
 
 Each method has a folder in the output directory. That of a learned one is an ordinary run directory; that of a simple
-one has results.json, test_ranks.json and dataset.json. What is there is not done again. All methods see the same
-training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation.
+one has results.json, test_ranks.json, test_users.json, dataset.json, and config.toml for the sections [data] and
+[evaluate]. What is there is not done again, and is refused where these sections were others. All methods see the same
+training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation: the first two
+by evaluate.metric, the method by CHOICE.
 
 Axes: U users, M numbers of a user (of methods and metrics), R resamples.
 """
@@ -12,10 +14,11 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +47,7 @@ from logitmix.trainer.baselines import (
     users_of_both,
 )
 from logitmix.trainer.checkpoint import load_saved
-from logitmix.trainer.config import BASELINES, Config, with_settings, with_start
+from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
@@ -55,11 +58,13 @@ from logitmix.trainer.processes import require_threads
 from logitmix.trainer.run import (
     beside_baselines,
     checkpoint_paths,
+    cold_targets,
     evaluations_since_best,
     read_config,
     read_ranks,
     read_results,
     read_rows,
+    read_test_users,
     remove_run,
     require_one_host,
     require_same,
@@ -92,7 +97,9 @@ LEARNED: Mapping[str, dict[str, Any]] = {
 LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"}
 SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
 CHOICE = "hr@10"
-"""On validation, it chooses; on the test part, the verdict names it."""
+"""On validation, it chooses the method; on the test part, the verdict names it."""
+SECTIONS = ("data.", "evaluate.")
+"""Settings that may be given, for all methods alike."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 WIDER = "hr@50"
@@ -106,13 +113,20 @@ WIDTH = 126
 """Columns of the table."""
 
 
-def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str], threads: int) -> dict[str, Any]:
+def compare(
+    dataset_path: str,
+    out: Path,
+    minutes: float,
+    methods: Sequence[str],
+    threads: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
-    compare.txt. Collective.
+    compare.txt. `settings` of the sections data and evaluate, {"data.split": "time"}, hold for all methods. Collective.
 
-    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, a method that
-    had more minutes before, and one whose folder has a run of other settings, of another dataset, or of as many minutes
-    with other threads.
+    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, settings of
+    other sections or with which methods cannot be compared, a method that had more minutes before, and one whose folder
+    has a run of other settings, of another dataset, or of as many minutes with other threads.
     """
     require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
     for name in methods:
@@ -124,15 +138,18 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
     fetch_run(out)
     dataset = load_dataset(dataset_path)
     require_apart(out, dataset, "out")
-    configs = {name: config_of(name, dataset, minutes, threads) for name in methods}
-    config = config_of("dot", dataset, minutes, threads)
+
+    def configured(name: str, minutes: float = minutes, threads: int = threads) -> Config:
+        return config_of(name, dataset, minutes, threads, settings)
+
+    configs, config = {name: configured(name) for name in methods}, configured("dot")
     facts = facts_of("compare", config, dataset, methods=methods)
     with process_group("auto", config.comm.timeout_seconds, facts) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)
         to_train = on_first_rank(
-            lambda: [name for name in methods if not _is_done(out / name, configs[name], dataset)], ranks
+            lambda: [name for name in methods if not _is_done(out / name, configured, dataset)], ranks
         )
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks) as stopping:
@@ -144,13 +161,19 @@ def compare(dataset_path: str, out: Path, minutes: float, methods: Sequence[str]
                     on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
                     stopping.check()
-        found = on_first_rank_at_length(lambda: _finish(out, dataset, minutes, simple, methods, left_out), ranks)
+        found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, methods, left_out), ranks)
         upload_run(out, ranks)
     return found
 
 
-def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Config:
-    """The settings that a learned method is trained with."""
+def config_of(
+    name: str,
+    dataset: Dataset,
+    minutes: float,
+    threads: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
     path = shown(dataset.path)
     config, _ = load_sized(AUTO, path)
     users = config.evaluate.users or dataset.num_users
@@ -167,16 +190,36 @@ def config_of(name: str, dataset: Dataset, minutes: float, threads: int) -> Conf
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,
     }
-    config = with_settings(config, common | LEARNED[name])
+    _require_comparable(settings)
+    config = with_settings(config, common | LEARNED[name] | dict(settings))
+    if (config.evaluate.users or dataset.num_users) > most:
+        raise ValueError(
+            f"evaluate.users is {config.evaluate.users}, but of {dataset.num_users:,} users the simple methods rank "
+            f"{most:,} at most, with {dataset.num_items:,} items, and all methods rank the same; give "
+            f"--evaluate.users {most} or less"
+        )
     # MoL learns slowly from random weights.
-    return with_start(config, config_of("dot", dataset, minutes / 2, threads)) if name == "mol" else config
+    return with_start(config, config_of("dot", dataset, minutes / 2, threads, settings)) if name == "mol" else config
 
 
-def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
+def _require_comparable(settings: Mapping[str, Any]) -> None:
+    """ValueError for settings of other sections, and for those without which nothing can be chosen on validation."""
+    for name in settings:
+        if not name.startswith(SECTIONS) or name == "data.path":
+            raise ValueError(f"compare has no setting {name}; it takes those of data and evaluate, but not data.path")
+    needed = {"data.validation": settings.get("data.validation", True)}
+    needed["evaluate.every_epochs"] = settings.get("evaluate.every_epochs", 1)
+    for name, value in needed.items():
+        if not value:
+            raise ValueError(f"{name} is {str(value).lower()}, but compare chooses on validation; leave it out")
+
+
+def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> bool:
     """Whether the run has its results with these settings. ValueError if it had more minutes, or as many and other
     settings or threads, or if it is of another dataset, or of other settings, which a run of `train` has."""
     if not (run / "config.toml").is_file():
         return False
+    config = configured(run.name)
     before, now = read_config(run).train, config.train
     if before.minutes > now.minutes:
         raise ValueError(
@@ -184,7 +227,7 @@ def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
             "--out"
         )
     if before.minutes < now.minutes:  # It will be removed, if it is of its own.
-        require_same(run, config_of(run.name, dataset, before.minutes, before.threads), dataset)
+        require_same(run, configured(run.name, before.minutes, before.threads), dataset)
         return False
     if before.threads != now.threads and (checkpoint_paths(run) or checkpoint_paths(start_path(run))):
         raise ValueError(
@@ -222,15 +265,30 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         folder = out / name
         if (folder / "results.json").is_file():
             require_same_dataset(folder, evaluation.dataset)
+            _require_same_rules(folder, evaluation.config)
             if read_results(folder)["budget"] == minutes:
                 continue
         folder.mkdir(parents=True, exist_ok=True)
         results, rank_U = _fit_and_rank(name, evaluation, minutes)
         write_noted(folder / "dataset.json", evaluation.dataset.description())
-        write_ranks(folder, rank_U)
+        write_noted(folder / "config.toml", dump_toml(evaluation.config))
+        write_ranks(folder, rank_U, evaluation.raw_users("test"))
         write_results(folder, results | {"budget": minutes})
         _say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
     return names, left_out
+
+
+def _require_same_rules(folder: Path, config: Config) -> None:
+    """ValueError if a simple method has split and ranked by other settings."""
+    before, now = flatten(read_config(folder)), flatten(config)
+    others = ("data.path", "evaluate.batch_size", "evaluate.baselines")
+    said = [
+        f"{name} was {before.get(name)}, is {value}"
+        for name, value in now.items()
+        if name.startswith(SECTIONS) and name not in others and before.get(name) != value
+    ]
+    if said:
+        raise ValueError(f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out")
 
 
 def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[dict[str, Any], Ints]:
@@ -261,7 +319,7 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
     for penalty in PENALTIES:
         began = time.monotonic()
         ease = EASE.fit(both_XX, penalty)
-        value = means(_ranks(ease, evaluation, "validation"))[CHOICE]
+        value = means(_ranks(ease, evaluation, "validation"))[evaluation.config.evaluate.metric]
         tried.append(penalty)
         if best is None or value > best[0]:
             best = value, ease, penalty
@@ -278,15 +336,22 @@ def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
 
 def _finish(
     out: Path,
-    dataset: Dataset,
+    evaluation: Evaluation,
     minutes: float,
     simple: Sequence[str],
     learned: Sequence[str],
     left_out: Sequence[str],
 ) -> dict[str, Any]:
+    dataset, rules = evaluation.dataset, flatten(evaluation.config)
     rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
     reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
     ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
+    users = {row["method"]: read_test_users(out / row["method"]) for row in rows}
+    for name in users:
+        if users[name] != users[reference] or len(users[name]) != len(ranks[name]):
+            raise ValueError(
+                f"{out / name} has ranks of other users than {out / reference}; remove it, and compare again"
+            )
     tested = with_intervals(ranks, reference)
     rows = [row | tested[row["method"]] for row in rows]
     rows.sort(key=lambda row: -row["validation"][CHOICE])
@@ -300,9 +365,14 @@ def _finish(
         "minutes": minutes,
         "users": len(ranks[reference]),
         "items": dataset.num_items,
+        "settings": {name: value for name, value in rules.items() if name.startswith(SECTIONS)},
+        "cold_targets": (cold := evaluation.cold_targets("test")),
         "reference": reference,
         "left_out": list(left_out),
-        "beside": [f"{name} on the test part: {line}" for name, line in beside.items()],
+        "beside": [
+            *(f"{name} on the test part: {line}" for name, line in beside.items()),
+            *(f"test part: {line}" for line in filter(None, [cold_targets({"targets/cold": cold})])),
+        ],
         "verdict": verdict(rows, reference),
         "methods": rows,
     }

@@ -174,6 +174,14 @@ class Evaluation:
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
         return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in means(rank_U).items()}
 
+    def cold_targets(self, split: Split) -> float:
+        """The share of the targets that are items without a training action."""
+        return float((self.training_counts[self.users(split).target] == 0).mean())
+
+    def raw_users(self, split: Split) -> list[str]:
+        """The raw ids of those that are ranked, in their order."""
+        return self.dataset.raw_user_ids(self.users(split).user)
+
     def users(self, split: Split) -> RankingUsers:
         """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
@@ -190,12 +198,14 @@ def evaluate(
     count_X: np.ndarray | None = None,
 ) -> tuple[dict[str, float], np.ndarray]:
     """The metrics of both stages over all users, and the share of them whose target is in their history; with counts of
-    the items' training actions, also how popular the best 10 are. Beside them the ranks of the targets [U]. Collective,
-    and equal on all ranks."""
+    the items' training actions, also the share of targets that have none, and how popular the best 10 are. Beside them
+    the ranks of the targets [U]. Collective, and equal on all ranks."""
     rankings = rank_corpus(
         embedder, num_items, users, batch_size, exclude_history, advance, RECOMMENDED if count_X is not None else 0
     )
     about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+    if count_X is not None:
+        about["targets/cold"] = float((count_X[users.target] == 0).mean())
     if count_X is not None and rankings.best_UK is not None:
         about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
     return metrics_of(rankings, num_items) | about, rankings.similarity_U.numpy()

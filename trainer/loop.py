@@ -29,6 +29,7 @@ from logitmix.trainer.run import (
     RunProgress,
     beside_baselines,
     checkpoint_paths,
+    cold_targets,
     epochs_of_refit,
     evaluations_since_best,
     own_minutes,
@@ -118,7 +119,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         if config.train.projector:
             write_projector(run, dataset, model)
         if ranks.rank == 0:
-            if line := beside_baselines(results):
+            for line in filter(None, (beside_baselines(results), cold_targets(results))):
                 print(f"test: {line}", file=sys.stderr)
             write_results(run, results)
             write_results_to_board(run, config, results)
@@ -245,7 +246,7 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, 
     step = checkpoint.restore_best(run, model)
     metrics, rank_U = evaluation.with_ranks("test", *model.evaluated())
     if model.ranks.rank == 0:
-        write_ranks(run, rank_U)
+        write_ranks(run, rank_U, evaluation.raw_users("test"))
     beside = evaluation.baselines("test")
     if model.config.evaluate.peek_test:
         beside |= on_first_rank(lambda: peeked_best(run, model.config.evaluate.metric), model.ranks)

@@ -19,6 +19,7 @@ from logitmix.common.storage import shown
 from logitmix.trainer.config import BESIDE, Config, flatten
 from logitmix.trainer.run import (
     beside_baselines,
+    cold_targets,
     read_config,
     read_description,
     read_results,
@@ -172,7 +173,7 @@ def _results(runs: Sequence[Run]) -> str:
     beside = "".join(
         f"<p>{name}{': ' * (len(runs) > 1)}{escape(line)}.</p>"
         for name, run in zip(_names(runs), runs, strict=True)
-        if (line := beside_baselines(run.results))
+        for line in filter(None, (beside_baselines(run.results), cold_targets(run.results)))
     )
     return _section("Test metrics", f"<p>{note}</p>{beside}" + _table(heads, rows))
 

@@ -7,11 +7,12 @@ metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked
                   of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
 profile/          with train.profile, a Chrome trace of some steps
-digests.json      bytes and SHA-256 of config.toml, dataset.json, results.json and test_ranks.json as they were written,
-                  and of metrics.jsonl as it was at the last checkpoint: rows may follow
+digests.json      bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and test_users.json as
+                  they were written, and of metrics.jsonl as it was at the last checkpoint: rows may follow
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
 test_ranks.json   rank of each user's target in that test
+test_users.json   raw ids of these users, in the same order
 start/            where the settings have a section [start], the run that was trained first
 refit/            with train.refit, the run that then trained on the validation actions too
 logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
@@ -28,7 +29,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -522,6 +523,21 @@ def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = B
     return "; ".join(f"{how} at {', '.join(metrics)}" for how, metrics in sorted(said.items()))
 
 
+COLD = 0.1
+"""Share of the targets without a training action from which on it is said."""
+
+
+def cold_targets(results: Mapping[str, float]) -> str:
+    """One line where much of the test part cannot be ranked from what was trained; else empty. `results` has
+    targets/cold."""
+    if (share := results.get("targets/cold", 0.0)) < COLD:
+        return ""
+    return (
+        f"{share:.0%} of the targets are items that training has no action of (targets/cold): without features of "
+        f"items they cannot be hit but by chance, and no hit rate is to be expected above {1 - share:.2f}"
+    )
+
+
 def write_plan(run: Path, plan: Mapping[str, Any]) -> None:
     write_whole(run / "plan.json", json.dumps({name: asdict(table) for name, table in plan.items()}, indent=1) + "\n")
 
@@ -540,8 +556,10 @@ def read_results(run: Path) -> Fields:
     return results
 
 
-def write_ranks(run: Path, rank_U: np.ndarray) -> None:
+def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
+    """Keeps the rank of each user's target in the test part, and the users' raw ids in the same order."""
     write_noted(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
+    write_noted(run / "test_users.json", json.dumps(list(user_U)) + "\n")
 
 
 def read_ranks(run: Path) -> np.ndarray:
@@ -551,6 +569,15 @@ def read_ranks(run: Path) -> np.ndarray:
     if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
         raise ValueError(f"{path} is not a list of ranks from 1")
     return np.array(ranks, np.int64)
+
+
+def read_test_users(run: Path) -> list[str]:
+    """The raw ids of the users [U] that `read_ranks` has the ranks of."""
+    path = run / "test_users.json"
+    users = parse_json(_read_noted(path), str(path))
+    if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
+        raise ValueError(f"{path} is not a list of raw ids of users")
+    return users
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from logitmix.trainer.run import (
     read_results,
     read_rows,
     read_schema,
+    read_test_users,
     run_lock,
 )
 
@@ -424,6 +425,14 @@ def test_edited_ranks_are_told(run: Path, content: bytes) -> None:
     (run / "test_ranks.json").write_bytes(content)
     with told("test_ranks.json is not a list of ranks from 1"):
         read_ranks(run)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[0]", b"[null]", b'["u", ["v"]]'])
+def test_edited_lists_of_users_are_told(run: Path, content: bytes) -> None:
+    (run / "digests.json").unlink()
+    (run / "test_users.json").write_bytes(content)
+    with told("test_users.json is not a list of raw ids of users"):
+        read_test_users(run)
 
 
 DESCRIPTIONS = [
@@ -833,6 +842,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_rows,
     "results.json": read_results,
     "test_ranks.json": read_ranks,
+    "test_users.json": read_test_users,
 }
 
 

@@ -1,6 +1,7 @@
 """Simple and learned methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import in_memory, write_dataset
+from small_data import ITEMS, in_memory, write_dataset, write_late_items
 
 from logitmix.trainer import baselines, cli, loop
 from logitmix.trainer import compare as comparing
@@ -23,7 +24,14 @@ from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users,
 from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
 from logitmix.trainer.evaluate import METRICS, means
 from logitmix.trainer.ranking import NOT_SERVED
-from logitmix.trainer.run import checkpoint_paths, read_config, read_ranks, read_results, read_rows
+from logitmix.trainer.run import (
+    checkpoint_paths,
+    read_config,
+    read_ranks,
+    read_results,
+    read_rows,
+    read_test_users,
+)
 
 
 @pytest.fixture
@@ -245,6 +253,67 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
         assert [row["step"] for row in before] == [row["step"] for row in read_rows(out / name)]
         assert before != read_rows(out / name) and read_config(out / name).train.minutes == 6
     assert read_config(out / "mol" / "start").train.minutes == 3
+
+
+TIME = ["--data.split", "time", "--data.held-out", "0.1", "--evaluate.exclude-history", "no", "--evaluate.users", "0"]
+
+
+def test_the_split_and_the_rules_of_evaluation_hold_for_all_methods(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_late_items(tmp_path / "data"), tmp_path / "out"
+    words = ["compare", str(data), "--minutes", "5", "--out", str(out), "--threads", "1", "--methods", "dot"]
+    cli.main([*words, *TIME])
+    said, found = capsys.readouterr().out, json.loads((out / "compare.json").read_text())
+    assert found["users"] == 40 and found["cold_targets"] == 0.5
+    assert found["settings"]["data.split"] == "time" and found["settings"]["evaluate.exclude_history"] == "no"
+    line = "test part: 50% of the targets are items that training has no action of (targets/cold)"
+    assert line in " ".join(said.split()) and found["beside"][-1].startswith(line)
+    for name in ("popularity", "item_knn", "ease", "dot"):
+        config, users = read_config(out / name), read_test_users(out / name)
+        assert (config.data.split, config.data.held_out, config.evaluate.exclude_history) == ("time", 0.1, "no")
+        assert users == [f"u-{user}" for user in range(40)] and len(read_ranks(out / name)) == 40
+
+    cli.main([*words, *TIME])
+    assert trained == ["dot"]
+    kept = {path: path.read_bytes() for path in out.glob("*/test_ranks.json")}
+    given = {"data.split": "time", "data.held_out": 0.1, "evaluate.exclude_history": "no"}
+    for settings, differs in (
+        ({}, "data.split was time, is leave-one-out"),
+        (given | {"evaluate.users": 20}, "evaluate.users was 0, is 20"),
+        (given | {"data.held_out": 0.2}, "data.held_out was 0.1, is 0.2"),
+        (given | {"evaluate.metric": "mrr"}, "evaluate.metric was hr@10, is mrr"),
+    ):
+        for methods in (["dot"], []):  # without learned ones, the simple ones tell
+            with pytest.raises(ValueError, match=re.escape(differs)):
+                compare(str(data), out, 5, methods, 1, settings)
+    assert trained == ["dot"] and kept == {path: path.read_bytes() for path in out.glob("*/test_ranks.json")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data.validation": False}, "data.validation is false, but compare chooses on validation"),
+        ({"evaluate.every_epochs": 0}, "evaluate.every_epochs is 0, but compare chooses on validation"),
+        ({"model.dim": 8}, "compare has no setting model.dim; it takes those of data and evaluate"),
+        ({"data.path": "elsewhere"}, "compare has no setting data.path"),
+        (
+            {"evaluate.users": 0},
+            "evaluate.users is 0, but of 60 users the simple methods rank 40 at most, with 50 items",
+        ),
+        ({"evaluate.users": 41}, "give --evaluate.users 40 or less"),
+    ],
+)
+def test_settings_with_which_methods_cannot_be_compared_are_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "MOST_SCORES", 40 * ITEMS)
+    data = write_dataset(tmp_path / "data")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        compare(str(data), tmp_path / "out", 5, ["dot"], 1, settings)
+    assert not (tmp_path / "out").exists()
+    config = comparing.config_of("dot", load_dataset(data), 5, 1, {"evaluate.users": 39})
+    assert config.evaluate.users == 39 and comparing.config_of("dot", load_dataset(data), 5, 1).evaluate.users == 40
 
 
 def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(

@@ -4,13 +4,14 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from small_data import in_memory
+from small_data import in_memory, small_config, write_late_items
 from torch import Tensor
 
 from logitmix.comm.process_group import Ranks, process_group
@@ -19,12 +20,16 @@ from logitmix.modules.config import ModelConfig, SASRecConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
+from logitmix.trainer import cli
 from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryRule
-from logitmix.trainer.data.batches import RankingUsers, ranking_users
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.batches import RankingUsers, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.evaluate import Evaluation, evaluate, excludes_history, how_popular, metrics_of
+from logitmix.trainer.loop import train
 from logitmix.trainer.ranking import NOT_SERVED, Rankings
+from logitmix.trainer.report import write_report
+from logitmix.trainer.run import read_ranks, read_test_users
 from logitmix.trainer.sharded_rows import ShardedRows
 
 ITEMS = 60
@@ -157,7 +162,33 @@ def test_nothing_is_said_of_recommendations_where_there_are_none(ranks: Ranks) -
     model = ModelConfig(encoder=SASRecConfig(max_length=L))
     config = Config(model=model, evaluate=EvaluateConfig(exclude_history="yes"))
     metrics = Evaluation(config, dataset, ranks)("test", small_tower(), whole(item_table(), ranks))
-    assert metrics["hr@500"] == 0.0 and not [name for name in metrics if name.startswith(("recommended", "targets"))]
+    assert metrics["hr@500"] == metrics["targets/cold"] == 0.0
+    assert not [name for name in metrics if name.startswith(("recommended/", "targets/top"))]
+
+
+@pytest.mark.parametrize(("held_out", "cold"), [(0.1, 0.5), (0.2, 0.0)])
+def test_targets_that_training_never_saw_are_counted_and_said(
+    tmp_path: Path, held_out: float, cold: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the last two actions of all in the test part, the one before the last is the target."""
+    settings = {"data.split": "time", "data.held_out": held_out, "train.epochs": 1, "evaluate.users": 30}
+    config, run = small_config(write_late_items(tmp_path / "data"), settings), tmp_path / "run"
+    results = train(config, run)
+    trained = capsys.readouterr().err
+    cli.main(["evaluate", str(run)])
+    evaluated = capsys.readouterr().err
+    write_report([run], tmp_path / "report.html")
+    users = [int(user.removeprefix("u-")) for user in read_test_users(run)]
+    assert len(users) == len(read_ranks(run)) == 30 == len(set(users)) and users == sorted(users)
+    assert results["targets/cold"] == (np.mean([user % 2 == 0 for user in users]) if cold else 0)
+    said = "of the targets are items that training has no action of (targets/cold): without features of items"
+    assert (f"test: {results['targets/cold']:.0%} {said}" in trained) == (cold > 0)
+    for text in (evaluated, (tmp_path / "report.html").read_text()):
+        assert (said in text) == (cold > 0)
+    # A rank belongs to the user at its place.
+    dataset = load_dataset(tmp_path / "data")
+    ranked = ranking_users(dataset, "test", 12, split_by_time(dataset, held_out)).sample(30, config.train.seed)
+    assert ranked.user.tolist() == users
 
 
 WALKS = [[item, item, 1, item, item] for item in range(2, 22)]

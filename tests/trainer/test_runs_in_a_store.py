@@ -46,6 +46,7 @@ from logitmix.trainer.run import (
     checkpoint_paths,
     final_run,
     read_rows,
+    read_test_users,
     remove_run,
     require_one_host,
     run_lock,
@@ -692,6 +693,8 @@ def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None
     assert found["dataset"] == DATA
     run = fetched_run(compared) / "dot"
     assert f'path = "{DATA}"' in (run / "config.toml").read_text()
+    for name in ("dot", "popularity"):
+        assert len(read_test_users(fetched_run(compared) / name)) == found["users"]
     write_report([fetched_run(f"{compared}/dot")], tmp_path / "report.html")
     assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
 

@@ -164,6 +164,10 @@ class Dataset:
                 raise ValueError("empty values in column raw_id")
             return _texts("raw_id", table["raw_id"])
 
+    def raw_user_ids(self, user_U: np.ndarray) -> list[str]:
+        """The source's ids of users by index, read at each call; the index where the dataset has none."""
+        return pa.chunked_array(_raw_user_ids(self.path), pa.large_string()).take(pa.array(user_U)).to_pylist()
+
     def title_column(self) -> pa.ChunkedArray | None:
         """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""
         file = self.path / "items.parquet"
