@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -34,8 +35,15 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "compiled")
 
 
-# A forked process does not have its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+def _without_the_parents_threads() -> None:
+    """A forked process does not have its parent's threads. OpenMP, on which torch computes, does not notice: with more
+    than one thread it would wait for the parent's for ever."""
+    _pool.cache_clear()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_without_the_parents_threads)
 
 
 @functools.cache

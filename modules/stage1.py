@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from logitmix.common.compiled import compiled_library, has_triton, in_threads
+from logitmix.common.values import from_one
 
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
@@ -174,8 +175,10 @@ def hindexer_topk(
     Raises ValueError for a width or a mask that does not fit, queries that are not finite, k below 1 and tensors on
     different devices.
     """
-    if k < 1:
-        raise ValueError(f"k is {k}; it must be at least 1")
+    k = _count("k", k)
+    threads = torch.get_num_threads() if threads is None else _count("threads", threads)
+    if query_BH.dim() != 2:
+        raise ValueError(f"the queries are {list(query_BH.shape)}; they must be [queries, width]")
     device = corpus.blocks.device
     for what, tensor in (("queries are", query_BH), ("mask is", allowed)):
         if tensor is not None and tensor.device != device:
@@ -189,7 +192,14 @@ def hindexer_topk(
         return _in_triton(query, scale_B, corpus, K, bits)
     if device.type != "cpu" or _library() is None:
         return _plain(query, scale_B, corpus, K, bits)
-    return _compiled(query, scale_B, corpus, K, bits, threads or torch.get_num_threads())
+    return _compiled(query, scale_B, corpus, K, bits, threads)
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        return from_one(value)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:

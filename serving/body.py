@@ -2,10 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.json_schema import WithJsonSchema
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
+from logitmix.common.values import id_texts
 from logitmix.serving.batcher import Question
 from logitmix.serving.retriever import Request
 
@@ -16,29 +18,27 @@ MAX_IDS = 100_000
 MAX_STAGE_1 = 1_000_000
 
 
-def _id(value: Any) -> Any:
-    if type(value) is str or (type(value) is int and -(2**63) <= value < 2**64):
-        return value
-    raise ValueError("must be text or a whole number of 64 bits")
-
-
-Id = Annotated[str | int, PlainValidator(_id, json_schema_input_type=str | int)]
-Ids = Annotated[list[Id], Field(max_length=MAX_IDS, fail_fast=True)]
+def _ids(most: int) -> Any:
+    """Up to so many ids. One check for all of them takes a tenth of the time of one for each."""
+    schema = {"type": "array", "items": {"type": ["string", "integer"]}, "maxItems": most}
+    return Annotated[
+        list[Any], Field(max_length=most, fail_fast=True), AfterValidator(id_texts), WithJsonSchema(schema)
+    ]
 
 
 class Body(BaseModel):
-    """One request in the form of `Retriever.recommend`, in which null is the same as nothing, and the arguments. The
-    Retriever knows the model's features and checks their values."""
+    """One request in the form of `Retriever.recommend`, and the arguments. The Retriever knows the model's features and
+    checks their values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    history: Annotated[list[Id], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
+    history: _ids(MAX_HISTORY) | None = None  # type: ignore[valid-type]
     timestamps: Annotated[list[int], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
     time: int | None = None
     user: dict[str, Any] | None = None
     events: Annotated[list[dict[str, Any]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
-    allowed: Ids | None = None
-    blocked: Ids | None = None
+    allowed: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
+    blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     unknown: Literal["skip", "unknown", "refuse"] = "skip"
     exclude_history: bool | None = None

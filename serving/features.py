@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from logitmix.common.mappings import nearest
+from logitmix.common.values import as_list, id_text, plain
 from logitmix.modules.features import Values
 from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.serving.texts import Texts
@@ -69,14 +70,14 @@ class FeatureReader:
             case "id":
                 return self._row(feature, value)
             case "ids":
-                there = [] if value is None else [entry for entry in _list(value) if entry not in (None, "")]
+                there = [] if value is None else [entry for entry in as_list(value) if entry not in (None, "")]
                 return [self._row(feature, entry) for entry in there]
             case "number":
                 return feature.mean if value is None else _number(value)
             case _:
                 if value is None:
                     return [feature.mean] * feature.width
-                numbers = [_number(entry) for entry in _list(value)]
+                numbers = [_number(entry) for entry in as_list(value)]
                 if len(numbers) != feature.width:
                     raise ValueError(f"has {len(numbers)} numbers; it must have {feature.width}")
                 return numbers
@@ -85,19 +86,12 @@ class FeatureReader:
         unknown = self.schema.table(feature.table).unknown
         if value is None:
             return unknown
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError(f"is {value!r}; it must be text or a whole number")
-        row: int | None = self._find(feature.table, str(value))
+        row: int | None = self._find(feature.table, id_text(value))
         return unknown if row is None else row
 
 
-def _list(value: Any) -> Sequence[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"is {value!r}; it must be a list")
-    return value
-
-
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
         raise ValueError(f"is {value!r:.40}; it must be a finite number in FP32")
-    return float(value)
+    return float(number)

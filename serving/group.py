@@ -6,7 +6,9 @@ nothing that grows with the corpus.
 Axes: B queries, N keys of each.
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from logitmix.serving.topk import NOTHING
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+_GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
 
 
 class Group:
@@ -31,6 +34,7 @@ class Group:
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.turn = threading.RLock()
         """Held by a thread from the first to the last of its calls that belong together."""
+        _GROUPS.add(self)
         self.lost = False
         """Whether another process is gone, or this one no longer knows what it waits for."""
 
@@ -79,6 +83,15 @@ class Group:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat(parts, dim=1).to(keys_BN.device)
+
+
+def _release_turns() -> None:
+    """In a forked process, which has the locks of its parent's other threads, but not these threads."""
+    for group in list(_GROUPS):
+        group.turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_release_turns)
 
 
 def part_of(whole: range, part: int, parts: int) -> range:

@@ -4,11 +4,10 @@ Axes: B histories, T their positions, packed, N items of a chunk, X items in the
 (the paper's k'), D encoder width.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from logitmix.common.storage import fetched, naming_urls
+from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values, recency_rows
@@ -33,6 +33,7 @@ from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import ItemInputs, Items
 from logitmix.serving.model import CORPUS, named, scales_of, stored_items, trained_tower
 from logitmix.serving.pieces import Pieces, fetch_rows
+from logitmix.serving.texts import FEW
 from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
 
 STAGE_1 = 100_000
@@ -42,6 +43,8 @@ UNKNOWN = -1
 _BIT = (1 << np.arange(8)).astype(np.uint8)
 _QUERIES = 32
 """Histories ranked at once."""
+_LISTS, _LONGEST = 32, 2**14
+"""Lists of ids whose items are cached, and ids of one that is: clients send the same list again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,8 @@ class Retrieved:
 
 
 class Request(TypedDict, total=False):
-    """One user and their features; every entry may be missing."""
+    """One user and their features; every entry may be missing, or None. An id is text or a whole number of 64 bits, and
+    no float; arrays and tensors of these are lists as well."""
 
     history: Sequence[str | int]
     """Raw item ids, oldest first."""
@@ -98,6 +102,7 @@ class Retriever:
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles, self.digest = contents.raw_ids, contents.titles, contents.digest
+        self._items_of_list = lru_cache(_LISTS)(contents.raw_ids.places)
         self._about, self._group, shards = about, group or Group(), contents.shards
         everywhere = [torch.device(of) for of in on]
         weights = {name: of.to(everywhere[0]) for name, of in contents.weights.items()}
@@ -146,6 +151,8 @@ class Retriever:
         Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
         version, and for a device that does not exist; all processes raise what one finds.
         """
+        if not isinstance(path, str | Path):
+            raise ValueError(f"the path is {path!r:.100}; it must be text or a Path")
         of_ranks = Group(group)
         found: list[Contents] = []
 
@@ -193,8 +200,9 @@ class Retriever:
         Raises ValueError for an empty history, for a value that is not an item index, and for a k below 1 or above
         `stage1`.
         """
-        kept = max(STAGE_1, k) if stage1 is None else stage1
-        exclude_history = self.exclude_history if exclude_history is None else exclude_history
+        k, kept, exclude_history = self._arguments(k, stage1, exclude_history)
+        if not isinstance(histories, Iterable):
+            raise ValueError(f"the histories are {histories!r:.100}; they must be a list of lists of item indices")
         checked = [_Asked(place, self._checked(history, place)) for place, history in enumerate(histories)]
         return self._retrieve(checked, k, kept, exclude_history)
 
@@ -216,9 +224,8 @@ class Retriever:
 
         Raises ValueError, with the request's number counted from `first`, for a request that cannot be answered.
         """
-        kept = max(STAGE_1, k) if stage1 is None else stage1
-        exclude_history = self.exclude_history if exclude_history is None else exclude_history
-        asked = [self._asked(request, place, unknown) for place, request in enumerate(requests, first)]
+        k, kept, exclude_history = self._arguments(k, stage1, exclude_history)
+        asked = self._all_asked(requests, unknown, first)
         found = self._retrieve(asked, min(k, self.num_items), kept, exclude_history)
         return [self._shown(*ranking) for ranking in zip(found.items.tolist(), found.scores.tolist(), strict=True)]
 
@@ -231,7 +238,7 @@ class Retriever:
 
         Raises ValueError as `recommend` does.
         """
-        return named(self._queries([self._asked(request, place, unknown) for place, request in enumerate(requests)]))
+        return named(self._queries(self._all_asked(requests, unknown)))
 
     @torch.inference_mode()
     def problems(
@@ -254,10 +261,6 @@ class Retriever:
         return problems
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
-        if kept < k:
-            raise ValueError(f"stage1 is {kept}; it must be at least k ({k})")
         best_BK = torch.full((len(asked), k), NOTHING)
         for start in range(0, len(asked), _QUERIES):
             keys_BK = self._rank(asked[start : start + _QUERIES], min(k, self.num_items), kept, exclude_history)
@@ -265,19 +268,21 @@ class Retriever:
         return Retrieved(*split_keys(best_BK))
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
-        """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for a single
-        text instead of a list."""
-        if isinstance(raw_ids, str):
-            raise ValueError(f"the ids are {raw_ids!r}; they must be a list of ids")
-        found = {str(raw_id): self.raw_ids.find(str(raw_id)) for raw_id in raw_ids}
-        unknown = [raw_id for raw_id, index in found.items() if index is None]
+        """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
+        list of ids, such as a single text."""
+        try:
+            texts = id_texts(as_list(raw_ids))
+        except ValueError as error:
+            raise ValueError(f"the list of ids {error}") from None
+        places = self._places(texts)
+        unknown = list(dict.fromkeys(text for text, place in zip(texts, places, strict=True) if place == UNKNOWN))
         if unknown:
             shown = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise ValueError(
                 f"no item of {self.source.dataset} has the id {shown}; give raw ids of its {self.num_items} items, "
                 f"such as {self.raw_ids[0]!r}"
             )
-        return [index for raw_id in raw_ids if (index := found[str(raw_id)]) is not None]
+        return list(places)
 
     def rows(
         self,
@@ -287,6 +292,7 @@ class Retriever:
         stage1: int | None = None,
     ) -> list[Row]:
         """`retrieve` for one history of raw ids, for people to read: k rows, or fewer if fewer items are left."""
+        k, _, _ = self._arguments(k, stage1, exclude_history)
         found = self.retrieve([self.indices_of(raw_history)], min(k, self.num_items), exclude_history, stage1)
         return self._shown(found.items[0].tolist(), found.scores[0].tolist())
 
@@ -314,12 +320,37 @@ class Retriever:
         unknown_R = torch.zeros(len(records), dtype=torch.int64)
         return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, names))
 
+    def _arguments(self, k: int, stage1: int | None, exclude_history: bool | None) -> tuple[int, int, bool]:
+        """Checked: k, the number of items that stage 1 keeps, and whether histories are left out."""
+        found = {"k": k, "stage1": stage1}
+        for name, value in found.items():
+            try:
+                found[name] = None if value is None and name == "stage1" else from_one(value)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
+        k, kept = found["k"] or 0, found["stage1"]
+        if kept is not None and kept < k:
+            raise ValueError(f"stage1 is {kept}; it must be at least k ({k})")
+        if not isinstance(exclude_history, bool | None):
+            raise ValueError(f"exclude_history is {exclude_history!r:.40}; it must be True, False or None")
+        excluded = self.exclude_history if exclude_history is None else exclude_history
+        return k, max(STAGE_1, k) if kept is None else kept, excluded
+
+    def _all_asked(self, requests: Sequence[Request], unknown: str, first: int = 0) -> list["_Asked"]:
+        if unknown not in ("skip", "unknown", "refuse"):
+            raise ValueError(f"unknown is {unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
+        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+            raise ValueError(f"the requests are {requests!r:.100}; they must be a list of mappings, one for each user")
+        return [self._asked(request, place, unknown) for place, request in enumerate(requests, first)]
+
     def _asked(self, request: Request, place: int, unknown: str) -> "_Asked":
-        if strange := sorted(set(request) - set(Request.__annotations__)):
+        if not isinstance(request, Mapping):
+            raise ValueError(f"request {place} is {request!r:.100}; it must be a mapping, such as {{'history': [...]}}")
+        if strange := sorted(set(request) - set(Request.__annotations__), key=str):
             there = ", ".join(Request.__annotations__)
             raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: {there}")
-        history, events = _list(request, "history", place), _list(request, "events", place)
-        user: Any = request.get("user", {})
+        history, events = _ids(request, "history", place), _list(request, "events", place)
+        user: Any = {} if request.get("user") is None else request["user"]
         for found in (user, *events):
             if not isinstance(found, Mapping):
                 raise ValueError(f"request {place}: user or an event is {found!r}; it must be a mapping of features")
@@ -335,28 +366,37 @@ class Retriever:
                 self.indices_of(history)
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
-        items = [self.raw_ids.find(str(raw_id)) for raw_id in history]
-        kept = [at for at, item in enumerate(items) if item is not None or unknown == "unknown"]
+        items = self._places(history)
+        kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
         if not kept and not self.tower.schema.of("user"):
             raise ValueError(f"request {place} names no known item; give at least one")
         return _Asked(
             place,
-            [UNKNOWN if (item := items[at]) is None else item for at in kept],
+            [items[at] for at in kept],
             user,
             [events[at] for at in kept] if events else None,
             [*(times[at] for at in kept), times[-1]] if times and kept else None,
-            self._known(_list(request, "blocked", place)),
-            self._known(_list(request, "allowed", place)) if "allowed" in request else None,
+            self._known(_ids(request, "blocked", place)),
+            None if request.get("allowed") is None else self._known(_ids(request, "allowed", place)),
         )
 
-    def _known(self, raw_ids: list[str | int]) -> list[int]:
-        return [item for raw_id in raw_ids if (item := self.raw_ids.find(str(raw_id))) is not None]
+    def _known(self, texts: list[str]) -> list[int]:
+        return [item for item in self._places(texts) if item != UNKNOWN]
+
+    def _places(self, texts: list[str]) -> list[int]:
+        """Item indices, UNKNOWN where no item has the id."""
+        if len(texts) < FEW:
+            return [UNKNOWN if (item := self.raw_ids.find(text)) is None else item for text in texts]
+        return self._items_of_list(tuple(texts)) if len(texts) <= _LONGEST else self.raw_ids.places(texts)
 
     def _checked(self, history: Sequence[int], place: int) -> list[int]:
         try:
-            items = [operator.index(item) for item in history]
-        except TypeError as error:
-            raise ValueError(f"history {place} is no list of item indices: {error}") from None
+            items = [whole(item) for item in as_list(history)]
+        except ValueError as error:
+            raise ValueError(
+                f"history {place} is no list of item indices: it or one {error}; item indices go from 0 to "
+                f"{self.num_items - 1}"
+            ) from None
         if not items:
             raise ValueError(f"history {place} is empty; give at least one item")
         for item in items:
@@ -376,6 +416,7 @@ class Retriever:
         """Answers once from the items of this process alone: the first answer takes longer than all others."""
         if self.tower.hindexer is not None and self.num_items > STAGE_1:
             assert self._corpora is not None
+        self.raw_ids.places([])
         alone = copy(self)
         alone._group = Group()
         alone.retrieve([[0]], 1)
@@ -552,12 +593,20 @@ def _too_large(name: str) -> str:
     return f"{name}: a number among its features is too large"
 
 
-def _list(request: Request, entry: str, place: int) -> list[Any]:
-    """An entry as a list. ValueError, with the request's number, for anything else, such as one text."""
-    found: Any = request.get(entry, ())
-    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
-        raise ValueError(f"request {place}: {entry} is {found!r}; it must be a list")
-    return list(found)
+def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any]] = as_list) -> list[Any]:
+    """An entry as a list, made by `of`. ValueError, with the request's number, for anything else, such as one text."""
+    found: Any = request.get(entry)
+    if isinstance(found, Set) and entry not in ("allowed", "blocked"):
+        raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
+    try:
+        return [] if found is None else of(found)
+    except ValueError as error:
+        raise ValueError(f"request {place}: {entry} {error}") from None
+
+
+def _ids(request: Request, entry: str, place: int) -> list[str]:
+    """An entry as the texts of its ids."""
+    return _list(request, entry, place, lambda found: id_texts(as_list(found)))
 
 
 def _times(request: Request, length: int, place: int) -> list[int]:
@@ -567,28 +616,21 @@ def _times(request: Request, length: int, place: int) -> list[int]:
     if timestamps and len(timestamps) != length:
         raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
     try:
-        times = [_whole(of) for of in timestamps]
-    except (TypeError, ValueError):
-        raise ValueError(f"request {place}: its timestamps are not all whole numbers of 64 bits") from None
+        times = [whole(of) for of in timestamps]
+    except ValueError as error:
+        raise ValueError(f"request {place}: one of its timestamps {error}") from None
     for before, after in pairwise(times):
         if after < before:
             raise ValueError(
                 f"request {place}: its timestamps fall, from {before} to {after}; they must be oldest first"
             )
     try:
-        now = times[-1:] if time is None else [_whole(time)]
-    except (TypeError, ValueError):
-        raise ValueError(f"request {place}: its time is {time!r:.40}; it must be a whole number of 64 bits") from None
+        now = times[-1:] if time is None else [whole(time)]
+    except ValueError as error:
+        raise ValueError(f"request {place}: its time {error}") from None
     if times and now < times[-1:]:
         raise ValueError(f"request {place}: its time is {now[0]}; its last action was at {times[-1]}")
     return times and times + now
-
-
-def _whole(number: Any) -> int:
-    whole = operator.index(number)
-    if not -(2**63) <= whole < 2**63:
-        raise ValueError
-    return whole
 
 
 def _packed_times(asked: list[_Asked], encoded: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -644,14 +686,14 @@ def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
 
 def _devices(named: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:
     """As a list. ValueError for one that does not exist."""
-    devices = [named] if isinstance(named, str | torch.device) else list(named)
+    devices = list(named) if isinstance(named, Sequence) and not isinstance(named, str | bytes) else [named]
     if not devices:
         raise ValueError("there are no devices to retrieve on; cpu is always there")
     for name in devices:
         try:
             of = torch.device(name)
             there = of.type == "cpu" or (of.type == "cuda" and (of.index or 0) < torch.cuda.device_count())
-        except RuntimeError:  # it is no name of a device
+        except (RuntimeError, TypeError):  # it is no name of a device
             there = False
         if not there:
             raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import in_order
@@ -28,14 +29,15 @@ def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
         {"brand": "acme", "tags": ["c", "new", None, "a", ""], "price": 7, "image": [1, 2.5]},
         {"brand": 17, "tags": [], "price": -0.5, "image": (0.0, 0.0)},
         {"brand": "other"},
+        {"brand": np.int64(17), "tags": np.array(["a"]), "price": np.float32(2), "image": torch.tensor([1.0, 2.0])},
     ]
-    values = READER.read("item", items, ["item 0", "item 1", "item 2"])
+    values = READER.read("item", items, [f"item {place}" for place in range(4)])
     assert set(values) == {"brand", "tags", "price", "image"}
-    assert values["brand"].values.tolist() == [1, 2, 0] and values["brand"].offsets is None
-    assert values["tags"].values.tolist() == [1, 0, 2]
-    assert values["tags"].offsets is not None and values["tags"].offsets.tolist() == [0, 3, 3, 3]
-    assert values["price"].values.tolist() == [7.0, -0.5, 3.0]
-    assert values["image"].values.tolist() == [[1.0, 2.5], [0.0, 0.0], [0.5, 0.5]]
+    assert values["brand"].values.tolist() == [1, 2, 0, 2] and values["brand"].offsets is None
+    assert values["tags"].values.tolist() == [1, 0, 2, 2]
+    assert values["tags"].offsets is not None and values["tags"].offsets.tolist() == [0, 3, 3, 3, 4]
+    assert values["price"].values.tolist() == [7.0, -0.5, 3.0, 2.0]
+    assert values["image"].values.tolist() == [[1.0, 2.5], [0.0, 0.0], [0.5, 0.5], [1.0, 2.0]]
     users = READER.read("user", [{"favorite": None}, {}], ["request 0", "request 1"])
     assert users["favorite"].values.tolist() == [0, 0]
     assert READER.read("event", [{}] * 3, ["event"] * 3) == {}
@@ -59,6 +61,9 @@ def test_no_rows_have_the_right_shapes() -> None:
         ("item", {"item": "x"}, "item 1: the model has no item feature 'item'"),
         ("item", {"brand": 1.5}, "item 1: feature brand is 1.5; it must be text or a whole number"),
         ("item", {"brand": True}, "item 1: feature brand is True; it must be text or a whole number"),
+        ("item", {"brand": b"acme"}, "item 1: feature brand is b'acme'; it must be text or a whole number"),
+        ("item", {"tags": b"ab"}, "item 1: feature tags is b'ab'; it must be a list"),
+        ("item", {"price": np.bool_(True)}, "item 1: feature price is"),
         ("item", {"tags": "a"}, "item 1: feature tags is 'a'; it must be a list"),
         ("item", {"tags": [None, []]}, "item 1: feature tags is []; it must be text or a whole number"),
         ("item", {"price": "7"}, "item 1: feature price is '7'; it must be a finite number"),

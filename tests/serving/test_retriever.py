@@ -1,4 +1,5 @@
 import ctypes
+import functools
 import json
 import subprocess
 import sys
@@ -11,18 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import LENGTH, SmallModel, brute_force, export_small, random_histories, raw_ids, small_model
+from small_models import LENGTH, SmallModel, brute_force, export_small, in_order, random_histories, raw_ids, small_model
 from torch import Tensor
 
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
+from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
 from logitmix.serving import requests as request_files
 from logitmix.serving import retriever as retriever_module
 from logitmix.serving.format import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.retriever import Request, Retrieved, Retriever, Row
+from logitmix.serving.texts import Texts
 from logitmix.serving.topk import merge, rank_keys, split_keys
 from logitmix.trainer import export as export_module
 
@@ -161,7 +164,7 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
         (lambda r: r.retrieve([[1]], 10, stage1=9), r"stage1 is 9; it must be at least k \(10\)"),
         (lambda r: r.indices_of(["id 7", "seven", 8]), "no item of demo has the id 'seven', '8'; .*such as 'id 0'"),
         (lambda r: r.rows([], 3), "history 0 is empty"),
-        (lambda r: r.rows("id 7", 3), "the ids are 'id 7'; they must be a list of ids"),
+        (lambda r: r.rows("id 7", 3), "the list of ids is 'id 7'; it must be a list"),
         (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list"),
         (
             lambda r: r.recommend([{"history": ["id 7"], "blocked": 7}], 3, first=4),
@@ -172,8 +175,8 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
             "request 0: user or an event is None",
         ),
         (
-            lambda r: r.recommend([{"history": ["id 7"], "user": None}], 3),
-            "request 0: user or an event is None",
+            lambda r: r.recommend([{"history": ["id 7"], "user": []}], 3),
+            r"request 0: user or an event is \[\]",
         ),
         (
             lambda r: r.recommend([{"history": ["id 7"], "timestamps": 5}], 3),
@@ -190,6 +193,74 @@ def test_what_a_user_gets_wrong(tmp_path: Path, call: Callable[[Retriever], obje
     with pytest.raises(ValueError, match=message) as caught:
         call(retriever)
     assert "\n" not in str(caught.value)
+
+
+NOT_IDS: list[Any] = [294.0, 0.5, float("nan"), None, True, b"id 7", 2**64, ["id 7"], np.float64(7), np.bool_(True)]
+NOT_IDS += [torch.tensor(7.0), torch.tensor(True)]
+
+
+def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
+    """In Python as over HTTP."""
+    retriever = load(small_model("dot", 30, schema=Schema(ITEM_FEATURES.features[:1], (Table("item", 31),))), tmp_path)
+    for entry in ("history", "allowed", "blocked"):
+        for wrong in NOT_IDS:
+            with pytest.raises(ValueError, match=f"request 0: {entry} has an id that is .*; it must be text or"):
+                retriever.recommend([{"history": ["id 7"], entry: ["id 0", wrong]}], 3)  # type: ignore[misc]
+        for wrong in (b"id 7", "id 7", {"id 7": 1}, 7, np.array(7)):
+            with pytest.raises(ValueError, match=f"request 0: {entry} is .*; it must be a list"):
+                retriever.recommend([{"history": ["id 7"], entry: wrong}], 3)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="an id that is 7"):
+        retriever.rows([7.0], 3)  # type: ignore[list-item]
+    calls: list[Callable[[], object]] = [
+        lambda: retriever.recommend([{"history": ["id 7"], "timestamps": [True]}], 3),
+        lambda: retriever.recommend([{"history": ["id 7"], "timestamps": [1.0]}], 3),  # type: ignore[list-item]
+        lambda: retriever.recommend([{"history": {"id 7"}}], 3),  # type: ignore[typeddict-item]
+        lambda: retriever.recommend([{"history": ["id 7"]}], 3.0),  # type: ignore[arg-type]
+        lambda: retriever.recommend([{"history": ["id 7"]}], True),
+        lambda: retriever.recommend([{"history": ["id 7"]}], 3, "sikp"),  # type: ignore[arg-type]
+        lambda: retriever.recommend([{"history": ["id 7"]}], 3, exclude_history="no"),  # type: ignore[arg-type]
+        lambda: retriever.recommend([{"history": ["id 7"]}], 3, stage1=9.5),  # type: ignore[arg-type]
+        lambda: retriever.recommend({"history": ["id 7"]}, 3),  # type: ignore[arg-type]
+        lambda: retriever.recommend([["id 7"]], 3),  # type: ignore[list-item]
+        lambda: retriever.recommend(None, 3),  # type: ignore[arg-type]
+        lambda: retriever.retrieve([[True]], 3),
+        lambda: retriever.retrieve([b"ab"], 3),
+        lambda: Retriever.load(tmp_path / "served", None),  # type: ignore[arg-type]
+        lambda: Retriever.load(7),  # type: ignore[arg-type]
+        lambda: hindexer_topk(torch.ones(1, 8), Int8Corpus.of(torch.ones(9, 8)), 3.0),  # type: ignore[arg-type]
+        lambda: hindexer_topk(torch.ones(1, 8), Int8Corpus.of(torch.ones(9, 8)), 3, threads=-1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_and_torch_are_ids(tmp_path: Path) -> None:
+    ids = [str(item) for item in range(30)]
+    model = small_model("dot", 30)
+    retriever = load(model, tmp_path)
+    retriever.raw_ids = in_order(ids)
+    retriever._items_of_list.cache_clear()
+    expected = retriever.recommend([{"history": ["3", "1"], "blocked": ["7"]}], 30)
+    lists: list[Any] = [[3, 1], (3, "1"), np.array([3, 1]), np.array(["3", "1"]), torch.tensor([3, 1])]
+    lists.append([torch.tensor(3), np.uint8(1)])
+    for history in lists:
+        for blocked in ([7], {"7"}, np.array([7], np.uint64), torch.tensor([7])):
+            request: Any = {"history": history, "blocked": blocked, "allowed": None, "user": None}
+            assert retriever.recommend([request], np.int64(30)) == expected  # type: ignore[arg-type]
+
+
+def test_long_lists_of_ids_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever, ids = load(small_model("mol", X), tmp_path), raw_ids(X)
+    blocked, calls = [*ids[:200], "unknown"], []
+    places = Texts.places
+    monkeypatch.setattr(Texts, "places", lambda self, texts: calls.append(len(texts)) or places(self, texts))
+    retriever._items_of_list = functools.lru_cache(4)(retriever.raw_ids.places)
+    left = {row["id"] for row in retriever.recommend([{"history": ids[:1], "blocked": blocked}], X)[0]}
+    assert left == set(ids[200:])
+    retriever.recommend([{"history": ids[:1], "blocked": list(blocked)}], X)
+    assert calls == [201]
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
@@ -475,4 +546,45 @@ for path in sys.argv[2:]:
     print(json.dumps([found.items.tolist(), found.scores.tolist()]))
 assert not [name for name in sys.modules if name.startswith(FORBIDDEN)]
 assert not torch.distributed.is_initialized()
+"""
+
+
+def test_a_forked_process_answers(tmp_path: Path) -> None:
+    """As after gunicorn's preload: OpenMP's threads, and a thread that is in the middle of an answer, are the parent's
+    alone."""
+    served = export_small(small_model("mol", 30), tmp_path / "served")
+    result = subprocess.run([sys.executable, "-c", FORK, served], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "the same\nthe same\n"), result.stderr
+
+
+FORK = """
+import os, sys, threading, torch
+from logitmix.serving.retriever import Retriever
+
+def compute():
+    return torch.ones(2**22).add(1).sum().item()  # in OpenMP's threads
+
+torch.set_num_threads(2)
+retriever = Retriever.load(sys.argv[1])
+asked = [{"history": ["id 7", "id 14"]}]
+expected, total = retriever.recommend(asked, 5), compute()
+held = threading.Event()
+def hold():
+    with retriever._group.turn:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+for anew in (False, True):
+    child = os.fork()
+    if not child:
+        import signal
+        signal.alarm(30)
+        mine = Retriever.load(sys.argv[1]) if anew else retriever
+        same = mine.recommend(asked, 5) == expected and compute() == total
+        print("the same" if same else "not the same", flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print("no answer", flush=True)
+os._exit(0)
 """

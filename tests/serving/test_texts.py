@@ -1,13 +1,15 @@
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from small_models import in_order, small_model
 
+from logitmix.serving import texts as texts_module
 from logitmix.serving.items import CachedShard, Items
-from logitmix.serving.texts import Texts
+from logitmix.serving.texts import ABSENT, Texts
 
 
 @given(st.lists(st.text(st.characters(), max_size=4), unique=True, max_size=20), st.text(max_size=4))
@@ -16,6 +18,15 @@ def test_texts_are_what_they_were_made_of_and_are_found(texts: list[str], other:
     assert (list(made), len(made), made.problem() if texts else None) == (texts, len(texts), None)
     assert [made.find(text) for text in texts] == list(range(len(texts)))
     assert made.find(other) == (texts.index(other) if other in texts else None)
+    if texts:
+        asked = [*texts, other, *texts[:3]]
+        assert made.places(asked) == [texts.index(text) if text in texts else ABSENT for text in asked]
+
+
+def test_texts_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts_module, "_hashes", lambda data, bounds: np.zeros(len(bounds) - 1, np.uint64))
+    made = in_order(["b", "a", "", "ab", "ba"])
+    assert made.places(["ab", "x", "", "ba", "a", "aa"]) == [3, ABSENT, 2, 4, 1, ABSENT]
 
 
 def test_texts_are_a_sequence() -> None:
