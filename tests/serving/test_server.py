@@ -194,7 +194,7 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         (Question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
         (Question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
         (Question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
-        (Question({"history": ids[:1], "timestamps": [2**70]}), "the request: its timestamps are not all whole"),
+        (Question({"history": ids[:1], "timestamps": [2**70]}), "the request: one of its timestamps is 118"),
         (Question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
         (Question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]
