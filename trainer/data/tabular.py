@@ -325,7 +325,7 @@ def _keys_of(label: str, header: list[str], keys: Keys) -> list[str]:
     try:
         return keys(label, header)
     except ValueError as error:
-        if any(name[:1].isdigit() for name in header):
+        if any(character.isdigit() for name in header for character in name):
             raise ValueError(
                 f"{error}. If the first line is data, name the columns with --columns, such as user,item,_,timestamp"
             ) from None

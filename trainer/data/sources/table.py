@@ -6,6 +6,7 @@ item and time become features of the event, except `title`, which is text about 
 --items and --users become features of items and users.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -157,7 +158,7 @@ def read_side(
     known: pa.StringArray | None = None,
 ) -> SideTable:
     """A table of items or users by id, which is the column of that name, or else the first column. ValueError if the
-    first name in the header is one of the `known` ids, for then it is data."""
+    first name in the header is like the `known` ids, for then it is data."""
     if not path:
         return SideTable()
 
@@ -172,10 +173,10 @@ def read_side(
     for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter):
             (name,) = rows.names
-            if known is not None and not _found(id_column, rows.names) and pc.index(known, name).as_py() >= 0:
+            if known is not None and not _found(id_column, rows.names) and _is_like_ids(name, known):
                 raise ValueError(
-                    f"{file.label}: its first line is data, for {name!r} is an id of the actions; put names of columns "
-                    "in a line before it"
+                    f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; put "
+                    "the names of the columns in a line before it"
                 )
             found = as_ids(file.label, name, rows.keys[0])
             there = filled(found) & without_nul(found)
@@ -187,6 +188,14 @@ def read_side(
             columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
             kinds |= rows.kinds
     return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join(), kinds)
+
+
+def _is_like_ids(name: str, ids: pa.StringArray) -> bool:
+    """Whether a name is one of the ids, or like most of them but for its digits."""
+    if pc.index(ids, name).as_py() >= 0:
+        return True
+    alike = pc.equal(pc.replace_substring_regex(ids[:1000], "[0-9]+", "0"), re.sub("[0-9]+", "0", name))
+    return any(map(str.isdigit, name)) and 2 * (pc.sum(alike).as_py() or 0) > len(alike)
 
 
 def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:

@@ -100,6 +100,7 @@ def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, reje
             "",
             "no column 'user'; there are: 1, 31, 2.5, 99.*If the first line is data, name .*--columns",
         ),
+        (b"u1,i1,x\n", "", "no column 'user'; there are: u1, i1, x.*If the first line is data, name .*--columns"),
         (b"u,31,2.5\n", "user,item,rating,timestamp", "1: has 3 fields, but --columns names 4: user,item,rating"),
         (b"user,item,x\n", "user,item,timestamp", r"1: names the columns itself \(user,item,x\); leave out --columns"),
         (b"u,1,2\n", "user,item,when", "no column 'timestamp'; there are: user, item, when"),
@@ -113,11 +114,16 @@ def test_headers_that_do_not_fit_are_named(content: bytes, columns: str, message
         prepared(tmp_path, "in.csv", columns=columns)
 
 
-def test_a_table_of_items_without_a_header_is_named(tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("user,item,timestamp\nu,7,1\nu,8,2\n")
-    (tmp_path / "items.csv").write_text("7,Seven\n8,Eight\n")
-    with pytest.raises(ValueError, match=r"^items\.csv: its first line is data, for '7' is an id of the actions"):
+@pytest.mark.parametrize("ids", [["7", "8"], ["N007", "N8"], ["N1", "N2"]])
+def test_a_table_of_items_without_a_header_is_named(ids: list[str], tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(f"user,item,timestamp\nu,{ids[0]},1\nu,{ids[1]},2\n")
+    (tmp_path / "items.csv").write_text("N7,Seven\nN8,Eight\n" if ids[0] != "7" else "7,Seven\n8,Eight\n")
+    with pytest.raises(
+        ValueError, match=r"^items\.csv: its first line looks like data, for 'N?7' is like the ids of the"
+    ):
         prepared(tmp_path, "in.csv", items=str(tmp_path / "items.csv"))
+    (tmp_path / "items.csv").write_text(f"sku,2024\n{ids[0]},Seven\n{ids[1]},Eight\n")
+    prepared(tmp_path, "in.csv", items=str(tmp_path / "items.csv"))
 
 
 def test_titles_are_in_the_column_that_is_named(tmp_path: Path) -> None:
