@@ -3,18 +3,21 @@
 A kind that neither the source nor --schema states is inferred from the values:
 
     integers, text                id where a value occurs at least twice on average; otherwise integers are numbers
-                                  (not those with leading zeros, which are codes), and text is not used
+                                  (not those with leading zeros, which are codes), and text is not used. 12.0 is an
+                                  integer if all are whole: pandas writes them so where one is missing
     true and false                id
-    other numbers                 number
+    other numbers                 number; numbers.py tells which texts are, "$1,299.00" and "12,50" among them. If a few
+                                  texts among them are none, these are missing
     text with "|"                 ids, the parts, where a part occurs at least twice on average
     lists of text or integers     ids, where an element occurs at least twice on average
     lists of other numbers        vector, where all are equally long
 
-A column is also not used if all its values are the same, or if it has another type.
+A column is also not used if all its values are the same, or if it has another type. Blank texts and those of MISSING
+are missing values, unless --schema names others.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -26,13 +29,15 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import nearest
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, SPARSE, Feature, Kind, Owner, Schema, Table
 from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
-from logitmix.trainer.data.raw import as_numbers, as_numpy, order_of_texts
+from logitmix.trainer.data.numbers import MISSING, read_numbers
+from logitmix.trainer.data.raw import as_numpy, order_of_texts
 
 SEPARATOR = "|"
 RESERVED = {ITEM, "title", "raw_user_id", *ITEM_COLUMNS, *SEQUENCE_COLUMNS}
 """Names that the dataset directory uses for other columns."""
 
 _INTEGER = "^(-?[1-9][0-9]{0,17}|0)$"
+_WHOLE = r"^(-?[1-9][0-9]{0,15}|0)(\.0*)?$"
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class FeatureOptions:
     table: str = ""
     """Table of an id or ids; the feature's name when left empty. Features that name the same table share it."""
     use: bool = True
+    missing: tuple[str, ...] = MISSING
+    """Texts that stand for no value; blank ones always do."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class RawColumn:
     """The feature's name when left empty."""
     infer: bool = True
     """False: without a kind it is not used."""
+    missing: tuple[str, ...] = MISSING
+    """Texts that stand for no value."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,10 @@ class Features:
     """Of all features but the item id."""
     vocabularies: dict[str, pa.Array]
     """Of all tables but the items', null in row 0."""
-    unused: list[str]
-    """Columns whose kind is neither stated nor clear from their values."""
+    unused: dict[str, str]
+    """Why a column is not used whose kind is neither stated nor clear from its values."""
+    notes: list[str]
+    """How values were read, where a user may want it otherwise."""
 
 
 def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_count: int) -> Features:
@@ -88,7 +99,8 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
 
     Raises ValueError where values do not fit the kind that was stated.
     """
-    columns = [replace(column, values=_filled(column.values)) for column in columns]
+    marked = {column.name: _marked(column) for column in columns}
+    columns = [replace(column, values=_filled(column.values, column.missing)) for column in columns]
     columns = [replace(column, kind=_likely_kind(column)) for column in columns]
     used = [column for column in columns if column.kind]
     coded = {column.name: _code(column) for column in used if column.kind in SPARSE}
@@ -117,8 +129,49 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     vocabularies = {
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
     }
-    unused = [column.name for column in columns if not column.kind]
-    return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused)
+    unused = {column.name: _why_unused(column) for column in columns if not column.kind}
+    notes = [
+        *_of_markers(marked),
+        *(note for column in used if column.kind == "number" for note in _of_numbers(column)),
+    ]
+    return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes)
+
+
+def _marked(column: RawColumn) -> dict[str, int]:
+    """How many rows have each of the texts that stand for no value."""
+    values = _encoded(column.values)
+    if not pa.types.is_dictionary(values.type):
+        return {}
+    markers = pc.and_(_are_missing(values.dictionary, column.missing), pc.not_equal(values.dictionary, ""))
+    if not pc.any(markers).as_py():
+        return {}
+    counts = np.bincount(values.indices.drop_null().to_numpy(), minlength=len(values.dictionary))
+    found = {values.dictionary[row].as_py().strip(): int(counts[row]) for row in np.flatnonzero(as_numpy(markers))}
+    return {text: count for text, count in found.items() if text and count}
+
+
+def _of_markers(marked: Mapping[str, Mapping[str, int]]) -> list[str]:
+    columns = [
+        f"{' and '.join(f'{count:,} {text}' for text, count in found.items())} of {name}"
+        for name, found in marked.items()
+        if found
+    ]
+    said = "; ".join(columns)
+    return [f"taken as missing: {said} (--schema FILE can state other texts: missing = [])"] if columns else []
+
+
+def _of_numbers(column: RawColumn) -> list[str]:
+    """What was read of a column of numbers in a way that a user may want otherwise."""
+    if not pa.types.is_dictionary(column.values.type):
+        return []
+    numbers = read_numbers(_used(column.values))
+    notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
+    if len(numbers.wrong):
+        places = pc.index_in(column.values.dictionary, value_set=numbers.wrong).is_valid().take(column.values.indices)
+        rows = pc.sum(places).as_py()
+        are = "value is no number and counts" if rows == 1 else "values are no numbers and count"
+        notes.append(f"{column.name}: {rows:,} {are} as missing, such as {numbers.wrong[0].as_py()[:40]!r}")
+    return notes
 
 
 def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
@@ -127,11 +180,13 @@ def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
 
     Raises ValueError where values do not fit the feature's kind.
     """
-    column = RawColumn(feature.name, feature.owner, _filled(values), feature.kind, feature.table)
+    # A text of an id that is in no vocabulary is as unknown as a missing one.
+    missing = () if feature.kind == "id" else MISSING
+    column = RawColumn(feature.name, feature.owner, _filled(values, missing), feature.kind, feature.table)
     if column.values.null_count == len(column.values):
         return [None] * len(column.values)
     if not feature.sparse:
-        numbers = _numbers(column) if feature.kind == "number" else _vectors(column)
+        numbers = _numbers(column, exceptions=False) if feature.kind == "number" else _vectors(column)
         if numbers[0].size != feature.width:
             raise ValueError(f"feature {feature.name} has lists of {numbers[0].size} numbers, not {feature.width}")
         numbers[np.isnan(numbers)] = feature.mean
@@ -205,12 +260,12 @@ def apply_options(
                 )
             column = replace(column, owner=said.owner, values=of_owner(column.values, said.owner))
         kind = column.kind if said.kind == "auto" else said.kind
-        if column.name in options.features and not (kind or infer_kind(_filled(column.values))):
+        if column.name in options.features and not (kind or infer_kind(_filled(column.values, said.missing))):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 "set its kind to id, ids, number or vector, or use = false"
             )
-        changed.append(replace(column, kind=kind, table=said.table))
+        changed.append(replace(column, kind=kind, table=said.table, missing=said.missing))
     return changed
 
 
@@ -253,16 +308,38 @@ def infer_kind(values: pa.Array) -> Kind | None:
 
 
 def _infer_text(values: pa.DictionaryArray) -> Kind | None:
-    texts = values.dictionary.take(pc.unique(values.indices).drop_null())
+    texts = _used(values)
     again = _comes_again(values)
-    if _all_match(texts, _INTEGER):
-        return "id" if again else "number"
-    if not as_numbers(texts).null_count and not _all_match(texts, "^[0-9]+$"):
-        return "number"
+    numbers = read_numbers(texts)
+    if numbers.wrong_are_exceptions:
+        of_numbers = texts.filter(numbers.values.is_valid())
+        if len(of_numbers) and _all_match(of_numbers, _INTEGER):
+            return "id" if again else "number"
+        if len(of_numbers) and not _all_match(of_numbers, "^[0-9]+$"):
+            return "number"
     if pc.any(pc.match_substring(texts, SEPARATOR)).as_py():
         parts = _code_text_lists(values).codes
         return "ids" if 2 * len(np.unique(parts)) <= len(parts) else None
     return "id" if again else None
+
+
+def _used(values: pa.DictionaryArray) -> pa.StringArray:
+    """The different texts of a column."""
+    return values.dictionary.take(pc.unique(values.indices).drop_null())
+
+
+def _why_unused(column: RawColumn) -> str:
+    """Of a column without a kind."""
+    values = column.values
+    if values.null_count == len(values):
+        return "no values"
+    if _is_scalar(values.type) and _is_constant(values):
+        return "all values are the same"
+    if not column.infer:
+        return "nearly each row has its own value"
+    if not _is_list(values.type):
+        return "most values occur once" if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
+    return "most values occur once" if _is_integer_or_text(values.type.value_type) else "lists of different lengths"
 
 
 def _all_match(texts: pa.StringArray, pattern: str) -> bool:
@@ -285,17 +362,38 @@ def _plain(values: pa.Array) -> pa.Array:
     return values.indices if pa.types.is_dictionary(values.type) else values
 
 
-def _filled(values: pa.Array) -> pa.Array:
-    """Text as a dictionary; null for empty text and for what is not a number among numbers."""
-    if _is_text(values.type):
-        values = values.cast(pa.string()).dictionary_encode()
+def _filled(values: pa.Array, missing: tuple[str, ...] = MISSING) -> pa.Array:
+    """Text as a dictionary; null for what stands for no value; whole floats as integers."""
+    values = _encoded(values)
     if pa.types.is_floating(values.type):
-        return pc.if_else(pc.is_nan(values), None, values)
+        values = pc.if_else(pc.is_nan(values), None, values)
+        return values.cast(pa.int64()) if _are_whole(values) else values
     if not pa.types.is_dictionary(values.type):
         return values
-    empty = pc.index(values.dictionary, "").as_py()
-    indices = values.indices if empty < 0 else pc.if_else(pc.equal(values.indices, empty), None, values.indices)
-    return pa.DictionaryArray.from_arrays(indices, values.dictionary)
+    absent = _are_missing(values.dictionary, missing)
+    if pc.any(absent).as_py():
+        indices = pc.if_else(absent.take(values.indices), None, values.indices)
+        values = pa.DictionaryArray.from_arrays(indices, values.dictionary)
+    texts = _used(values)
+    if len(texts) and _all_match(texts, _WHOLE) and not _all_match(texts, _INTEGER):
+        plain = pc.replace_substring_regex(values.dictionary, r"\.0*$", "").dictionary_encode()
+        values = pa.DictionaryArray.from_arrays(plain.indices.take(values.indices), plain.dictionary)
+    return values
+
+
+def _encoded(values: pa.Array) -> pa.Array:
+    """Text as a dictionary; bytes count as text if they are UTF-8."""
+    if _is_binary(values.type):
+        try:
+            values = values.cast(pa.binary()).cast(pa.string())
+        except pa.ArrowInvalid:
+            return values
+    return values.cast(pa.string()).dictionary_encode() if _is_text(values.type) else values
+
+
+def _are_missing(texts: pa.StringArray, missing: tuple[str, ...]) -> pa.BooleanArray:
+    pattern = "|".join(re.escape(text) for text in ("", *missing))
+    return pc.fill_null(pc.match_substring_regex(texts, rf"^\s*(?:{pattern})\s*$"), True)
 
 
 def _is_scalar(kind: pa.DataType) -> bool:
@@ -312,6 +410,10 @@ def _is_integer_or_text(kind: pa.DataType) -> bool:
 
 def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -408,15 +510,19 @@ def _look_up(coded: _Codes, vocabulary: pa.StringArray, table: Table) -> Column:
     return Column(np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))[coded.codes], coded.offsets)
 
 
-def _numbers(column: RawColumn) -> np.ndarray:
-    """float32 [R], NaN where missing or infinite."""
+def _numbers(column: RawColumn, exceptions: bool = True) -> np.ndarray:
+    """float32 [R], NaN where missing or infinite. ValueError for texts that are no numbers, unless they may be
+    exceptions."""
     values, kind = column.values, column.values.type
     if pa.types.is_dictionary(kind):
-        used = values.dictionary.take(pc.unique(values.indices).drop_null())
-        wrong = used.filter(as_numbers(used).is_null())
-        if len(wrong):
-            raise ValueError(f"feature {column.name} has the value {wrong[0].as_py()!r}, which is no number")
-        values = as_numbers(values.dictionary).take(values.indices)
+        used = _used(values)
+        numbers = read_numbers(used)
+        if len(numbers.wrong) and not (exceptions and numbers.wrong_are_exceptions):
+            note = f" ({numbers.note})" if numbers.note else ""
+            raise ValueError(
+                f"feature {column.name} has the value {numbers.wrong[0].as_py()!r}, which is no number{note}"
+            )
+        values = numbers.values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices))
     elif pa.types.is_temporal(kind):
         values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
     elif not (_is_scalar(kind) or pa.types.is_null(kind)):
@@ -438,7 +544,7 @@ def _vectors(column: RawColumn) -> np.ndarray:
         raise ValueError(f"feature {column.name} has lists of {found} numbers; a vector needs one width above 0")
     flat = replace(column, values=_filled(values.flatten()))
     made = np.full((len(values), int(widths[0])), np.nan, np.float32)
-    made[there] = _numbers(flat).reshape(-1, int(widths[0]))
+    made[there] = _numbers(flat, exceptions=False).reshape(-1, int(widths[0]))
     return made
 
 

@@ -19,10 +19,10 @@ _DIFFERENCES: dict[str, Callable[[pa.StringArray], pa.StringArray]] = {
 
 
 def match(
-    what: str, name: str, table: pa.StringArray, read: pa.StringArray, kept: pa.StringArray
+    what: str, name: str, table: pa.StringArray, read: pa.StringArray, kept: pa.StringArray, given: bool
 ) -> tuple[dict[str, int], str]:
     """The entry of dataset.json for the table `name` of `what`, whose ids are `table`; and a line if it knows few of
-    those in the dataset, `kept`, or "". ValueError if it knows none of those that were read."""
+    those in the dataset, `kept`, or "". ValueError if it knows none of those that were read, but was `given`."""
     known = pc.unique(table)
     missing = kept.filter(pc.invert(pc.is_in(kept, value_set=known)))
     acted = pc.sum(pc.is_in(known, value_set=read), min_count=0).as_py()
@@ -30,9 +30,9 @@ def match(
     difference = "" if not len(missing) else _difference(missing, known, len(kept))
     if counts["matched"] >= FEW * len(kept) and not difference:
         return counts, ""
-    ids = difference or f"ids {_shown(missing[0])} / {_shown(known[0])}"
+    ids = difference or f"ids {_shown(missing[0])} / {_shown(known[0]) if len(known) else 'none'}"
     line = f"{counts['matched']:,} of {len(kept):,} {what} of the actions are in {name} ({ids})"
-    if not acted:
+    if given and not acted:
         raise ValueError(f"{line}; give the actions and --{what} the same ids")
     return counts, line
 
@@ -56,4 +56,4 @@ def _difference(missing: pa.StringArray, known: pa.StringArray, count: int) -> s
 
 def _shown(raw_id: pa.StringScalar) -> str:
     text = raw_id.as_py()[:_SHOWN]
-    return text if text == text.strip() else repr(text)
+    return text if text and text == text.strip() else repr(text)

@@ -182,18 +182,19 @@ def _write(
             source=origin,
             generator=raw.generator,
         )
-    _say(console, [*ordered.notes, *side_notes, *_notes(made.unused, description["repeated_targets"])])
+    _say(console, [*ordered.notes, *side_notes, *_notes(made, description["repeated_targets"])])
     return description
 
 
-def _notes(unused: list[str], repeated: Mapping[str, float]) -> list[str]:
+def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
     """What a user may want to act on."""
-    messages = []
-    if unused:
-        names = ", ".join(unused)
-        messages.append(
-            f"not used, as their values are all the same or do not tell a kind: {names} (--schema FILE can state it)"
-        )
+    messages = list(made.notes)
+    if made.unused:
+        named: dict[str, list[str]] = {}
+        for name, reason in made.unused.items():
+            named.setdefault(reason, []).append(name)
+        columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
+        messages.append(f"not used, unless --schema FILE states a kind: {columns}")
     shares = " and ".join(f"{share:.0%} of the {split} targets" for split, share in repeated.items())
     if are_common(repeated):
         messages.append(f"{shares} are in their user's history: evaluation will not leave it out of its ranking")
@@ -358,9 +359,10 @@ def _match(
     found: dict[str, dict[str, int]] = {}
     notes: list[str] = []
     for what, table, kept in (("items", raw.items, ordered.item_ids), ("users", raw.users, ordered.user_ids)):
-        name = Path(getattr(options, what)).name or f"the source's table of {what}"
-        if len(table.ids) or getattr(options, what):
-            found[what], few = match(what, name, table.ids, read[what], kept)
+        given = bool(getattr(options, what))
+        name = Path(getattr(options, what)).name if given else f"the source's table of {what}"
+        if given or len(table.ids):
+            found[what], few = match(what, name, table.ids, read[what], kept, given)
             notes += filter(None, [few, table.contradictions(name)])
     return found, notes
 

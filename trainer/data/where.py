@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
+from logitmix.trainer.data.numbers import read_numbers
 from logitmix.trainer.data.raw import as_numbers, as_numpy
 from logitmix.trainer.data.times import is_time, seconds_of_texts, seconds_of_times
 
@@ -74,7 +75,7 @@ def _numbers(values: pa.Array) -> pa.Array:
     if is_time(values.type):
         return seconds_of_times(values)
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        return as_numbers(values.cast(pa.string()), pa.float64())
+        return read_numbers(values.cast(pa.string()), pa.float64()).values
     if pa.types.is_floating(values.type):
         return values
     return values.cast(pa.float64(), safe=False)

@@ -25,6 +25,7 @@ from logitmix.trainer.data.features import (
     name_features,
     values_of_items,
 )
+from logitmix.trainer.data.numbers import MISSING
 from logitmix.trainer.export import in_order
 from logitmix.trainer.export import texts_of as stored
 
@@ -60,6 +61,20 @@ def texts_of(features: Features, name: str) -> list[Any]:
         (["3", "4", "-5", "0"], "number"),
         (["3", "4.5", "-5e-1", ".5"], "number"),
         (["3.5", "3.5", "4.0", "4.0"], "number"),
+        (["3.0", "4.0", "4.0", "3.0", ""], "id"),
+        (["3.0", "4.0", "5.0", ""], "number"),
+        (["3.5", "NULL", "4", "4"], "number"),
+        (["3", "4", "3", "NaN", "4"], "id"),
+        (["b", "-", "b", "a", "a"], "id"),
+        (["NULL", "-", "--"], None),
+        (["12,50", "3,99", "4"], "number"),
+        (["$1,299.00", "$3.99", "$4", "$4"], "number"),
+        (["5%", "5%", "11 %", "11 %"], "number"),
+        (["€ 5", "$ 6"], None),
+        ([f"{n}.5" for n in range(10)] + ["TBA"], "number"),
+        ([f"{n}.5" for n in range(9)] + ["TBA"], None),
+        ([str(n) for n in range(10)] * 2 + ["XL", "XL"], "id"),
+        ([f"0{n}" for n in range(10)] + ["TBA"], None),
         (["01", "02", "03", "04"], None),
         (["01", "02", "01", "02"], "id"),
         (["3", "4", "x", "5"], None),
@@ -68,8 +83,14 @@ def texts_of(features: Features, name: str) -> list[Any]:
         ([3, 4, 4, 3], "id"),
         ([3, 4, 5, 6], "number"),
         ([3, 3, 3], None),
-        ([1.0, 2.0, 2.0, 1.0], "number"),
-        ([1.0, float("nan"), 1.0], "number"),
+        ([1.5, 2.0, 2.0, 1.5], "number"),
+        ([1.0, 2.0, 2.0, 1.0], "id"),
+        ([1.0, 2.0, 3.0, float("nan")], "number"),
+        ([1.0, float("nan"), 1.0], "id"),
+        ([1.5, float("nan"), 1.5], "number"),
+        ([b"a", b"b", b"a", b"b", b"NULL"], "id"),
+        ([b"1.5", b"2.5", b"2.5", b"2.5"], "number"),
+        ([b"\xff", b"\xfe", b"\xff", b"\xfe"], None),
         ([1.0, 1.0], None),
         ([True, False, True], "id"),
         ([Decimal("1.5"), Decimal("2.5")], "number"),
@@ -91,7 +112,7 @@ def test_kinds_are_told_from_values(values: list[Any], kind: Kind | None) -> Non
     column = pa.array(values)
     features = made(RawColumn("given", "item", column))
     assert [feature.kind for feature in features.schema.features[1:]] == ([kind] if kind else [])
-    assert features.unused == ([] if kind else ["given"])
+    assert list(features.unused) == ([] if kind else ["given"])
     if column.type == pa.string():
         encoded = column.dictionary_encode()
         assert [f.kind for f in made(RawColumn("given", "item", encoded)).schema.features[1:]] == ([kind] * bool(kind))
@@ -164,6 +185,67 @@ def test_items_are_a_table_as_well() -> None:
     assert features.schema.tables == (Table("item", 4),) and not features.vocabularies
 
 
+def test_what_stands_for_no_value_is_said_and_can_be_stated() -> None:
+    country = pa.array(["NA", "DE", "NA", "NULL", " - ", "", None, "DE", "NULL"])
+    kind: Kind = "id"
+    price = pa.array(["1", "2.5", r"\N", "n/a", "4", "NaN", "NULL", "", "NA"])
+    features = made(RawColumn("country", "item", country, kind), RawColumn("price", "item", price))
+    assert texts_of(features, "country") == ["", "DE", "", "", "", "", "", "DE", ""]
+    assert features.columns["price"].values.tolist() == [1, 2.5, 2.5, 2.5, 4, 2.5, 2.5, 2.5, 2.5]
+    assert features.notes == [
+        r"taken as missing: 2 NA and 2 NULL and 1 - of country; 1 \N and 1 n/a and 1 NaN and 1 NULL and 1 NA of "
+        "price (--schema FILE can state other texts: missing = [])"
+    ]
+    features = made(RawColumn("country", "item", country, kind, missing=("NULL", "DE")))
+    assert texts_of(features, "country") == ["NA", "", "NA", "", " - ", "", "", "", ""]
+    assert made(RawColumn("country", "item", country, kind, missing=())).vocabularies["country"].to_pylist() == [
+        None, " - ", "DE", "NA", "NULL",
+    ]  # fmt: skip
+    # Occupations of MovieLens, of which none is one.
+    assert not made(RawColumn("job", "user", pa.array(["none", "other"] * 2))).notes
+
+
+def test_texts_that_are_no_numbers_are_said() -> None:
+    price = pa.array([f"{n}.5" for n in range(30)] + ["on request"] * 3)
+    assert made(RawColumn("price", "item", price)).notes == [
+        "price: 3 values are no numbers and count as missing, such as 'on request'"
+    ]
+    assert made(RawColumn("price", "item", pa.array(["1,299", "12", "2,500"]))).notes == [
+        "price: '1,299' is read as a whole number, the comma between thousands"
+    ]
+
+
+def test_unused_columns_have_a_reason() -> None:
+    columns = {
+        "empty": pa.array(["NULL", "", None]),
+        "same": pa.array(["a", "a", "a"]),
+        "unique": pa.array(["a", "b", "c"]),
+        "raw": pa.array([b"\xff", b"\xfe", b"\xff"]),
+        "ragged": pa.array([[1.5], [1.5, 2.5], []]),
+    }
+    assert made(*(RawColumn(name, "item", values) for name, values in columns.items())).unused == {
+        "empty": "no values",
+        "same": "all values are the same",
+        "unique": "most values occur once",
+        "raw": "of type binary",
+        "ragged": "lists of different lengths",
+    }
+
+
+def test_whole_numbers_are_the_same_however_they_are_written() -> None:
+    """pandas writes 1995.0 for 1995 as soon as one year is missing."""
+    expected = made(RawColumn("year", "item", pa.array([1995, 2001, 1995, 2001])))
+    for values in (
+        ["1995.0", "2001.0", "1995.0", "2001.0", ""],
+        ["1995", "2001.", "1995.00", "2001.0", "NULL"],
+        [1995.0, 2001.0, 1995.0, 2001.0, None],
+        [1995.0, 2001.0, 1995.0, 2001.0, float("nan")],
+    ):
+        features = made(RawColumn("year", "item", pa.array(values)))
+        assert features.schema == expected.schema and features.vocabularies == expected.vocabularies
+        assert features.columns["year"].values[:4].tolist() == expected.columns["year"].values.tolist()
+
+
 def test_rare_values_become_unknown_counted_over_all_features_of_a_table() -> None:
     columns = (
         RawColumn("brand", "item", pa.array(["b", "a", "b", "c"]), "id"),
@@ -203,6 +285,8 @@ def test_stated_kinds_of_sparse_features(values: pa.Array, kind: Kind, texts: li
     ("values", "kind", "numbers"),
     [
         (pa.array(["1", "2.5", ""]), "number", [1, 2.5, 1.75]),
+        (pa.array(["1,5", "NULL", "2,5"]), "number", [1.5, 2, 2.5]),
+        (pa.array([*(f"{n}.0" for n in range(1, 11)), "?!"]), "number", [*range(1, 11), 5.5]),
         (pa.array([1, 3, None]), "number", [1, 3, 2]),
         (pa.array([True, False]), "number", [1, 0]),
         (pa.array([Decimal("1.50"), Decimal("2.50")]), "number", [1.5, 2.5]),
@@ -228,7 +312,10 @@ def test_stated_kinds_of_numbers(values: pa.Array, kind: Kind, numbers: list[Any
         (pa.array(["1", "two"]), "number", "feature given has the value 'two', which is no number"),
         (pa.array([[1.0]]), "number", "feature given has values of type list<.*>, which are no numbers"),
         (pa.array([{"a": 1}]), "number", "which are no numbers"),
-        (pa.array([b"xy"], pa.binary(2)), "number", r"values of type fixed_size_binary\[2\], which are no numbers"),
+        (pa.array([b"xy"], pa.binary(2)), "number", "given has the value 'xy', which is no number"),
+        (pa.array([b"\xff"], pa.binary(1)), "number", r"of type fixed_size_binary\[1\], which are no numbers"),
+        (pa.array(["1,5", "2.5"]), "number", "the value '1,5', which is no number .'1,5' and '2.5' differ in"),
+        (pa.array([str(n) for n in range(30)] + ["x", "y"]), "number", "given has the value 'x', which is no number"),
         (pa.array([["a"]]), "id", "feature given has lists of values: its kind can be ids or vector, not id"),
         (pa.array([{"a": 1}]), "id", "given has values of type struct<.*>, which are no ids"),
         (pa.array([[["a"]]]), "ids", "feature given has values of type list<.*>, which are no ids"),
@@ -239,7 +326,7 @@ def test_stated_kinds_of_numbers(values: pa.Array, kind: Kind, numbers: list[Any
         ),
         (pa.array([[], None], pa.list_(pa.float32())), "vector", "feature given has lists of 0 numbers"),
         (pa.array(["1|x"]), "vector", "feature given has the value 'x', which is no number"),
-        (pa.array([1.0]), "vector", "feature given has values of type double; a vector needs lists of numbers"),
+        (pa.array([1.5]), "vector", "feature given has values of type double; a vector needs lists of numbers"),
     ],
 )
 def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: Kind, message: str) -> None:
@@ -252,7 +339,11 @@ def test_a_table_belongs_to_sparse_features() -> None:
         made(RawColumn("price", "item", pa.array([1.0, 2.0]), "number", "prices"))
 
 
-value = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="|"), max_size=3).map(str.strip)
+value = (
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="|"), max_size=3)
+    .map(str.strip)
+    .filter(lambda text: text not in MISSING)
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -379,6 +470,9 @@ def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
         ("number", pa.array([datetime.date(2000, 1, 1), None, datetime.date(2001, 1, 1)])),
         ("number", pa.array([1.5, float("nan"), float("inf")])),
         ("number", pa.array(["1e3", "", "2"])),
+        ("number", pa.array(["$1,299.00", "NULL", "$12.50"])),
+        ("id", pa.array(["NULL", "b", "a"])),
+        ("ids", pa.array(["a|NULL", "NULL", "b|a"])),
         ("vector", pa.array([[1.0, float("nan")], None, [2.0, 3.0]])),
         ("vector", pa.array(["1|2", "", "3|4"])),
     ],
@@ -397,3 +491,9 @@ def test_new_items_are_read_as_those_of_a_dataset(kind: Kind, values: pa.Array) 
     assert (read.offsets is None) == (column.offsets is None)
     assert column.offsets is None or np.array_equal(read.offsets.numpy(), column.offsets)  # type: ignore[union-attr]
     assert as_in_requests(feature, pa.nulls(2)) == [None, None]
+
+
+def test_new_items_have_no_exceptions() -> None:
+    (_, feature) = made(RawColumn("of", "item", pa.array([1.5, 2.5]))).schema.features
+    with pytest.raises(ValueError, match="feature of has the value 'TBA', which is no number"):
+        as_in_requests(feature, pa.array([*map(str, range(30)), "TBA"]))

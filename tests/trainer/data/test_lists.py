@@ -109,7 +109,7 @@ def test_texts_of_users_are_read_with_a_separator(tmp_path: Path) -> None:
         "in.csv:9: timestamp has 1 values for 2 items",
         "7 rows have lists: read as 19 actions, each with its own item, timestamp, kind",
         "1 more rows have empty lists, such as in.csv:10",
-        "not used, as their values are all the same or do not tell a kind: session (--schema FILE can state it)",
+        "not used, unless --schema FILE states a kind: session (nearly each row has its own value)",
     ]
     dataset = load_dataset(tmp_path / "out")
     assert set(decoded(dataset, "event")) == {"kind", "shop"}

@@ -12,8 +12,11 @@ from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import SideTable
 
 
-def matched(table: list[str], read: list[str], kept: list[str] | None = None) -> tuple[dict[str, int], str]:
-    return match("items", "items.csv", pa.array(table), pa.array(read), pa.array(read if kept is None else kept))
+def matched(
+    table: list[str], read: list[str], kept: list[str] | None = None, given: bool = True
+) -> tuple[dict[str, int], str]:
+    ids = (pa.array(of, pa.string()) for of in (table, read, read if kept is None else kept))
+    return match("items", "items.csv", *ids, given=given)
 
 
 def test_what_a_table_knows_is_counted() -> None:
@@ -39,6 +42,7 @@ def test_what_a_table_knows_is_counted() -> None:
             "ids ' A012' / a012, which differ by blanks, case, a trailing .0 or leading zeros",
         ),
         (["12", "7"], ["x", "y"], "ids 12 / x"),
+        (["12", "7"], [], "ids 12 / none"),
     ],
 )
 def test_a_table_that_knows_none_is_refused_with_an_id_of_each(ids: list[str], table: list[str], said: str) -> None:
@@ -46,8 +50,9 @@ def test_a_table_that_knows_none_is_refused_with_an_id_of_each(ids: list[str], t
         matched(table, ids)
     line = f"0 of 2 items of the actions are in items.csv ({said})"
     assert str(caught.value) == f"{line}; give the actions and --items the same ids"
-    # With one that fits it is a line.
-    assert matched([*table, "z"], [*ids, "z"])[1] == line.replace("0 of 2", "1 of 3")
+    # It is a line where the table is a part of the source, or where one fits.
+    assert matched(table, ids, given=False)[1] == line
+    assert matched([*table, "z"], [*ids, "z"])[1] == line.replace("0 of 2", "1 of 3").replace("none", "z")
 
 
 def test_few_that_are_missing_are_counted_alone() -> None:

@@ -135,8 +135,7 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [
         "in.csv:63: has 1 fields, not 7",
-        "not used, as their values are all the same or do not tell a kind: event, rating, shop "
-        "(--schema FILE can state it)",
+        "not used, unless --schema FILE states a kind: event, rating, shop (all values are the same)",
     ]
     assert shown.out.splitlines() == [
         "read      5 users, 60 items, 61 actions",

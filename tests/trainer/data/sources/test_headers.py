@@ -57,7 +57,7 @@ def test_atomic_files_state_the_kinds(tmp_path: Path) -> None:
     }
     assert decoded(dataset, "item")["class"] == [["Comedy", "Drama"], ["Drama"], []]
     assert decoded(dataset, "item")["size"][:2] == [[0.5, 1], [2, 3.5]]
-    assert "do not tell a kind: url, key (--schema FILE can state it)\n" in said
+    assert "states a kind: url, key (nearly each row has its own value)\n" in said
     # A folder of such files has actions, items and users.
     of_sides = {"items": str(folder), "users": str(folder)}
     again, _ = prepared(tmp_path, "x", **of_sides, title_column="name")
