@@ -113,6 +113,10 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
             if ranks.rank == 0:
                 print(shown(taken), file=sys.stderr)
         evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
+        # Before hours of training, too.
+        foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
+        if ranks.rank == 0 and (line := cold_targets({"targets/cold": foreseen})):
+            print(f"test part: {line}", file=sys.stderr)
         done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
