@@ -1,6 +1,7 @@
 """Options of `logitmix prepare`. Imports no torch."""
 
 from dataclasses import dataclass, fields
+from datetime import datetime
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
@@ -42,8 +43,11 @@ class PrepareOptions:
     item_column: str = "item"
     """Column with the item ids, or with lists of them (table only)."""
     timestamp_column: str = "timestamp"
-    """Column with the times (table only): whole numbers in any unit, or ISO 8601 dates and times, which are stored as
-    whole seconds since 1970, UTC where they name no zone. "" takes the order of the rows."""
+    """Column with the times (table only): numbers in any unit, or dates, which are stored as whole seconds since 1970,
+    UTC where they name no zone. "" takes the order of the rows."""
+    time_format: str = ""
+    """How the times are written, if not as numbers or in one of the usual ways (table only), in the letters of Python's
+    strptime: "%d %b %Y %H:%M:%S"."""
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""
@@ -52,6 +56,8 @@ class PrepareOptions:
     are not read: user,item,_,timestamp."""
     title_column: str = "title"
     """Column of the items or actions with the items' titles (table only)."""
+    quote: bool = False
+    """Fields between tabs may be in quotes, as between commas (table only); otherwise their quotes are text."""
     list_separator: str = ""
     """What separates the items where a text has those of a whole user or session, and the times and other values beside
     them (table only): "|", "," or " ", which is any white space. Columns of lists need none."""
@@ -86,6 +92,8 @@ class PrepareOptions:
         require(
             one and self.delimiter not in ('"', "\r", "\n"), "--delimiter", repr(self.delimiter), "one character: ;"
         )
+        if self.time_format:
+            _check_form(self.time_format)
         self._refuse_unused(source)
 
     def _refuse_unused(self, source: Source) -> None:
@@ -103,3 +111,13 @@ class PrepareOptions:
     def directory(self) -> Path:
         """The output directory; the copy of a URL's."""
         return path_of(self.out or f"data/{self.name}")
+
+
+def _check_form(form: str) -> None:
+    moment = datetime(2024, 1, 31, 22, 30, 59)
+    try:
+        read = datetime.strptime(moment.strftime(form), form)
+    except ValueError as error:
+        raise ValueError(f"--time-format {form!r}: {error}") from None
+    if read.year != moment.year:
+        raise ValueError(f"--time-format {form!r} has no year (%Y or %y), and so it does not tell a time")

@@ -4,7 +4,7 @@
         user_index     int64         0 … users - 1, in order
         item_indices   list<int64>   the user's items, oldest first
         timestamps     list<int64>   of the same length, never decreasing: numbers in the unit of the source, between
-                                     -2^62 and 2^62; for dates and times, whole seconds since 1970, UTC
+                                     -2^62 and 2^62; for dates, whole seconds since 1970, UTC
         raw_user_id    string        optional: the id in the source
         FEATURE        …             of owner user: its value; of owner event: a list with a value for each action
     items.parquet         one row an item that occurs in a sequence
@@ -27,6 +27,9 @@
         filters            {where: [condition], keep_duplicates, min_item_actions, min_user_actions, min_feature_count,
                            removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters
+        times              {unit, first, last, tied_actions, users_that_end_tied}: s, ms, us or ns since 1970, or null
+                           for other numbers; the first and the last time; actions that have the time of another one of
+                           their user, and users whose last action has
         titles             items with a title
         side_tables        {items, users: {ids, matched, without_actions}} of the tables about these, if there are any:
                            distinct ids, how many of the dataset's are among them, and how many have no actions
@@ -85,10 +88,9 @@ from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
+from logitmix.trainer.data.times import LATEST
 
 FORMAT_VERSION = 2
-LATEST = 2**62
-"""Times are below it, and above its negative: their differences fit into 64 bits."""
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""

@@ -45,6 +45,7 @@ from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.where import holds
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
@@ -135,6 +136,9 @@ def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawD
     if not len(raw.actions.users) and not rejects.count:
         raise ValueError(f"{raw.source}: holds no actions; is it the right file?")
     rejects.finish()
+    actions = raw.actions
+    if actions.unit is None:
+        actions.unit = unit_of(actions.timestamps, actions.examples)
     return raw
 
 
@@ -179,6 +183,7 @@ def _write(
             titles=0 if titles is None else len(titles) - titles.null_count,
             rejected_lines=rejects.count,
             side_tables=sides,
+            times={"unit": raw.actions.unit or None} | ordered.times,
             source=origin,
             generator=raw.generator,
         )
@@ -228,6 +233,9 @@ class _Ordered:
     """By filter: users, items and actions that it left out."""
     notes: list[str]
     """What a user may want to know of it."""
+    times: dict[str, int]
+    """The first and the last time; how many actions have that of another one of their user, and of how many users the
+    last action does."""
 
 
 def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
@@ -255,7 +263,27 @@ def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
         actions.item_ids.take(pa.array(item_order)),
         removed,
         [_of_others(others)] if others else [],
+        _span(users[there], timestamps[there], None if nanoseconds is None else nanoseconds[there]),
     )
+
+
+def _span(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | None) -> dict[str, int]:
+    """Of actions sorted by user and time."""
+    tied = _tied(users, timestamps, nanoseconds)
+    last = np.append(users[1:] != users[:-1], True)
+    with_another = np.append(tied, False) | np.concatenate(([False], tied))
+    return {
+        "first": int(timestamps.min()),
+        "last": int(timestamps.max()),
+        "tied_actions": int(with_another.sum()),
+        "users_that_end_tied": int(with_another[last].sum()),
+    }
+
+
+def _tied(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | None) -> np.ndarray:
+    """bool [actions - 1]: which actions, sorted by user and time, the next one ties with."""
+    tied = (users[1:] == users[:-1]) & (timestamps[1:] == timestamps[:-1])
+    return tied if nanoseconds is None else tied & (nanoseconds[1:] == nanoseconds[:-1])
 
 
 def _sorted(actions: Actions, chosen: np.ndarray) -> np.ndarray:
@@ -319,9 +347,7 @@ def _duplicates(
 ) -> tuple[np.ndarray, int]:
     """Of actions sorted by user and time, the places of those that an earlier row is equal to in everything; and how
     many are equal to one in user, item and time alone."""
-    tied = (users[1:] == users[:-1]) & (timestamps[1:] == timestamps[:-1])
-    if nanoseconds is not None:
-        tied &= nanoseconds[1:] == nanoseconds[:-1]
+    tied = _tied(users, timestamps, nanoseconds)
     if not tied.any():
         return np.empty(0, np.int64), 0
     moment = np.concatenate(([0], np.cumsum(~tied)))
@@ -426,8 +452,9 @@ def _chosen(actions: Actions, options: PrepareOptions) -> np.ndarray:
     """Which actions [actions] fulfill the conditions."""
     columns = _columns(actions, options)
     chosen = np.ones(len(actions.users), bool)
+    units = {options.timestamp_column: actions.unit or ""}
     for condition in options.where:
-        chosen &= holds(condition, columns)
+        chosen &= holds(condition, columns, units)
     if options.where and not chosen.any():
         raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(chosen):,} actions")
     return chosen

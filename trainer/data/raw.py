@@ -14,14 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.modules.schema import Kind
-from logitmix.trainer.data.dataset import LATEST
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import Clock, Times, note_units
 
-_WHOLE = r"^-?[0-9]{1,19}(\.0*)?$"
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 FLOAT = pa.float32()
-TIME = "a whole number between -2^62 and 2^62"
+TIME = "a number between -2^62 and 2^62"
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,13 @@ class ActionBlock:
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
     """Other columns of the actions."""
     nanoseconds: np.ndarray | None = None
-    """int32: fractions of a second, which the timestamps leave out but which order the actions; None: all 0."""
+    """int32: billionths of the timestamps' unit, which these leave out but which order the actions; None: all 0."""
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     """Kinds of columns by name; the others are inferred from the values."""
+    label: str = ""
+    """The file."""
+    numbers: np.ndarray | None = None
+    """The places of the actions in the file; None: unknown."""
 
 
 @dataclass
@@ -57,6 +60,10 @@ class Actions:
     """As in the blocks."""
     kinds: dict[str, Kind | None] = field(default_factory=dict)
     """As in the blocks; and None for columns that are not used unless --schema states a kind."""
+    unit: str | None = None
+    """Of the timestamps, one of UNITS; "" for numbers that are no times since 1970. None: told from them."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """A timestamp and its place for each of UNITS in which some may be."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,7 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
     kinds: dict[str, Kind | None] = {}
     users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
+    examples: dict[str, str] = {}
     for block in blocks:
         users.append(user_codes.encode(block.users))
         items.append(item_codes.encode(block.items))
@@ -199,6 +207,8 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
         nanoseconds.append(np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds)
         columns.append(block.columns, len(block.users))
         kinds |= block.kinds
+        if block.numbers is not None:
+            note_units(examples, block.label, block.numbers, block.timestamps)
     return Actions(
         _join(users, "i4"),
         _join(items, "i4"),
@@ -208,6 +218,7 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
         columns.join(),
         _join(nanoseconds, "i4") if any(part.any() for part in nanoseconds) else None,
         kinds,
+        examples=examples,
     )
 
 
@@ -222,38 +233,41 @@ def accept(
     numbers: np.ndarray,
     users: pa.StringArray,
     items: pa.StringArray,
-    stamps: pa.Array | None,
+    stamps: pa.Array | Times | None,
     text: Callable[[int], str | bytes],
     rejects: Rejects,
     columns: Mapping[str, pa.Array],
     time: str = TIME,
-    nanoseconds: np.ndarray | None = None,
 ) -> ActionBlock:
-    """The rows with both ids and a whole number as time; the others are rejected, with `text(row)`. An id has no NUL
-    byte, and `time` says what a time must be.
+    """The rows with both ids and a time; the others are rejected, with `text(row)`. An id has no NUL byte, and `time`
+    says what a time must be. An array of `stamps` has numbers.
 
     `numbers` are the rows' places in the file `label`, and also the times if `stamps` is None.
     """
     user_ok, item_ok = (filled(ids) & without_nul(ids) for ids in (users, items))
-    times, time_ok = (numbers, np.ones(len(numbers), bool)) if stamps is None else _whole_numbers(stamps)
-    accepted = user_ok & item_ok & time_ok
+    if stamps is None:
+        times = Times(pa.array(numbers), numbers, np.ones(len(numbers), bool))
+    else:
+        times = stamps if isinstance(stamps, Times) else Clock(dates=False).read(label, numbers, stamps)
+    accepted = user_ok & item_ok & times.there
     for row in np.flatnonzero(~accepted):
         if not user_ok[row]:
             reason = f"the user {wrong_with(users[row])}"
         elif not item_ok[row]:
             reason = f"the item {wrong_with(items[row])}"
         else:
-            assert stamps is not None
-            reason = f"the timestamp {str(stamps[row].as_py())[:40]!r} is not {time}"
+            reason = f"the timestamp {str(times.written[row])[:40]!r} is not {time}"
         rejects.add(label, int(numbers[row]), reason, text(int(row)))
     rejects.check_format(label)
     mask = pa.array(accepted)
     return ActionBlock(
         users.filter(mask),
         items.filter(mask),
-        times[accepted].astype(np.int64),
+        times.values[accepted].astype(np.int64),
         {name: column.filter(mask) for name, column in columns.items()},
-        None if nanoseconds is None else nanoseconds[accepted],
+        None if times.nanoseconds is None else times.nanoseconds[accepted],
+        label=label,
+        numbers=None if stamps is None else numbers[accepted],
     )
 
 
@@ -270,27 +284,6 @@ def without_nul(ids: pa.StringArray) -> np.ndarray:
 def wrong_with(rejected: pa.StringScalar) -> str:
     """Why an id is not one."""
     return "has a NUL byte" if rejected.as_py() else "is empty"
-
-
-def _whole_numbers(stamps: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """int64 values, and which of them are valid."""
-    kind = stamps.type
-    if pa.types.is_string(kind):
-        ok = as_numpy(pc.fill_null(pc.match_substring_regex(stamps, _WHOLE), False))
-        whole = pc.if_else(pa.array(ok), pc.replace_substring_regex(stamps, r"\..*$", ""), "0")
-        # Of up to 19 digits, which only fit without the sign.
-        sizes = pc.utf8_ltrim(whole, characters="-").cast(pa.uint64()).to_numpy()
-        ok &= sizes < LATEST
-        sizes = np.where(ok, sizes, 0).astype(np.int64)
-        return np.where(as_numpy(pc.starts_with(whole, "-")), -sizes, sizes), ok
-    if pa.types.is_floating(kind):
-        values = stamps.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        with np.errstate(invalid="ignore"):
-            ok = (values == np.floor(values)) & (np.abs(values) < LATEST)
-    else:
-        values = stamps.fill_null(0).to_numpy(zero_copy_only=False)
-        ok = as_numpy(stamps.is_valid()) & (values > -LATEST) & (values < LATEST)
-    return np.where(ok, values, 0).astype(np.int64), ok
 
 
 def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:

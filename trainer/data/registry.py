@@ -11,8 +11,8 @@ from dataclasses import dataclass
 FILES = ("source", "max_rejects")
 """What every source that reads files takes: generated data has no malformed lines."""
 
-COLUMNS = ("user_column", "item_column", "timestamp_column", "title_column")
-LAYOUT = ("delimiter", "columns", "list_separator")
+COLUMNS = ("user_column", "item_column", "timestamp_column", "time_format", "title_column")
+LAYOUT = ("delimiter", "quote", "columns", "list_separator")
 
 
 @dataclass(frozen=True)

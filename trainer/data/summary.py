@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from logitmix.common.mappings import from_mapping
 from logitmix.common.storage import shown
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import load_recipe, recipe_names
+from logitmix.trainer.data.times import UNIT_NAMES, UNITS
 
 OWNERS = {"item": "items", "user": "users", "event": "actions"}
 
@@ -23,6 +25,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines += [f"removed   {line}" for line in _removals(description["filters"])]
     lines.append(f"written   {_counts(description)} to {shown(directory)}")
     lines.append(f"users     {_lengths(description)}")
+    lines += [f"times     {_span(description['times'])}", *_ties(description)]
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
     lines += _features(features, schema)
@@ -78,6 +81,32 @@ def _sides(description: Mapping[str, Any]) -> dict[str, str]:
         if idle:
             lines[what] += f"; {idle:,} of its {ids:,} ids have no actions and are left out"
     return lines
+
+
+def _span(times: Mapping[str, Any]) -> str:
+    if unit := times["unit"]:
+        first, last = (_date(times[edge] // UNITS[unit]) for edge in ("first", "last"))
+        return f"{first} to {last}, in {UNIT_NAMES[unit]}"
+    return f"{times['first']} to {times['last']}: an order, but no dates"
+
+
+def _date(seconds: int) -> str:
+    try:
+        return (datetime(1970, 1, 1) + timedelta(seconds=seconds)).isoformat(" ", "minutes")
+    except OverflowError:
+        return f"{seconds} seconds since 1970"
+
+
+def _ties(description: Mapping[str, Any]) -> list[str]:
+    """A line if the order of equal times decides something."""
+    times = description["times"]
+    if not times["tied_actions"]:
+        return []
+    actions, users = times["tied_actions"] / description["actions"], times["users_that_end_tied"] / description["users"]
+    return [
+        f"          {actions:.1%} of the actions have the time of another one of their user, the last ones of "
+        f"{users:.1%} of the users: they are in the order of the file"
+    ]
 
 
 def _titles(known: int, items: int) -> str:

@@ -2,13 +2,14 @@
 
 CSV is defined by Python's csv module, strict about quotes and the length of fields. Arrow reads most of it many times
 faster; blocks that it might read differently (quotes in the middle of a field, lone carriage returns, bytes that are
-not UTF-8) go to the csv module, line by line.
+not UTF-8) go to the csv module, line by line. A quoted field that swallows rows (quotes.py) ends with its line. Between
+tabs, quotes are text.
 """
 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ from logitmix.trainer.data.delimited import is_utf8, require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
 from logitmix.trainer.data.jsonl import is_json, read_json
 from logitmix.trainer.data.lists import paths, unnested
+from logitmix.trainer.data.quotes import swallows_rows
 from logitmix.trainer.data.raw import as_numbers, is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
@@ -36,6 +38,7 @@ BLOCK_BYTES = 1 << 20
 DELIMITERS = ",;\t|"
 KINDS: Mapping[str, Kind] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
+_QUOTED = re.compile(r'".*"')
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
@@ -46,21 +49,28 @@ def read_blocks(
     progress: Progress,
     delimiter: str = "",
     columns: Sequence[str] = (),
+    quote: bool = False,
 ) -> Iterator[TableBlock]:
     """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
-    or else the most columns; `columns` names those of a CSV without a header, "_" one that is not read. Where a header
-    states types, as name:token_seq, sequences are lists, and the blocks have the kinds. CSV rows with another number of
-    fields, or whose keys are not UTF-8, are rejected. Of Parquet, half floats come as float32, small decimals as
-    decimal128, and views as text or bytes.
+    or else the most columns; between tabs, fields have quotes as in CSV only with `quote`; `columns` names those of a
+    CSV without a header, "_" one that is not read. Where a header states types, as name:token_seq, sequences are lists,
+    and the blocks have the kinds. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
+    Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
 
     ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
     parted = _Partition(file, keys)
-    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter, columns):
+    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter, columns, quote):
         yield parted.add_to(block)
 
 
 def _read_file(
-    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, delimiter: str, columns: Sequence[str]
+    file: InputFile,
+    keys: Keys,
+    rejects: Rejects,
+    progress: Progress,
+    delimiter: str,
+    columns: Sequence[str],
+    quote: bool,
 ) -> Iterator[TableBlock]:
     parquet = magic(file.path) == b"PAR1"
     if columns and (parquet or is_json(file)):
@@ -74,7 +84,7 @@ def _read_file(
         yield from read_json(file, keys, rejects, progress)
         return
     with file.open(progress) as stream:
-        yield from _CsvReader(stream, file.label, keys, rejects, delimiter, columns).blocks()
+        yield from _CsvReader(stream, file.label, keys, rejects, delimiter, columns, quote).blocks()
 
 
 class _Partition:
@@ -120,7 +130,14 @@ class _CsvReader:
     """Reads a CSV text block by block. A block starts where a row starts, and ends where a line ends."""
 
     def __init__(
-        self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, delimiter: str, columns: Sequence[str]
+        self,
+        stream: BinaryIO,
+        label: str,
+        keys: Keys,
+        rejects: Rejects,
+        delimiter: str,
+        columns: Sequence[str],
+        quote: bool,
     ) -> None:
         self.stream, self.label, self.rejects = stream, label, rejects
         self.carry = b""
@@ -129,17 +146,24 @@ class _CsvReader:
         """Number of the next line."""
         self.types: dict[str, str] = {}
         """By the columns' names, those that the header states."""
+        self.quoted, self.first_quoted = 0, 0
+        """Fields whose quotes are text, and the line of the first."""
         block = self.next()
+        dialects = [_Dialect(one, quote or one != "\t") for one in delimiter or DELIMITERS]
         if columns:
-            first = {one: _header(_Lines(block), one) for one in delimiter or DELIMITERS}
-            self.delimiter = max(first, key=lambda one: len(first[one]) == len(columns))
-            _check_unnamed(label, first[self.delimiter], columns)
+            first = {one: _header(_Lines(block), one) for one in dialects}
+            self.dialect = max(first, key=lambda one: len(first[one]) == len(columns))
+            _check_unnamed(label, first[self.dialect], columns)
             self.header = ["" if name == "_" else name for name in columns]
             self.carry = block + self.carry
         else:
-            self.delimiter = delimiter or _sniff(block, label, keys)
+            self.dialect = _sniff(block, label, keys, dialects)
             lines = _Lines(block)
-            self.header, self.types = _typed(_header(lines, self.delimiter))
+            self.header, self.types = _typed(_header(lines, self.dialect))
+            if not self.dialect.quotes and any(_QUOTED.fullmatch(name) for name in self.header):
+                raise ValueError(
+                    f"{label}: its header has names in quotes, which --quote reads; between tabs they are text"
+                )
             self.line += lines.taken
             self.carry = lines.rest() + self.carry
         self.key_names = _keys_of(label, self.header, keys)
@@ -150,7 +174,9 @@ class _CsvReader:
         block = self.next()
         yield self._table(np.empty(0, np.int64), [pa.array([], pa.string()) for _ in self.header], lambda row: "")
         while block:
-            lines = _well_formed(block, self.delimiter)
+            if not self.dialect.quotes:
+                self._count_quoted(block)
+            lines = _well_formed(block, self.dialect, len(self.header))
             rows = self._parse(lines) if lines else None
             if lines and rows:
                 self.carry = block[len(lines.block) :] + self.carry
@@ -159,6 +185,19 @@ class _CsvReader:
             else:
                 yield self._read_line_by_line(block)
             block = self.next()
+        if self.quoted:
+            self.rejects.say(
+                f"{self.label}: {self.quoted:,} fields between tabs keep their quotes, such as on line "
+                f"{self.first_quoted}; --quote reads them as CSV"
+            )
+
+    def _count_quoted(self, block: bytes) -> None:
+        if b'"' not in block:
+            return
+        found = re.findall(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)', block)
+        if found and not self.quoted:
+            self.first_quoted = self.line + block[: block.index(found[0])].count(b"\n")
+        self.quoted += len(found)
 
     def next(self) -> bytes:
         """The next block, empty at the end."""
@@ -175,19 +214,19 @@ class _CsvReader:
     def _parse(self, lines: "_WellFormed") -> TableBlock | None:
         """Reads the block with Arrow; None if a field is longer than the csv module allows."""
         numbers = self.line + lines.lines_before
-        columns, malformed = _parse_with_arrow(lines.block, self.delimiter, len(self.header))
+        columns, malformed = _parse_with_arrow(lines.block, self.dialect, len(self.header))
         longest = max((pc.max(pc.binary_length(column)).as_py() or 0 for column in columns), default=0)
         if max([longest, *(len(row.text) for row in malformed)]) > csv.field_size_limit():
             return None
         self.rejects.lines += len(numbers)
         places = np.array([row.number - 1 for row in malformed], np.int64)
         for row, place in zip(malformed, places, strict=True):
-            fields = next(csv.reader(io.StringIO(row.text, newline=""), delimiter=self.delimiter))
-            self._reject(_Row(int(numbers[place]), 1 + row.text.count("\n"), fields))
+            fields = next(self.dialect.reader(io.StringIO(row.text, newline="")))
+            self._reject(_Row(int(numbers[place]), row.text.splitlines(keepends=True), fields))
         return self._table(
             np.delete(numbers, places),
             columns,
-            lambda row: self.delimiter.join(column[row].as_py() for column in columns),
+            lambda row: self.dialect.delimiter.join(column[row].as_py() for column in columns),
         )
 
     def _read_line_by_line(self, block: bytes) -> TableBlock:
@@ -195,7 +234,7 @@ class _CsvReader:
         rows: list[list[str]] = []
         numbers: list[int] = []
         lines = _Lines(block, self.next)
-        for row in _rows(lines, self.delimiter, self.line):
+        for row in _rows(lines, self.dialect, self.line, len(self.header)):
             self.rejects.lines += 1
             if len(row.fields) != len(self.header):
                 self._reject(row)
@@ -203,17 +242,20 @@ class _CsvReader:
                 rows.append(row.fields)
                 numbers.append(row.number)
             else:
-                self.rejects.add(self.label, row.number, "not UTF-8", self.delimiter.join(row.fields))
+                self.rejects.add(self.label, row.number, "not UTF-8", self.dialect.delimiter.join(row.fields))
         self.line += lines.taken
         columns = [_texts([row[place] for row in rows]) for place in range(len(self.header))]
-        return self._table(np.array(numbers, np.int64), columns, lambda row: self.delimiter.join(rows[row]))
+        return self._table(np.array(numbers, np.int64), columns, lambda row: self.dialect.delimiter.join(rows[row]))
 
     def _reject(self, row: "_Row") -> None:
-        # A stray quote swallows all lines up to the next quote; they all count as malformed.
-        self.rejects.lines += row.lines - 1
-        self.rejects.count += row.lines - 1
-        reason = f"not CSV ({row.error})" if row.error else f"has {len(row.fields)} fields, not {len(self.header)}"
-        self.rejects.add(self.label, row.number, reason, self.delimiter.join(row.fields))
+        reason = row.error or f"has {len(row.fields)} fields, not {len(self.header)}"
+        more = len(row.lines) - 1
+        if more:
+            # They all count as malformed.
+            self.rejects.lines += more
+            self.rejects.count += more
+            reason += f", with {more:,} more line{'' if more == 1 else 's'} in its quotes"
+        self.rejects.add(self.label, row.number, reason, "".join(row.lines))
 
     def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
         columns = [_as_stated(self.types.get(name), column) for name, column in zip(self.header, columns, strict=True)]
@@ -226,12 +268,28 @@ class _CsvReader:
         return TableBlock(numbers, self.key_names, [columns[place] for place in self.key_places], others, text, kinds)
 
 
+@dataclass(frozen=True)
+class _Dialect:
+    """Of CSV."""
+
+    delimiter: str
+    quotes: bool
+    """False: they are text."""
+
+    def reader(self, lines: Iterable[str], strict: bool = False) -> Iterator[list[str]]:
+        if not self.quotes:
+            return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE, strict=strict)
+        return csv.reader(lines, delimiter=self.delimiter, strict=strict)
+
+
 class _Lines:
     """The lines of a block for csv.reader, and of the blocks after it as long as a row goes on."""
 
     def __init__(self, block: bytes, more: Callable[[], bytes] = bytes) -> None:
         self.more, self.taken, self.lines = more, 0, _lines(block)
         self.at = 0
+        self.row: list[str] = []
+        """Those taken since it was emptied."""
 
     def __iter__(self) -> "_Lines":
         return self
@@ -243,7 +301,14 @@ class _Lines:
                 raise StopIteration
         self.at += 1
         self.taken += 1
-        return self.lines[self.at - 1]
+        self.row.append(self.lines[self.at - 1])
+        return self.row[-1]
+
+    def give_back(self) -> None:
+        """All lines of the row but the first."""
+        self.lines, self.at = [*self.row[1:], *self.lines[self.at :]], 0
+        self.taken -= len(self.row) - 1
+        del self.row[1:]
 
     @property
     def left(self) -> int:
@@ -264,42 +329,48 @@ class _Row:
 
     number: int
     """Of its first line."""
-    lines: int
+    lines: list[str]
     fields: list[str]
     error: str = ""
-    """Why it is not CSV; then it has no fields."""
+    """Why it is malformed, if for more than the number of its fields."""
 
 
-def _rows(lines: _Lines, delimiter: str, first: int = 1) -> Iterator[_Row]:
-    """The rows of lines of which the next has the number `first`."""
-    reader, first = csv.reader(lines, delimiter=delimiter, strict=True), first - lines.taken
+def _rows(lines: _Lines, dialect: _Dialect, first: int = 1, width: int = 0) -> Iterator[_Row]:
+    """The rows of lines of which the next has the number `first`. Where they have `width` fields, a quoted field that
+    swallows rows ends with its line."""
+    reader, first = dialect.reader(lines, strict=True), first - lines.taken
     while lines.left:
-        before = lines.taken
+        before, error = lines.taken, ""
+        lines.row.clear()
+        fields: list[str] = []
         try:
             fields = next(reader)
-        except csv.Error as error:
-            yield _Row(first + before, lines.taken - before, [], str(error))
-            continue
-        if fields:
-            yield _Row(first + before, lines.taken - before, fields)
+        except csv.Error as problem:
+            error = f"not CSV ({problem})"
+        broken = len(fields) != width
+        if width and len(lines.row) > 1 and swallows_rows(lines.row, dialect.delimiter, width, broken):
+            error, fields = f"a quote opens that would swallow {len(lines.row) - 1:,} more lines, rows among them", []
+            lines.give_back()
+        if fields or error:
+            yield _Row(first + before, list(lines.row), fields, error)
 
 
-def _header(lines: _Lines, delimiter: str) -> list[str]:
+def _header(lines: _Lines, dialect: _Dialect) -> list[str]:
     """The first row that is not blank; empty if there is none."""
-    row = next(_rows(lines, delimiter), None)
+    row = next(_rows(lines, dialect), None)
     return row.fields if row else []
 
 
-def _sniff(block: bytes, label: str, keys: Keys) -> str:
-    def fitness(delimiter: str) -> tuple[bool, int]:
-        header, _ = _typed(_header(_Lines(block), delimiter))
+def _sniff(block: bytes, label: str, keys: Keys, dialects: Sequence[_Dialect]) -> _Dialect:
+    def fitness(dialect: _Dialect) -> tuple[bool, int]:
+        header, _ = _typed(_header(_Lines(block), dialect))
         try:
             keys(label, header)
         except ValueError:
             return False, len(header)
         return True, len(header)
 
-    return max(DELIMITERS, key=fitness)
+    return max(dialects, key=fitness) if len(dialects) > 1 else dialects[0]
 
 
 def _typed(header: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -357,15 +428,16 @@ class _WellFormed:
     """For each row that is not blank: lines before it in the block."""
 
 
-def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
-    """The whole rows at the start of a block; None if readers might differ, or if there is none."""
+def _well_formed(block: bytes, dialect: _Dialect, width: int) -> _WellFormed | None:
+    """The whole rows at the start of a block; None if readers might differ, if there is none, or if a quoted field
+    swallows rows."""
     if block.count(b"\r") != block.count(b"\r\n") or block.startswith("\ufeff".encode()) or not is_utf8(block):
         return None
     if not block.endswith(b"\n"):
         block += b"\n"
     data = np.frombuffer(block, np.uint8)
     ends = row_ends = np.flatnonzero(data == ord("\n"))
-    if b'"' in block:
+    if dialect.quotes and b'"' in block:
         quotes = np.flatnonzero(data == ord('"'))
         row_ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
         if not len(row_ends):
@@ -374,7 +446,12 @@ def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
         opening, closing = quotes[::2], quotes[1::2]
         # The start counts as the end of a line; two quotes in a row are a quote inside a field.
         before, after = np.where(opening > 0, data[opening - 1], ord("\n")), data[closing + 1]
-        if not (np.isin(before, _codes(delimiter + '\n"')).all() and np.isin(after, _codes(delimiter + '\r\n"')).all()):
+        if not (
+            np.isin(before, _codes(dialect.delimiter + '\n"')).all()
+            and np.isin(after, _codes(dialect.delimiter + '\r\n"')).all()
+        ):
+            return None
+        if ends[len(row_ends) - 1] != row_ends[-1] and _swallows(data, ends, row_ends, dialect, width):
             return None
     starts = np.concatenate([[0], row_ends[:-1] + 1])
     lengths = row_ends - starts
@@ -383,11 +460,32 @@ def _well_formed(block: bytes, delimiter: str) -> _WellFormed | None:
     return _WellFormed(block[:stop], ends[ends < stop], np.searchsorted(ends, starts[~blank]))
 
 
+def _swallows(data: np.ndarray, ends: np.ndarray, row_ends: np.ndarray, dialect: _Dialect, width: int) -> bool:
+    """Whether a row of several lines swallows rows. Most do not: of their lines after the first, less than half have as
+    many delimiters as a row."""
+    ends = ends[ends <= row_ends[-1]]
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    row = np.searchsorted(row_ends, ends)
+    later = np.concatenate([[False], row[1:] == row[:-1]]) & (ends > starts)
+    places = np.flatnonzero(data == ord(dialect.delimiter))
+    wide = later & (np.searchsorted(places, ends) - np.searchsorted(places, starts) >= width - 1)
+    count = len(row_ends)
+    candidates = np.flatnonzero(np.bincount(row, later, count) <= 2 * np.bincount(row, wide, count))
+    several = np.bincount(row[later], minlength=count)[candidates] > 0
+    for which in candidates[several]:
+        first = int(row_ends[which - 1]) + 1 if which else 0
+        lines = _lines(data[first : int(row_ends[which]) + 1].tobytes())
+        broken = len(next(dialect.reader(lines), [])) != width
+        if swallows_rows(lines, dialect.delimiter, width, broken):
+            return True
+    return False
+
+
 def _codes(characters: str) -> list[int]:
     return list(characters.encode())
 
 
-def _parse_with_arrow(block: bytes, delimiter: str, fields: int) -> tuple[list[pa.StringArray], list[Any]]:
+def _parse_with_arrow(block: bytes, dialect: _Dialect, fields: int) -> tuple[list[pa.StringArray], list[Any]]:
     """The columns, without rows that have another number of fields; and these rows."""
     malformed: list[Any] = []
 
@@ -399,7 +497,12 @@ def _parse_with_arrow(block: bytes, delimiter: str, fields: int) -> tuple[list[p
     table = pyarrow.csv.read_csv(
         pa.BufferReader(block),
         pyarrow.csv.ReadOptions(use_threads=False, block_size=len(block) + 1, column_names=names),
-        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
+        pyarrow.csv.ParseOptions(
+            delimiter=dialect.delimiter,
+            quote_char='"' if dialect.quotes else False,
+            newlines_in_values=dialect.quotes,
+            invalid_row_handler=skip,
+        ),
         pyarrow.csv.ConvertOptions(check_utf8=False, column_types=dict.fromkeys(names, pa.string())),
     )
     return [column.combine_chunks() for column in table.columns], malformed

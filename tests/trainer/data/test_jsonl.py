@@ -60,7 +60,7 @@ def test_lines_are_read_or_listed(pack: Callable[[bytes], bytes], tmp_path: Path
     names = ColumnNames(user="user.id")
     read = actions(read_actions([file_of(tmp_path, pack(content))], names, rejects, PROGRESS))
     assert read == [("u", str(LARGE), 3), ("u", "2", 4), ("v", "18446744073709551617", 6), ("v", "x", 8)]
-    reasons = {int(number): reason.split(" is not a whole")[0] for _, number, reason, _ in listed(rejects)}
+    reasons = {int(number): reason.split(" is not a number")[0] for _, number, reason, _ in listed(rejects)}
     assert reasons == {
         4: "the user is empty",
         5: "the user is empty",

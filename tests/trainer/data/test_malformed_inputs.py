@@ -205,15 +205,21 @@ def lines() -> Iterator[Case]:
                 "1_0",
                 "\uff11\uff12",
                 "+5",
-                "1.5",
-                *([] if json_line else [" 1"]),
+                *(["1.5"] if json_line else [" 1"]),
             ):
                 yield case(
                     f"time {time[:20]!r}",
                     line(b"1", b"4", time.encode()),
-                    "is not a whole number|is a whole number|not JSON in UTF-8",
+                    "is not a number|is a whole number|not JSON in UTF-8",
                 )
-            for time in ("-5", "0", "-0", str(2**62 - 1), str(1 - 2**62), *(["12.0"] if not json_line else [])):
+            for time in (
+                "-5",
+                "0",
+                "-0",
+                str(2**62 - 1),
+                str(1 - 2**62),
+                *(["12.0", "1.5", "1.2e3"] if not json_line else []),
+            ):
                 yield case(f"time {time}", line(b"1", b"4", time.encode()), actions=7)
 
 
@@ -400,8 +406,8 @@ def reviews() -> Iterator[Case]:
     yield case("user is a surrogate", made(reviewerID="\ud800"), "not UTF-8")
     yield case("time is true", made(unixReviewTime=True), "no unixReviewTime that is a whole number")
     yield case("time is text", made(unixReviewTime="3"), "no unixReviewTime that is a whole number")
-    yield case("time is 2^62", made(unixReviewTime=2**62), "is not a whole number between -2.62 and 2.62")
-    yield case("time is huge", made(unixReviewTime=10**4000), "is not a whole number between -2.62 and 2.62")
+    yield case("time is 2^62", made(unixReviewTime=2**62), "is not a number between -2.62 and 2.62")
+    yield case("time is huge", made(unixReviewTime=10**4000), "is not a number between -2.62 and 2.62")
     yield case("list", b"[]", "not a JSON object")
     yield case("number", b"1e5", "not a JSON object")
     yield case("open", made()[:-1], "not JSON in UTF-8")
@@ -443,7 +449,8 @@ def tables() -> Iterator[Case]:
     yield case("quoted comma, quote and line end", head + b'9,7,5,"x, ""y""\nz"\n' + rows, actions=4)
     yield case("quoted ids", head + b'"9","a,b",5,x\n' + rows, actions=4)
     yield case("line end in an id", head + b'"9\n8",7,5,x\n' + rows, actions=4)
-    yield case("open quote", head + rows + b'9,7,5,"x\n1,2,3,4\n', (5, "not CSV .unexpected end of data"), swallowed=1)
+    yield case("open quote", head + rows + b'9,7,5,"x\n1,2,3,4\n', (5, "a quote opens that would"), actions=4)
+    yield case("open quote of a text", head + rows + b'9,7,5,"x\nfor,y\n', (5, "not CSV .unexpected end"), swallowed=1)
     yield case("long field", head + b"9,7,5," + b"x" * 131_073 + b"\n" + rows, (2, "field larger than field limit"))
     yield case("long field in quotes", head + b'9,7,5,"' + b"x\n" * 70_000 + b'"\n' + rows, said="malformed")
     yield case("quote inside a field", head + b'9,7,5,x"y\n' + rows, actions=4)
@@ -457,10 +464,10 @@ def tables() -> Iterator[Case]:
     yield case("long header", b"x" * 140_000 + b"\n" + rows, said="no column 'user'")
     yield case("column without a name", b",user,item,timestamp\n0,1,4,1\n1,2,5,2\n", actions=2)
     yield case("another delimiter", head + rows, said="no column 'user'; there are: user,item", delimiter=";")
-    yield case("time of another calendar", head + b"9,7,2024-02-30,x\n" + rows, (2, "is not a whole number"))
+    yield case("time of another calendar", head + b"9,7,2024-02-30,x\n" + rows, (2, "is not a number"))
     yield case("times of two kinds", head + b"9,7,2024-02-29,x\n" + rows, actions=4)
     yield case("year 0", head + b"9,7,0000-01-01,x\n" + rows, actions=4)
-    yield case("year 10000", head + b"9,7,10000-01-01,x\n" + rows, (2, "is not a whole number"))
+    yield case("year 10000", head + b"9,7,10000-01-01,x\n" + rows, (2, "is not a number"))
     yield case("title not UTF-8", b"user,item,timestamp,title\n9,7,5,\xff\n" + rows, actions=4)
     for column, content, problem in (
         ("empty", b"", "no column|has no columns"),
@@ -565,12 +572,11 @@ def parquet_tables() -> Iterator[Case]:
     yield case("ids of a dictionary, not UTF-8", of(user=raw.dictionary_encode()), (2, "not UTF-8"), actions=2)
     yield case("negative and large ids", of(item=bad(-(2**63), 0, 2**63 - 1)))
     yield case("unsigned ids", of(item=bad(0, 1, 2**64 - 1, kind=pa.uint64())))
-    wrong = "is not a whole number between -2.62 and 2.62 or an ISO 8601 time"
+    wrong = "is not a number between -2.62 and 2.62, nor a date"
     for name, values in (
         ("NaN", bad(1.0, float("nan"), 3.0)),
         ("infinite", bad(1.0, float("-inf"), 3.0)),
         ("huge", bad(1.0, 1e300, 3.0)),
-        ("fractions", bad(1.0, 1.5, 3.0)),
         ("whole floats", bad(1.0, -(2.0**62), 3.0)),
         ("missing", bad(1, None, 3)),
         ("unsigned", bad(1, 2**64 - 1, 3, kind=pa.uint64())),
@@ -578,12 +584,14 @@ def parquet_tables() -> Iterator[Case]:
         ("largest", bad(1, 2**63 - 1, 3)),
         ("smallest", bad(1, -(2**63), 3)),
         ("texts", bad("1", "yesterday", "3")),
-        ("half floats", bad(1.0, 1.5, 3.0, kind=pa.float16())),
         ("days", bad(1, None, 3, kind=pa.date32())),
     ):
         yield case(f"times: {name}", of(timestamp=values), (2, wrong), actions=2)
     for name, values in (
         ("small", bad(1, -5, 100, kind=pa.int8())),
+        ("fractions", bad(1.0, 1.5, 3.0)),
+        ("half floats", bad(1.0, 1.5, 3.0, kind=pa.float16())),
+        ("decimals", bad(1, 2, 3, kind=pa.decimal128(5, 0))),
         ("near the limit", bad(2**62 - 1, 1 - 2**62, 0)),
         ("milliseconds of timestamps", bad(1, 2**63 - 1, 3).view(pa.timestamp("ms"))),
         ("nanoseconds", bad(1, 2**63 - 1, -5).view(pa.timestamp("ns"))),
@@ -597,7 +605,6 @@ def parquet_tables() -> Iterator[Case]:
         ("times of day", bad(1, 2, 3, kind=pa.time32("s"))),
         ("durations", bad(1, 2, 3, kind=pa.duration("s"))),
         ("nothing", pa.nulls(3)),
-        ("decimals", bad(1, 2, 3, kind=pa.decimal128(5, 0))),
     ):
         yield case(f"times: {name}", of(timestamp=values), said="column timestamp is of type .*; times must be numbers")
     for name, values in (

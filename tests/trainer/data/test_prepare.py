@@ -93,6 +93,7 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
             "removed": {name: NOTHING for name in ("where", "duplicates", "min_item_actions", "min_user_actions")},
         },
         "read": {"users": 3, "items": 3, "actions": 6},
+        "times": {"unit": None, "first": 1, "last": 9, "tied_actions": 0, "users_that_end_tied": 0},
         "titles": 0,
         "side_tables": {},
         "rejected_lines": 0,
@@ -116,6 +117,7 @@ def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, caps
         "read      3 users, 3 items, 6 actions",
         f"written   3 users, 3 items, 6 actions to {tmp_path}/out",
         "users     2.00 actions each",
+        "times     1 to 9: an order, but no dates",
         "titles    none: answers will show ids (a column `title` or --title-column gives them)",
         "features  none but the item ids",
         f"next      logitmix train auto --data.path {tmp_path}/out --run runs/out",
@@ -143,6 +145,7 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
         "removed   3 users, 40 items, 41 actions by --where 'rating = 1' --where 'event != \"view\"'",
         f"written   2 users, 20 items, 20 actions to {tmp_path}/my out",
         "users     10.00 actions each",
+        "times     1 to 59: an order, but no dates",
         "titles    of 13 of 20 items",
         "features  none but the item ids",
         f"next      logitmix train auto --data.path '{tmp_path}/my out' --run 'runs/my out'",
@@ -154,7 +157,7 @@ def test_the_summary_knows_the_recipes_of_a_dataset(tmp_path: Path, monkeypatch:
     made = prepare(PrepareOptions("demo"), QUIET)
     lines = summarize(made, PrepareOptions("demo").directory).splitlines()
     assert lines[-1] == "next      logitmix train demo-mol"
-    assert lines[2] == "users     39.60 actions each, 38.59 of the last 51" and lines[3] == "titles    of all items"
+    assert lines[2] == "users     39.60 actions each, 38.59 of the last 51" and lines[4] == "titles    of all items"
 
 
 def test_ids_sort_as_text_as_soon_as_one_is_no_number(tmp_path: Path) -> None:

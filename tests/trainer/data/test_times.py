@@ -1,11 +1,22 @@
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitmix.trainer.data.times import nanoseconds_of_texts, nanoseconds_of_times, seconds_of_texts, seconds_of_times
+from logitmix.trainer.data.times import (
+    UNITS,
+    Clock,
+    nanoseconds_of_texts,
+    nanoseconds_of_times,
+    note_units,
+    seconds_of_texts,
+    seconds_of_times,
+    unit_of,
+)
 
 NOON = 1714564800  # 2024-05-01T12:00Z
 
@@ -27,10 +38,26 @@ NOON = 1714564800  # 2024-05-01T12:00Z
         ("2023-02-29T00:00Z", None),
         ("2024-05-01T24:00", None),
         ("2024-05-01T12:00:00+25:00", None),
-        ("2024-05-01T12", None),
-        ("2024-05-01T12:00:00 UTC", None),
+        ("2024-05-01T12", NOON),
+        ("2024-05-01 12", NOON),
+        ("2024-05-01T12:00:00 UTC", NOON),
+        ("2024-05-01 14:00:00 +0200", NOON),
+        ("2024-05-01 12:00:07,125", NOON + 7),
+        ("20240501T120007Z", NOON + 7),
+        ("20240501T120007.5+0000", NOON + 7),
+        ("20240501 1200", NOON),
         ("20240501", None),
-        ("2024-5-1", None),
+        ("2024-5-1", NOON - 12 * 3600),
+        ("2024/5/1 8:05", NOON - 4 * 3600 + 300),
+        ("05/31/2024 12:00:00 AM", NOON + 29.5 * 86400),
+        ("5/31/2024, 12:00:07 pm", NOON + 30 * 86400 + 7),
+        ("5/31/2024 13:00 PM", None),
+        ("31/5/2024", NOON + 29.5 * 86400),
+        ("01.05.2024 12:00", NOON),
+        ("31/31/2024", None),
+        ("2024-05-01T12:60", None),
+        ("2024-05-01 12:00:07.5.5", None),
+        ("5/31/24", None),
         (" 2024-05-01", None),
         ("2024-05-01\n", None),
         ("1714564800", None),
@@ -84,3 +111,127 @@ def test_fractions_of_times_are_those_after_the_second_before() -> None:
         assert nanoseconds_of_times(times).tolist() == [0, 0, -one % 10**9, one, -one % 10**9]
     assert nanoseconds_of_times(pa.array([1, None], pa.date32())).tolist() == [0, 0]
     assert nanoseconds_of_times(pa.array([86_400_000, None], pa.date64())).tolist() == [0, 0]
+
+
+def read(*columns: pa.Array, form: str = "") -> tuple[list[int | None], list[int], Clock]:
+    """Times and fractions of parts of one column, null where there is none."""
+    clock = Clock(form)
+    parts = [clock.read(f"{part}.csv", np.arange(2, 2 + len(column)), column) for part, column in enumerate(columns)]
+    values = clock.settle(np.concatenate([part.values for part in parts])).tolist()
+    there = np.concatenate([part.there for part in parts])
+    fractions = [
+        int(each)
+        for part in parts
+        for each in (part.nanoseconds if part.nanoseconds is not None else [0] * len(part.there))
+    ]
+    return [value if known else None for value, known in zip(values, there, strict=True)], fractions, clock
+
+
+DAY = 86_400
+MAY = NOON - NOON % DAY  # 2024-05-01
+
+
+def test_days_and_months_are_told_apart_by_all_parts() -> None:
+    early = pa.array(["01/05/2024", "02/05/2024 12:00"])
+    for later, times in (("13/05/2024", [MAY, MAY + 1.5 * DAY, MAY + 12 * DAY]), ("05/13/2024", None)):
+        values, _, clock = read(early, pa.array([later]))
+        if times is None:
+            times = [seconds("2024-01-05"), seconds("2024-02-05") + DAY / 2, MAY + 12 * DAY]
+        assert values == times
+        (said,) = clock.said()
+        assert said == f"dates are read as {'day/month' if later[:2] == '13' else 'month/day'}/year (1.csv:2: {later})"
+        assert clock.unit == "s"
+    for other, problem in (
+        (["13/05/2024", "05/13/2024"], r"some dates have the day first \(1.csv:2: 13/05/2024\), others the month \(1"),
+        (["01/02/2024"], r"cannot be told which .* is the month \(0.csv:2: 01/05/2024\); say it with --time-format"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            read(early, pa.array(other))
+
+
+def seconds(text: str) -> int:
+    return int(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp())
+
+
+def test_a_form_reads_what_is_not_usual() -> None:
+    texts = pa.array(["Wed May 01 14:00:07.25 +0200 2024", "2024-05-01", None])
+    assert read(texts, form="%a %b %d %H:%M:%S.%f %z %Y")[:2] == ([NOON + 7, None, None], [250_000_000, 0, 0])
+    assert read(pa.array([20240501, 20240502]), form="%Y%m%d")[0] == [MAY, MAY + DAY]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["1.25", "-1.25", "3", "1e2"]),
+        pa.array(["1.250000000", "-1.25", "3.", "1.0E+2"]).dictionary_encode(),
+        pa.array([1.25, -1.25, 3.0, 100.0]),
+        pa.array([1.25, -1.25, 3.0, 100.0], pa.float32()),
+        pa.array([Decimal("1.25"), Decimal("-1.25"), Decimal(3), Decimal(100)], pa.decimal128(10, 2)),
+    ],
+)
+def test_fractions_of_numbers_order_them(column: pa.Array) -> None:
+    values, fractions, clock = read(column)
+    assert (values, fractions) == ([1, -2, 3, 100], [250_000_000, 750_000_000, 0, 0])
+    assert clock.unit is None
+
+
+def test_floats_that_round_times_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^is of type float, which rounds such times; store it as double or integer$"):
+        read(pa.array([1.6e9], pa.float32()))
+
+
+@pytest.mark.parametrize("ticks", [1, 10**3, 10**6, 10**9])
+def test_units_are_told_from_the_magnitude(ticks: int) -> None:
+    unit = {ticks: unit for unit, ticks in UNITS.items()}[ticks]
+    years = np.array([seconds(f"{year}-06-01") for year in range(1981, 2099)]) * ticks
+    assert unit_of(years) == unit
+    assert unit_of(np.append(years, [0, -1])) == unit  # as where a time is missing
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(1, 1000),
+        np.arange(10**9 - 10**8, 10**9, 10**5) // 3,
+        np.random.default_rng(0).integers(0, 2**32, 1000),
+        np.random.default_rng(0).integers(-(2**62), 2**62, 1000),
+        np.array([-5, 0]),
+        np.array([], np.int64),
+    ],
+)
+def test_counters_and_other_integers_have_no_unit(values: np.ndarray) -> None:
+    assert unit_of(values) == ""
+
+
+def test_two_units_are_refused_with_a_line_of_each() -> None:
+    examples: dict[str, str] = {}
+    values = np.full(1000, NOON)
+    values[7] *= 1000
+    for start in (0, 500):
+        note_units(examples, f"{start}.csv", np.arange(2, 502), values[start : start + 500])
+    with pytest.raises(
+        ValueError,
+        match=rf"^some times are in seconds \(0.csv:2: {NOON}\) and others in milliseconds \(0.csv:9: {NOON}000\);",
+    ):
+        unit_of(values, examples)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([20240501, 20240502], [MAY, MAY + DAY]),
+        ([2024050112, 2024050113], [NOON, NOON + 3600]),
+        ([20240501120007, 20240501120000], [NOON + 7, NOON]),
+        ([20240501, 20240532], None),  # no day
+        (list(range(20240501, 20240540)), None),
+        ([20240501, 5], None),
+        ([1714521600, 1714521601], None),
+    ],
+)
+def test_dates_that_are_written_as_numbers(numbers: list[int], expected: list[int] | None) -> None:
+    for column in (pa.array(numbers), pa.array([str(number) for number in numbers])):
+        values, _, clock = read(column)
+        assert values == (expected or numbers)
+        assert list(clock.said()) == (
+            [f"the times are read as dates, not as numbers (0.csv:2: {numbers[0]})"] if expected else []
+        )

@@ -10,7 +10,11 @@ COLUMNS = {
     "count": pa.array([1, 2**53, 2**53 + 1, None]),
     "event type": pa.array(["buy", "view", "", None]).dictionary_encode(),
     "day": pa.array(["2024-01-31", "2024-02-01T00:00+01:00", "soon", None]).dictionary_encode(),
-    "at": pa.array([1706659200, 1706742000, 5, -5]),
+    "at": pa.array([1706659200, 1706742000, 1606742000, -5]),
+    "ms": pa.array([1706659200000, 1706742000123, None, 1606742000000]),
+    "text ms": pa.array(["1706659200000", "1706742000123.5", "x", "1606742000000"]).dictionary_encode(),
+    "float": pa.array([1706659200.5, 1706742000.0, float("nan"), 1606742000.0]),
+    "paid at": pa.array(["31/01/2024 00:00", "01/02/2024", "2023-12-31", "?"]).dictionary_encode(),
     "stamp": pa.array([1706659200, 1706742000, 5, None], pa.timestamp("s")),
     "paid": pa.array([True, False, None, True]),
     "tags": pa.array([["a"], [], None, ["b"]]),
@@ -42,6 +46,15 @@ COLUMNS = {
         ("day >= 2024-01-31T12:00", "1"),
         ("day = 2024-01-31T00:00Z", "0"),
         ("at >= 2024-01-31", "01"),
+        ("at >= 1706659200", "01"),
+        ("ms >= 2024-01-31", "01"),
+        ("ms > 2024-01-31T23:00:00.122Z", "1"),
+        ("ms > 2024-01-31T23:00:00.123Z", ""),
+        ("text ms >= 2024-01-31", "01"),
+        ("text ms != 2024-01-31", "123"),
+        ("float >= 2024-01-31", "01"),
+        ("paid at >= 2024-01-31", "01"),
+        ("paid at < 2024-01-31 00:00 UTC", "2"),
         ("stamp > 2024-01-31", "1"),
         ("stamp >= 1706659200", "01"),
         ("paid = true", "03"),
@@ -62,11 +75,42 @@ def test_conditions(condition: str, rows: str) -> None:
         ("ratng >= 4", r"no column 'ratng' \(did you mean rating\?\)"),
         ("rating", "it must be a column, one of = != < <= > >=, and a value"),
         ("= 4", "it must be a column, one of = != < <= > >=, and a value"),
-        ("rating > high", "'high' is neither a number nor an ISO 8601 date, as > needs"),
+        ("rating > high", "'high' is neither a number nor a date such as 2024-01-31, as > needs"),
+        ("count >= 2024-01-31", "its values are no times since 1970, so that it cannot be compared with a date"),
+        (
+            "at >= 09/08/2024",
+            r"it cannot be told which of the first two numbers is the month \(value:1: 09/08/2024\).*",
+        ),
         ("tags = a", "values of type list<.*> cannot be compared"),
     ],
 )
 def test_mistakes_are_named_beside_the_columns(condition: str, problem: str) -> None:
-    columns = "user, rating, count, event type, day, at, stamp, paid, tags, empty"
+    columns = "user, rating, count, event type, day, at, ms, text ms, float, paid at, stamp, paid, tags, empty"
     with pytest.raises(ValueError, match=rf"^--where '{condition}': {problem}; the columns are: {columns}$"):
         holds(condition, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("condition", "unit", "problem"),
+    [
+        (
+            "at > 1706659200",
+            "ms",
+            "1706659200 would be in seconds, and its values are milliseconds since 1970; write a date",
+        ),
+        ("at > 1706659200000", "s", "1706659200000 would be in milliseconds, and its values are seconds since 1970"),
+        ("at > 20240131", "s", "20240131 would be a date in digits, and its values are seconds"),
+        ("at > 2024-01-31", "", "its values are no times since 1970"),
+    ],
+)
+def test_values_in_another_unit_are_refused(condition: str, unit: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^--where '{condition}': {problem}"):
+        holds(condition, {"at": pa.array([1, 2])}, {"at": unit})
+
+
+def test_columns_of_two_units_are_refused() -> None:
+    both = {"at": pa.array([1706659200] * 200 + [1706659200000])}
+    with pytest.raises(
+        ValueError, match=r"some times are in seconds \(1706659200\) and others in milliseconds \(1706659200000\)"
+    ):
+        holds("at > 2024-01-31", both)

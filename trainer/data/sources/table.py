@@ -1,9 +1,8 @@
 """Tables of actions: CSV with a header, or Parquet, one file or a folder of parts; and tables of items and of users.
 
-Times are whole numbers in any unit; or ISO 8601 texts, dates or timestamps, which become whole seconds since 1970 (UTC
-if they name no zone), and whose fractions order the actions within a second. Columns of the actions other than user,
-item and time become features of the event, except `title`, which is text about the item. Columns of the files of
---items and --users become features of items and users.
+Times are read as times.py says: numbers in any unit, or dates, which become whole seconds since 1970. Fractions order
+the actions of one time. Columns of the actions other than user, item and time become features of the event, except
+`title`, which is text about the item. Columns of the files of --items and --users become features of items and users.
 """
 
 import re
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.modules.schema import Kind
+from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
@@ -37,15 +37,9 @@ from logitmix.trainer.data.raw import (
 )
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.tabular import as_ids, read_blocks
-from logitmix.trainer.data.times import (
-    is_time,
-    nanoseconds_of_texts,
-    nanoseconds_of_times,
-    seconds_of_texts,
-    seconds_of_times,
-)
+from logitmix.trainer.data.times import Clock, Times
 
-TIMES = f"{TIME} or an ISO 8601 time"
+TIMES = f"{TIME}, nor a date in a usual form (--time-format gives another)"
 
 
 @dataclass(frozen=True)
@@ -85,15 +79,27 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     delimiter = options.delimiter.replace("\\t", "\t")
     lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
     columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns))
+    clock, quote = Clock(options.time_format), options.quote
+    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns, clock, quote))
+    _settle_times(actions, clock, names.timestamp, rejects)
     lists.say()
-    items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids)
-    users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids)
+    items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids, quote)
+    users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids, quote)
     _find_titles(options.title_column, (items, actions))
     for owner in (actions, items, users):
         owner.kinds.update(dict.fromkeys(_tokens_of_one_row(owner)))
     actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(actions.columns)))
     return RawDataset(actions, source, files, items=items, users=users)
+
+
+def _settle_times(actions: Actions, clock: Clock, name: str, rejects: Rejects) -> None:
+    try:
+        actions.timestamps = clock.settle(actions.timestamps)
+    except ValueError as error:
+        raise ValueError(f"column {name}: {error}") from None
+    actions.unit = clock.unit if name else ""
+    for line in clock.said():
+        rejects.say(f"column {name}: {line}")
 
 
 def _find_titles(column: str, owners: Iterable[SideTable | Actions]) -> None:
@@ -121,28 +127,24 @@ def read_actions(
     delimiter: str = "",
     lists: Lists | None = None,
     columns: Sequence[str] = (),
+    clock: Clock | None = None,
+    quote: bool = False,
 ) -> Iterator[ActionBlock]:
     """The actions of the parts of a table, in the given order; rows with lists of items are several. `columns` are the
-    names in files without a header. ValueError if a
-    column is missing or has an unfit type."""
+    names in files without a header. `clock.settle` makes the times final. ValueError if a column is missing or has an
+    unfit type."""
     taken = 0
     lists = lists or Lists(names.there, "", rejects)
+    clock = clock or Clock()
     for file in files:
-        blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns)
+        blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns, quote)
         for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
             users, items = (
                 as_ids(file.label, name, column) for name, column in zip(rows.names[:2], rows.keys[:2], strict=True)
             )
-            stamps = nanoseconds = None
-            if names.timestamp:
-                stamps, nanoseconds = _as_stamps(file.label, names.timestamp, rows.keys[2])
-            if rows.places is not None:
-                # They order the actions of the list, and tell an item that it has twice from a row that is there twice.
-                nanoseconds = rows.places.astype(np.int32) + (0 if nanoseconds is None else nanoseconds)
-            block = accept(
-                file.label, rows.numbers, users, items, stamps, rows.text, rejects, rows.columns, TIMES, nanoseconds
-            )
-            if stamps is None:
+            times = _times(clock, file.label, rows) if names.timestamp else None
+            block = accept(file.label, rows.numbers, users, items, times, rows.text, rejects, rows.columns, TIMES)
+            if times is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
             yield replace(block, kinds=rows.kinds)
@@ -156,6 +158,7 @@ def read_side(
     progress: Progress,
     delimiter: str = "",
     known: pa.StringArray | None = None,
+    quote: bool = False,
 ) -> SideTable:
     """A table of items or users by id, which is the column of that name, or else the first column. ValueError if the
     first name in the header is like the `known` ids, for then it is data."""
@@ -171,7 +174,7 @@ def read_side(
     kinds: dict[str, Kind | None] = {}
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag, rejects):
-        for rows in read_blocks(file, id_of, rejects, progress, delimiter):
+        for rows in read_blocks(file, id_of, rejects, progress, delimiter, quote=quote):
             (name,) = rows.names
             if known is not None and not _found(id_column, rows.names) and _is_like_ids(name, known):
                 raise ValueError(
@@ -215,18 +218,13 @@ def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
     return parts
 
 
-def _as_stamps(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
-    """Numbers as they are, without nanoseconds; dates and times as seconds and the nanoseconds beyond them."""
-    kind = column.type
-    if is_time(kind):
-        return seconds_of_times(column), nanoseconds_of_times(column)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        texts = column.cast(pa.string())
-        seconds = seconds_of_texts(texts)
-        if seconds.null_count == len(texts):
-            return texts, None
-        stamps = seconds if not seconds.null_count else pc.coalesce(seconds.cast(pa.string()), texts)
-        return stamps, nanoseconds_of_texts(texts)
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise ValueError(f"{label}: column {name} is of type {kind}; times must be numbers, dates or timestamps")
-    return column, None
+def _times(clock: Clock, label: str, rows: TableBlock) -> Times:
+    try:
+        times = clock.read(label, rows.numbers, rows.keys[2])
+    except ValueError as error:
+        raise ValueError(f"{label}: column {rows.names[2]} {error}") from None
+    if rows.places is None:
+        return times
+    # They order the actions of the list, and tell an item that it has twice from a row that is there twice.
+    places = rows.places.astype(np.int32)
+    return replace(times, nanoseconds=places if times.nanoseconds is None else places + times.nanoseconds)
