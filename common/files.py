@@ -47,9 +47,14 @@ def fits_digest(content: Mapping[str, Any], field: str = "sha256") -> bool:
     return bool(content == with_digest({name: of for name, of in content.items() if name != field}, field))
 
 
+SYNC_BYTES = 2**28
+"""A large file is synced to disk after so many bytes each: a single sync at its end could take minutes, in which nobody
+sees that it moves on."""
+
+
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file of these parts and syncs it to disk; returns the SHA-256 of what was to be written."""
-    digest = hashlib.sha256()
+    digest, unsynced = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
@@ -57,6 +62,10 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
             left = memoryview(part)
             while left:
                 left = left[os.write(descriptor, left) :]
+            unsynced += len(part)
+            if unsynced >= SYNC_BYTES:
+                os.fsync(descriptor)
+                unsynced = 0
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -26,6 +26,8 @@ def main() -> None:
     if os.environ.get("TORCHX_JOB_ID", "").startswith("local_cwd:"):
         _end_with_parent()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # By itself it kills ranks 30 seconds after a signal; they end by themselves, once their checkpoint is written.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "630")
     rendezvous_handler_registry.register(Backend.name, _on_loopback)
     # The port is that of no store: without an endpoint, torchrun warns.
     here = [f"--rdzv_backend={Backend.name}", f"--rdzv_endpoint={ADDRESS}:0", f"--local_addr={ADDRESS}"]

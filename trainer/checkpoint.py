@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
 from logitmix.comm.collectives import (
+    SIGN_OF_LIFE,
     agreed,
     broadcast_object,
     largest,
@@ -114,8 +115,17 @@ class Saver:
     Use as a context manager: of a checkpoint that was not committed before the end of the block, nothing stays.
     """
 
-    def __init__(self, run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        run: Path,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        progressed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`progressed` is called on every rank, about every SIGN_OF_LIFE, while training waits for a checkpoint and any
+        rank writes something of it."""
         self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
+        self.progressed = progressed
         self._pending: _Pending | None = None
         self._untidied: Path | None = None
         """The checkpoint that was committed last, until the older ones are removed and the upload has begun."""
@@ -153,11 +163,8 @@ class Saver:
         before has ended; to be called in each step. Collective; raises as `save` does, in the step after the
         failure."""
         if self._pending:
-            state = largest(self._pending.state, self.ranks)
-            if state == WRITING:
+            if largest(self._pending.state, self.ranks) == WRITING:
                 return
-            if state == FAILED:
-                self._pending.abandoned.set()
             self._finish()
         if self._upload is None or agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
             self._settle(wait=False)
@@ -211,15 +218,29 @@ class Saver:
         with self._removing(pending):
             on_first_rank(make, ranks)
         self._pending = pending
-        if in_background:
-            pending.written = self._writer.submit(pending.write, file)
-        else:
-            pending.file = file
+        pending.written = self._writer.submit(pending.write, file)
 
     def _finish(self) -> bool:
         """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        if pending:
+            self._wait(pending)
+        self._pending = None
         return pending is None or self._tried(lambda: self._commit(pending))
+
+    def _wait(self, pending: "_Pending") -> None:
+        """Waits until all ranks have written their parts, or one has failed, however long that takes. Collective."""
+        seen = 0
+        while True:
+            wait([pending.of_file], timeout=SIGN_OF_LIFE)
+            moved, seen = pending.begun_bytes > seen, pending.begun_bytes
+            if agreed(moved, self.ranks):
+                self.progressed()
+            state = largest(pending.state, self.ranks)
+            if state == FAILED:
+                pending.abandoned.set()
+            if state != WRITING:
+                return
 
     def _commit(self, pending: "_Pending") -> None:
         def publish() -> None:
@@ -235,7 +256,7 @@ class Saver:
                 sync(pending.out.parent)
 
         with self._removing(pending):
-            digests = dict(on_all_ranks(lambda: (pending.part, pending.digest()), self.ranks))
+            digests = dict(on_all_ranks(lambda: (pending.part, pending.of_file.result()), self.ranks))
             on_first_rank(publish, self.ranks)
         self._untidied = pending.out
         self._once_saved(pending.out, sync_name)
@@ -306,28 +327,31 @@ class _Pending:
     needed: int
     part: str
     content: Mapping[str, Any]
-    file: TensorFile | None = None
     written: Future[str] | None = None
+    """The SHA-256 of this rank's part, once it is on disk."""
+    begun_bytes: int = 0
+    """Those of this rank's part that are written, or being written."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def state(self) -> int:
+    def of_file(self) -> Future[str]:
         assert self.written is not None
-        if not self.written.done():
-            return WRITING
-        return FAILED if self.written.exception() else WRITTEN
+        return self.written
 
-    def digest(self) -> str:
-        """The SHA-256 of this rank's part, once it is on disk."""
-        if self.written:
-            return self.written.result()
-        assert self.file is not None
-        return self.write(self.file)
+    @property
+    def state(self) -> int:
+        if not self.of_file.done():
+            return WRITING
+        return FAILED if self.of_file.exception() else WRITTEN
 
     def write(self, file: TensorFile) -> str:
         """Writes this rank's part, unless it is abandoned: then the rank that is the cause has an error to raise."""
-        parts = takewhile(lambda part: not self.abandoned.is_set(), file.parts())
-        return write_hashed(self.staging / self.part, parts)
+
+        def goes_on(part: bytes | memoryview) -> bool:
+            self.begun_bytes += len(part)
+            return not self.abandoned.is_set()
+
+        return write_hashed(self.staging / self.part, takewhile(goes_on, file.parts()))
 
 
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:

@@ -152,7 +152,7 @@ def compare(
             lambda: [name for name in methods if not _is_done(out / name, configured, dataset)], ranks
         )
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
-        with Stopping(ranks) as stopping:
+        with Stopping(ranks, config.train.stop_seconds) as stopping:
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:
                     doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"

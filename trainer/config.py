@@ -169,6 +169,9 @@ class TrainConfig:
     on_save_failure: Literal["continue", "stop"] = "stop"
     """What to do where a checkpoint cannot be written, such as on a full disk (the one before stays in any case), or
     cannot be uploaded."""
+    stop_seconds: int = 600
+    """Seconds from a signal to the end of the job, at most, while its checkpoint is being written; where nothing is
+    written for 25 s, it ends before."""
     projector: bool = False
     """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
     profile: int = 0
@@ -176,7 +179,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
-        for name in ("batch_size", "epochs", "threads", "log_every", "keep"):
+        for name in ("batch_size", "epochs", "threads", "log_every", "keep", "stop_seconds"):
             require_from(1, 2**31 - 1, f"train.{name}", getattr(self, name))
         require(
             0 <= self.stop_after_epochs <= self.epochs,

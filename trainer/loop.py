@@ -65,7 +65,10 @@ def train(config: Config, run: Path) -> dict[str, float]:
     require_apart(run, dataset, "run")
     facts = facts_of("train", config, dataset)
     seconds = config.comm.timeout_seconds
-    with process_group(config.train.device, seconds, facts) as ranks, Stopping(ranks) as stopping:
+    with (
+        process_group(config.train.device, seconds, facts) as ranks,
+        Stopping(ranks, config.train.stop_seconds) as stopping,
+    ):
         results = train_run(config, run, dataset, ranks, stopping)
         return _refit(run, dataset, ranks, stopping) if config.train.refit else results
 
@@ -172,7 +175,7 @@ def _steps(
     with (
         Telemetry(run, model, done, last, minutes) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done, minutes) as pipeline,
-        checkpoint.Saver(run, model, optimizer) as saver,
+        checkpoint.Saver(run, model, optimizer, stopping.progressed) as saver,
     ):
         finished = pipeline.step >= last or pipeline.out_of_time()
         due = done.step > 0 and (finished or done.step % evaluate_every == 0)

@@ -69,7 +69,8 @@ EVALUATIONS = ("validation", "peeked")
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
-    "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "evaluate.baselines",
+    "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "train.stop_seconds",
+    "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
 

@@ -2,7 +2,8 @@
 
 A job that is to end (a scheduler's SIGTERM, Ctrl-C, a closed terminal) is told so by one signal to any of its
 processes. A second signal ends a process at once, and so does PATIENCE if the step cannot be finished, because another
-rank is gone. A rank whose launcher has ended (killed, perhaps) ends in the same way as on a signal.
+rank is gone; but a checkpoint has up to train.stop_seconds while it is being written. A rank whose launcher has ended
+(killed, perhaps) ends in the same way as on a signal.
 """
 
 import os
@@ -20,7 +21,7 @@ from logitmix.trainer.processes import SIGNALS, Stopped, heeded_signals, launche
 SAME = 1.0
 """Seconds in which a second signal counts as the first: a launcher passes on what the terminal has sent to all."""
 PATIENCE = 25.0
-"""Seconds from a signal to the end of the step and its checkpoint."""
+"""Seconds from a signal to the end of the step and its checkpoint, not counting those in which it is being written."""
 LAUNCHER_ENDED = 100
 """In place of a signal's number, and above all of them."""
 
@@ -32,8 +33,11 @@ class Stopping:
     The signals are read by a thread: while the main thread waits for another rank, no handler of Python runs there.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.number, self.since = ranks, 0, 0.0
+    def __init__(self, ranks: Ranks, seconds: float) -> None:
+        """`seconds`: those of train.stop_seconds."""
+        self.ranks, self.seconds, self.number, self.since = ranks, seconds, 0, 0.0
+        self.moved = 0.0
+        """When `progressed` was called last."""
         self.cause = (0, 0)
         """The number of the signal that the ranks have agreed on, and the rank that got it."""
         self.parent = os.getppid()
@@ -60,6 +64,10 @@ class Stopping:
         os.close(self.write_end)  # which ends the thread
         self.thread.join()
         os.close(self.read_end)
+
+    def progressed(self) -> None:
+        """To be called while a checkpoint is being written, whenever something of it was written."""
+        self.moved = time.monotonic()
 
     def agreed(self) -> bool:
         """Whether a rank has been told to end. Collective."""
@@ -92,8 +100,21 @@ class Stopping:
                 self._told(number)
             if launched() and os.getppid() != self.parent and not self.number:
                 self._told(LAUNCHER_ENDED)
-            if self.since and time.monotonic() - self.since > PATIENCE:
-                _end(f"rank {self.ranks.rank} could not finish its step in {PATIENCE:g} s, and is ended", self.number)
+            if self.since and (problem := self._too_slow(time.monotonic())):
+                _end(f"rank {self.ranks.rank} {problem}, and is ended", self.number)
+
+    def _too_slow(self, now: float) -> str:
+        """Why the end is no longer waited for; "" if it is."""
+        if now - self.since > self.seconds:
+            return f"could not save its step in {self.seconds:g} s (train.stop_seconds)"
+        if now - max(self.since, self.moved) > PATIENCE:
+            doing = (
+                "has written nothing of its checkpoint for"
+                if self.moved > self.since
+                else "could not finish its step in"
+            )
+            return f"{doing} {PATIENCE:g} s"
+        return ""
 
     def _told(self, number: int) -> None:
         if number not in (*SIGNALS, LAUNCHER_ENDED):
@@ -103,7 +124,9 @@ class Stopping:
             self.number, self.since = number, now
             if self.ranks.rank == 0 and number != LAUNCHER_ENDED:
                 name = signal.Signals(number).name
-                print(f"\n{name}: finishing the step and saving it; a second signal stops at once", file=sys.stderr)
+                limit = f"up to {self.seconds:g} s while it is being written (train.stop_seconds)"
+                line = f"\n{name}: finishing the step and saving it, {limit}; a second signal stops at once"
+                print(line, file=sys.stderr)
         elif now - self.since > SAME:
             _end(f"rank {self.ranks.rank} was stopped at once", number)
 

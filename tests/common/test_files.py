@@ -190,3 +190,18 @@ def test_what_a_living_process_replaces_is_its_own(tmp_path: Path, monkeypatch: 
     with whole_directory(out) as staging:
         (staging / "new").touch()
     assert entries(tmp_path) == {"out", "out/new"}
+
+
+def test_a_large_file_is_synced_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sync of tens of gigabytes takes minutes, in which nothing shows that the disk is at work."""
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(files, "SYNC_BYTES", 100)
+    monkeypatch.setattr(files.os, "fsync", noting)
+    digest = write_hashed(tmp_path / "file", [b"x" * 60] * 5)
+    assert synced == [120, 240, 300] and digest == file_digest(tmp_path / "file")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.pipeline import Pipeline
 from logitmix.trainer.processes import STOPPED, Stopped
 from logitmix.trainer.run import RunProgress, checkpoint_paths, read_rows, write_results
+from logitmix.trainer.tensor_files import TensorFile
 
 SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
 
@@ -166,9 +168,14 @@ import ctypes, sys, time
 from logitmix.comm.process_group import process_group
 from logitmix.trainer import stopping
 stopping.SAME, stopping.PATIENCE, stopping.launched = 0.2, 1.0, lambda: True
-with process_group("cpu", 60) as ranks, stopping.Stopping(ranks) as stop:
+with process_group("cpu", 60) as ranks, stopping.Stopping(ranks, 2.0) as stop:
     print("ready", flush=True)
-    while sys.argv[1] == "blocked":
+    while "moves" in sys.argv[1] and not stop.number:
+        time.sleep(0.05)
+    for _ in range({"moves": 16, "moves too long": 60, "moves and stops": 4}.get(sys.argv[1], 0)):
+        time.sleep(0.1)
+        stop.progressed()
+    while sys.argv[1] in ("blocked", "moves and stops"):
         ctypes.CDLL(None).sleep(60)
     while not stop.agreed():
         time.sleep(0.05)
@@ -190,7 +197,7 @@ def start(does: str, *before: str) -> subprocess.Popen[str]:
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks do not know of it yet, and would go on alone."""
-    with process_group("cpu", 60) as ranks, stopping.Stopping(ranks) as stop:
+    with process_group("cpu", 60) as ranks, stopping.Stopping(ranks, 600) as stop:
 
         def largest(number: int, _: Ranks) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -206,7 +213,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(monkeypa
 
 def test_the_rank_that_was_told_first_is_named_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with process_group("cpu", 60) as ranks:
-        stop = stopping.Stopping(replace(ranks, rank=1, world_size=2))
+        stop = stopping.Stopping(replace(ranks, rank=1, world_size=2), 600)
         monkeypatch.setattr(stopping, "largest", lambda number, _: max(number, 2 * signal.SIGTERM))
         for _ in range(2):
             assert stop.agreed() and stop.why == "SIGTERM (rank 0)"
@@ -230,6 +237,51 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=10)[0] == "SIGTERM\n"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("moves", ""),
+        ("moves too long", "rank 0 could not save its step in 2 s (train.stop_seconds), and is ended"),
+        ("moves and stops", "rank 0 has written nothing of its checkpoint for 1 s, and is ended"),
+    ],
+)
+def test_a_checkpoint_that_is_being_written_is_waited_for(does: str, said: str) -> None:
+    """For longer than for a step, up to a limit."""
+    process = start(does)
+    process.send_signal(signal.SIGTERM)
+    _, lines = process.communicate(timeout=20)
+    assert process.returncode == (128 + signal.SIGTERM if said else 0)
+    assert "up to 2 s while it is being written (train.stop_seconds)" in lines and said in lines
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_slow_checkpoint_is_saved_on_a_signal(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """It takes longer than is waited for a step, and no part of it does."""
+    of_parts, ended = TensorFile.parts, []
+
+    def slow(file: TensorFile) -> Iterator[memoryview]:
+        for part in of_parts(file):
+            time.sleep(PAUSE)
+            yield part
+
+    config = with_settings(config, {"train.save_in_background": in_background})
+    monkeypatch.setattr(TensorFile, "parts", slow)
+    monkeypatch.setattr(stopping, "PATIENCE", 3.0)
+    monkeypatch.setattr(checkpoint, "SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr(stopping, "_end", lambda line, _: ended.append(line))
+    send_at_step(monkeypatch, 1, signal.SIGTERM)
+    since = time.monotonic()
+    with pytest.raises(Stopped, match="after step 1, which is saved"):
+        train(config, tmp_path / "run")
+    assert time.monotonic() - since > 3 and not ended
+    assert load_saved(tmp_path / "run", "last").step == 1
+
+
+PAUSE = 0.2
 
 
 def test_patience_with_a_step_has_an_end() -> None:
