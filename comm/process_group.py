@@ -72,7 +72,11 @@ def process_group(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _end_groups_before_the_interpreter()
-    shape = {"device": chosen.type, "WORLD_SIZE": str(place.world_size), "processes of the host": place.local_size}
+    shape = {
+        "device": chosen.type,
+        "the number of processes": str(place.world_size),
+        "the number of processes on a host": place.local_size,
+    }
     store, heartbeat, members = _store(place, max(timeout, RENDEZVOUS), shape | dict(facts or {}))
     heartbeat.start(lost)
     try:
