@@ -216,16 +216,17 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
 
 
 def about_new_items(about: About) -> str:
-    """Why items that are added to an export will hardly be recommended; empty where they can be."""
+    """Why items that are added to an export may hardly be recommended; empty where nothing speaks against it. Without
+    dropout it depends on how much the features say (docs/results.md, "Items without history")."""
     if not about.schema.of("item"):
         return (
             "the model uses no features of items, so to it all new items are the same, and they will hardly be "
-            "recommended; train with --model.features and --model.item-id-dropout 0.1"
+            "recommended: train with --model.features and --model.item-id-dropout 0.1"
         )
     if about.model.item_id_dropout == 0:
         return (
-            "the model was trained without item-id dropout, so new items (update-items) will hardly be recommended; "
-            "train with --model.item-id-dropout 0.1"
+            "the model was trained without item-id dropout, so new items may hardly be recommended: train with "
+            "--model.item-id-dropout 0.1"
         )
     return ""
 

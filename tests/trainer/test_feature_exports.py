@@ -372,4 +372,4 @@ def test_a_model_that_cannot_rank_new_items_says_so(
         if work:
             work(tmp_path / "served", str(tmp_path / "new.csv"), said=Console(stderr=True))
         err = capsys.readouterr().err
-        assert said in err and ("hardly be recommended" in err) == bool(said)
+        assert said in err and (" hardly be recommended" in err) == bool(said)
