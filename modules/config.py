@@ -380,8 +380,11 @@ def register(part: Part, config: Any) -> None:
     called before settings are read, in every process: entry points of the groups logitmix.encoder and
     logitmix.similarity are registered by themselves. ValueError for a kind that there is already."""
     known = ModelConfig.__annotations__[part]
-    if classes_by_kind(known).get(config.kind, config) is not config:
-        raise ValueError(f"there is a {part} of kind {config.kind} already; {config.__name__} needs another kind")
+    taken = classes_by_kind(known).get(config.kind, config)
+    if taken is not config:
+        raise ValueError(
+            f"model.{part}.kind {config.kind} is taken, by {taken.__name__}; {config.__name__} needs another kind"
+        )
     ModelConfig.__annotations__[part] = known | config
 
 

@@ -1,6 +1,7 @@
 """Modules that the package does not know: their initial weights, their averages, and their mode."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +10,12 @@ import torch
 from small_data import small_config, write_dataset
 from torch import Tensor, nn
 
+from logitmix.common.mappings import classes_by_kind
+from logitmix.modules.config import ModelConfig, kinds_of, register
 from logitmix.modules.initialize import initialized, reset_layers
+from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
+from logitmix.serving.model import trained_tower
 from logitmix.trainer.average import MovingAverage
 from logitmix.trainer.loop import train
 
@@ -103,3 +108,41 @@ def test_modules_are_in_training_mode_in_training_alone(tmp_path: Path, monkeypa
         monkeypatch.setattr(Tower, name, noted)
     train(small_config(write_dataset(tmp_path / "data"), {"train.precision": "fp32"}), tmp_path / "run")
     assert asked == {"at_positions": {True}, "queries": {False}}
+
+
+class Masked(nn.Module):
+    """An encoder with a buffer that is not saved."""
+
+    def __init__(self, dim: int, config: Any) -> None:
+        super().__init__()
+        self.output = nn.Linear(dim, dim)
+        self.register_buffer("scale", torch.full((dim,), 2.0), persistent=False)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        reset_layers(self, generator)
+
+
+@dataclass(frozen=True)
+class MaskedConfig:
+    module = f"{__name__}:Masked"
+    kind: str = "masked"
+    max_length: int = 5
+
+    def require_width(self, dim: int) -> None: ...
+
+
+def test_serving_has_the_buffers_that_are_not_saved() -> None:
+    config, schema = ModelConfig(dim=4, encoder=cast(Any, MaskedConfig())), Schema.of_ids(3)
+    saved = initialized(lambda: Tower(config, schema), generator(0))
+    served = trained_tower(config, schema, saved.state_dict())
+    assert torch.equal(served.query_tower.encoder.scale, torch.full((4,), 2.0))
+    assert torch.equal(served.query_tower.encoder.output.weight, saved.query_tower.encoder.output.weight)
+
+
+def test_a_kind_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "__annotations__", dict(ModelConfig.__annotations__))
+    for _ in range(2):
+        register("encoder", MaskedConfig)
+    assert classes_by_kind(kinds_of("encoder"))["masked"] is MaskedConfig
+    with pytest.raises(ValueError, match=r"encoder\.kind masked is taken, by MaskedConfig; Other needs another kind"):
+        register("encoder", type("Other", (MaskedConfig,), {}))
