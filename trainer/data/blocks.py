@@ -1,7 +1,7 @@
 """A block of rows of a table, whatever file it comes from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -30,3 +30,15 @@ class TableBlock:
     """Kinds of columns that the file itself states."""
     places: np.ndarray | None = None
     """The place of each row in the list that it comes from, where all rows of the list have one time."""
+
+    def only(self, kept: np.ndarray) -> "TableBlock":
+        """The rows where `kept` is true."""
+        rows, mask = np.flatnonzero(kept), pa.array(kept)
+        return replace(
+            self,
+            numbers=self.numbers[rows],
+            keys=[key.filter(mask) for key in self.keys],
+            columns={name: column.filter(mask) for name, column in self.columns.items()},
+            text=lambda row: self.text(int(rows[row])),
+            places=None if self.places is None else self.places[rows],
+        )

@@ -118,14 +118,6 @@ class _Partition:
         return replace(block, names=self.wanted, keys=keys, columns=block.columns | added)
 
 
-def as_ids(label: str, name: str, column: pa.Array) -> pa.StringArray:
-    """ValueError if a column cannot be ids."""
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise ValueError(f"{label}: column {name} is of type {column.type}; ids must be integers or text")
-    return column.cast(kind).cast(pa.string())
-
-
 class _CsvReader:
     """Reads a CSV text block by block. A block starts where a row starts, and ends where a line ends."""
 
@@ -538,7 +530,7 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
     for place, column in enumerate(batch.schema.names):
         for name, values in unnested(column, _with_kernels(batch.column(place)), key_names):
             if name in key_names or _is_named(name):
-                columns[name], valid = _as_utf8(label, name, values)
+                columns[name], valid = _as_utf8(label, name, _bytes_as_text(values) if name in key_names else values)
                 whole &= valid | (name not in key_names)
     numbers = np.arange(first, first + batch.num_rows)
     for row in np.flatnonzero(~whole):
@@ -579,6 +571,20 @@ def _kind_with_kernels(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_large_list(kind):
         return pa.large_list(_kind_with_kernels(kind.value_type))
     return kind
+
+
+def _bytes_as_text(column: pa.Array) -> pa.Array:
+    """Bytes as text that may not be UTF-8, as programs without a type for text store it; UUIDs as they are written."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _bytes_as_text(column.cast(kind.value_type)) if pa.types.is_binary(kind.value_type) else column
+    if kind == pa.uuid():
+        return pa.array([None if value is None else str(value) for value in column.to_pylist()], pa.string())
+    if pa.types.is_fixed_size_binary(kind):
+        column = column.cast(pa.binary())
+    if pa.types.is_binary(column.type):
+        return column.view(pa.string())
+    return column.view(pa.large_string()) if pa.types.is_large_binary(kind) else column
 
 
 def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -547,9 +547,16 @@ def parquet_tables() -> Iterator[Case]:
     yield case("no item column", parquet(user=[1], timestamp=[1]), said="no column 'item'; there are: user, timestamp")
     for name, values in (
         ("numbers", bad(1.0, 2.0, 3.0)),
-        ("lists", bad([1], [2], [3])),
         ("bytes", bad(b"1", b"2", b"3")),
         ("truths", bad(True, False, True)),
+    ):
+        yield case(f"ids that are {name}", of(user=values))
+    yield case(
+        "ids that are fractions", of(user=bad(1.0, 1.5, 3.0)), (2, "the user 1.5 is not a whole number"), actions=2
+    )
+    for name, values in (
+        ("lists", bad([1], [2], [3])),
+        ("times", bad(1, 2, 3, kind=pa.timestamp("s"))),
         ("nothing", pa.nulls(3)),
     ):
         yield case(

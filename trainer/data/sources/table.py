@@ -21,6 +21,7 @@ from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
+from logitmix.trainer.data.ids import as_whole, exact_ids
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.raw import (
     TIME,
@@ -36,7 +37,7 @@ from logitmix.trainer.data.raw import (
     wrong_with,
 )
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.tabular import as_ids, read_blocks
+from logitmix.trainer.data.tabular import read_blocks
 from logitmix.trainer.data.times import Clock, Times
 
 TIMES = f"{TIME}, nor a date in a usual form (--time-format gives another)"
@@ -82,6 +83,8 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     clock, quote = Clock(options.time_format), options.quote
     actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns, clock, quote))
     _settle_times(actions, clock, names.timestamp, rejects)
+    actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
+    actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
     lists.say()
     items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids, quote)
     users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids, quote)
@@ -90,6 +93,15 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
         owner.kinds.update(dict.fromkeys(_tokens_of_one_row(owner)))
     actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(actions.columns)))
     return RawDataset(actions, source, files, items=items, users=users)
+
+
+def _as_whole(name: str, codes: np.ndarray, ids: pa.StringArray, rejects: Rejects) -> tuple[np.ndarray, pa.StringArray]:
+    """Codes of ids, and the ids, of which 12.0 and 12 are one if all are whole numbers."""
+    whole = as_whole(name, ids, rejects)
+    if whole is ids:
+        return codes, ids
+    encoded = whole.dictionary_encode()
+    return encoded.indices.to_numpy()[codes], encoded.dictionary
 
 
 def _settle_times(actions: Actions, clock: Clock, name: str, rejects: Rejects) -> None:
@@ -139,9 +151,7 @@ def read_actions(
     for file in files:
         blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns, quote)
         for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
-            users, items = (
-                as_ids(file.label, name, column) for name, column in zip(rows.names[:2], rows.keys[:2], strict=True)
-            )
+            rows, (users, items) = exact_ids(file.label, rows, ("user", "item"), rejects)
             times = _times(clock, file.label, rows) if names.timestamp else None
             block = accept(file.label, rows.numbers, users, items, times, rows.text, rejects, rows.columns, TIMES)
             if times is None:
@@ -181,7 +191,7 @@ def read_side(
                     f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; put "
                     "the names of the columns in a line before it"
                 )
-            found = as_ids(file.label, name, rows.keys[0])
+            rows, (found,) = exact_ids(file.label, rows, ("id",), rejects)
             there = filled(found) & without_nul(found)
             for row in np.flatnonzero(~there):
                 reason = f"the id {wrong_with(found[row])}"
@@ -190,7 +200,8 @@ def read_side(
             ids.append(found.filter(mask))
             columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
             kinds |= rows.kinds
-    return SideTable(pa.chunked_array(ids, pa.string()).combine_chunks(), columns.join(), kinds)
+    joined = pa.chunked_array(ids, pa.string()).combine_chunks()
+    return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), columns.join(), kinds)
 
 
 def _is_like_ids(name: str, ids: pa.StringArray) -> bool:

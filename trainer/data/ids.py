@@ -1,0 +1,71 @@
+"""Columns of ids as text: integers and whole numbers by their digits, as far as these are exact."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from logitmix.trainer.data.blocks import TableBlock
+from logitmix.trainer.data.raw import as_numpy
+from logitmix.trainer.data.rejects import Rejects
+
+_WHOLE = r"^(-?[0-9]+)(\.0*)?$"
+
+
+def exact_ids(
+    label: str, rows: TableBlock, owners: tuple[str, ...], rejects: Rejects
+) -> tuple[TableBlock, list[pa.StringArray]]:
+    """The rows without those whose ids are no exact whole numbers, which are rejected; and the first columns of keys,
+    ids of `owners`, as text. ValueError if a column cannot be ids."""
+    columns = rows.keys[: len(owners)]
+    found = [_texts(label, name, column) for name, column in zip(rows.names, columns, strict=False)]
+    kept = np.ones(len(rows.numbers), bool)
+    for owner, ids, column in zip(owners, found, columns, strict=True):
+        inexact = kept & as_numpy(ids.is_null()) & as_numpy(column.is_valid())
+        for row in np.flatnonzero(inexact):
+            reason = f"the {owner} {column[row]} is not a whole number that is exact"
+            rejects.add(label, int(rows.numbers[row]), reason, rows.text(int(row)))
+        kept &= ~inexact
+    if kept.all():
+        return rows, found
+    return rows.only(kept), [ids.filter(pa.array(kept)) for ids in found]
+
+
+def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
+    """null where there is no id, or none that is exact."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _texts(label, name, column.cast(kind.value_type))
+    if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return column.cast(pa.string())
+    if pa.types.is_boolean(kind):
+        return column.cast(pa.string())
+    if pa.types.is_floating(kind):
+        # From here on, several whole numbers have the same float.
+        first_inexact = 2**53 if kind == pa.float64() else 2**24
+        values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        with np.errstate(invalid="ignore"):
+            exact = (values == np.floor(values)) & (np.abs(values) < first_inexact)
+        return pa.array(np.where(exact, values, 0).astype(np.int64), mask=~exact).cast(pa.string())
+    if pa.types.is_decimal(kind):
+        texts = column.cast(pa.string())
+        return pc.if_else(pc.match_substring_regex(texts, _WHOLE), _without_zeros(texts), None)
+    raise ValueError(f"{label}: column {name} is of type {kind}; ids must be integers or text")
+
+
+def _without_zeros(texts: pa.StringArray) -> pa.StringArray:
+    return pc.replace_substring_regex(texts, _WHOLE, r"\1")
+
+
+def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray:
+    """Distinct ids of a column, 12.0 as 12 if all are whole numbers: programs write those of a column with a missing
+    value so. Otherwise it is said where both are there."""
+    zeros = ids.filter(pc.match_substring_regex(ids, r"^-?[0-9]+\.0*$"))
+    if not len(zeros):
+        return ids
+    if pc.all(pc.match_substring_regex(ids, _WHOLE)).as_py():
+        rejects.say(f"column {name}: whole numbers such as {zeros[0]} are read as {_without_zeros(zeros)[0]}")
+        return _without_zeros(ids)
+    both = zeros.filter(pc.is_in(_without_zeros(zeros), value_set=ids))
+    if len(both):
+        rejects.say(f"column {name}: {both[0]} and {_without_zeros(both)[0]} are two ids")
+    return ids
