@@ -265,7 +265,8 @@ def apply_options(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 "set its kind to id, ids, number or vector, or use = false"
             )
-        changed.append(replace(column, kind=kind, table=said.table, missing=said.missing))
+        infer = column.infer or column.name in options.features
+        changed.append(replace(column, kind=kind, table=said.table, missing=said.missing, infer=infer))
     return changed
 
 

@@ -11,7 +11,7 @@ The same source and options give the same bytes.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -45,6 +45,7 @@ from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.row_numbers import name_each_row, numbers_the_rows
 from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.where import holds
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
@@ -155,7 +156,7 @@ def _write(
         if path := getattr(options, setting):
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
-    ordered = _arrange(raw.actions, options)
+    ordered = _arrange(raw.actions, options, _leave_out_row_numbers(raw))
     sides, side_notes = _match(raw, read_ids, ordered, options)
     items = raw.items.of(ordered.item_ids)
     title = options.title_column
@@ -238,8 +239,20 @@ class _Ordered:
     last action does."""
 
 
-def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
-    """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as possible."""
+def _leave_out_row_numbers(raw: RawDataset) -> list[str]:
+    """Lets no column that numbers the rows be a feature, unless a kind is stated; returns those of the actions."""
+    of_owners = []
+    for owner in (raw.actions, raw.items, raw.users):
+        stated = {TITLE, *owner.kinds, *raw.kinds}
+        found = [name for name, of in owner.columns.items() if name not in stated and numbers_the_rows(name, of)]
+        owner.kinds.update(dict.fromkeys(found))
+        of_owners.append(found)
+    return of_owners[0]
+
+
+def _arrange(actions: Actions, options: PrepareOptions, numbering: Collection[str]) -> _Ordered:
+    """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as possible. Actions that
+    differ only in the columns `numbering` are duplicates."""
     read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
     rows = _sorted(actions, _chosen(actions, options))
     users, items, timestamps = (values[rows] for values in (actions.users, actions.items, actions.timestamps))
@@ -248,7 +261,8 @@ def _arrange(actions: Actions, options: PrepareOptions) -> _Ordered:
     actions.nanoseconds = None
     repeated, others = np.empty(0, np.int64), 0
     if not options.keep_duplicates:
-        repeated, others = _duplicates(users, items, timestamps, nanoseconds, rows, actions.columns)
+        columns = {name: values for name, values in actions.columns.items() if name not in numbering}
+        repeated, others = _duplicates(users, items, timestamps, nanoseconds, rows, columns)
     there, removed = _filter(users, items, repeated, read, options)
     user_kept = np.bincount(users[there], minlength=read["users"]) > 0
     user_order = _order_of_ids(actions.user_ids, user_kept)
@@ -416,8 +430,15 @@ def _features(
         owner: {**raw.kinds, **table.kinds}
         for owner, table in (("item", raw.items), ("user", raw.users), ("event", raw.actions))
     }
+    times = {"event": ordered.timestamps}
+
+    def is_clear(name: str, owner: Owner, values: pa.Array) -> bool:
+        if name in kinds[owner]:
+            return kinds[owner][name] is not None
+        return not name_each_row(name, values, times.get(owner))
+
     found = [
-        RawColumn(name, owner, values, kinds[owner].get(name), infer=kinds[owner].get(name, "") is not None)
+        RawColumn(name, owner, values, kinds[owner].get(name), infer=is_clear(name, owner, values))
         for owner, named in known.items()
         for name, values in named.items()
     ]

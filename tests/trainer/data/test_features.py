@@ -420,6 +420,10 @@ def test_options_change_kinds_tables_owners_and_use() -> None:
     assert (notes.kind, notes.table, notes.owner) == ("ids", "words", "item")
     assert (shop.kind, shop.table, shop.owner, shop.values.to_pylist()) == ("id", "", "user", ["of user"] * 2)
     assert apply_options(COLUMNS, options(), "", of_owner) == COLUMNS
+    # What is stated is wanted.
+    (number,) = [RawColumn("order", "event", pa.array([1, 2]), infer=False)]
+    assert not apply_options([number], options(), "", of_owner)[0].infer
+    assert apply_options([number], options(order=FeatureOptions(owner="event")), "", of_owner)[0].infer
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Columns that number or name the rows are no features, and that is said."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from logitmix.trainer.cli import main
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.row_numbers import name_each_row, numbers_the_rows
+
+RNG = np.random.default_rng(3)
+PRICES = RNG.permutation(10_000)[:60]
+
+
+def texts(values: Any) -> pa.Array:
+    return pa.array([str(value) for value in values]).dictionary_encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "numbers"),
+    [
+        ("Unnamed: 0", range(3), True),
+        ("Unnamed: 0.1", [0, 2, 5], True),
+        ("level_0", range(40), True),
+        ("index", [7, 9, 10], True),
+        ("index", [*range(30), *range(30)], True),
+        ("index", [3, 1, 2], False),
+        ("index", ["a", "b"], False),
+        ("n", range(40), True),
+        ("n", range(1, 41), True),
+        ("n", [*range(40), *range(40)], True),
+        ("n", range(3), False),
+        ("n", range(5, 45), False),
+        ("n", PRICES, False),
+        ("n", [0.5 + n for n in range(40)], False),
+    ],
+)
+def test_numbers_of_rows(name: str, values: Any, numbers: bool) -> None:
+    assert numbers_the_rows(name, texts(values)) is numbers
+    if not isinstance(next(iter(values)), str):
+        assert numbers_the_rows(name, pa.array(values)) is numbers
+
+
+TIMES = np.arange(60) * 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "names"),
+    [
+        ("transactionid", PRICES, True),
+        ("event_id", PRICES, True),
+        ("orderNo", PRICES, True),
+        ("userId", PRICES, True),
+        ("bid", PRICES, False),
+        ("paid", PRICES, False),
+        ("price", PRICES, False),
+        ("price", PRICES + 0.99, False),
+        ("seen_id", [1, 2] * 30, False),
+        ("code", RNG.permutation(60), True),
+        ("received", TIMES + RNG.integers(0, 900, 60), True),
+        ("received", (TIMES + RNG.integers(0, 900, 60)) / 1000, True),
+        ("left", 10**6 - TIMES, True),
+    ],
+)
+def test_names_of_rows(name: str, values: Any, names: bool) -> None:
+    assert name_each_row(name, texts(values), TIMES) is names
+    assert name_each_row(name, pa.array(values), TIMES) is names
+
+
+def test_items_are_named_by_the_names_of_columns_alone() -> None:
+    """The price of a catalog that is sorted by it is a number like any other."""
+    assert not name_each_row("price", pa.array(sorted(PRICES))) and name_each_row("sku_id", pa.array(sorted(PRICES)))
+    assert not name_each_row("flags", pa.array([[1], [2]])) and not name_each_row("flag_id", pa.array([True, False]))
+
+
+def test_a_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(f"u{user}", f"i{(7 * user + at) % 30}", at, user + at / 8) for user in range(6) for at in range(8)]
+    lines = [
+        f"{row},{user},{item},{at},{1000 + 7 * row % 997},{price}" for row, (user, item, at, price) in enumerate(rows)
+    ]
+    # Delivered twice, and then written by pandas.
+    lines += [f"{48 + row},{line.partition(',')[2]}" for row, line in enumerate(lines)]
+    (tmp_path / "in.csv").write_text("\n".join(["Unnamed: 0,user,item,timestamp,event_id,price", *lines]) + "\n")
+    items = "".join(f"{n},i{n},b{n % 3}\n" for n in range(30))
+    (tmp_path / "items.csv").write_text("Unnamed: 0,item,brand\n" + items)
+    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--items", str(tmp_path / "items.csv")]
+    words += ["--out", str(tmp_path / "out"), "--overwrite"]
+    main(words)
+    shown = capsys.readouterr()
+    said = "item_Unnamed_0, event_Unnamed_0, event_id (nearly each row has its own value)"
+    assert shown.err.splitlines() == [f"not used, unless --schema FILE states a kind: {said}"]
+    assert "removed   48 actions equal to an earlier one" in shown.out
+    dataset = load_dataset(tmp_path / "out")
+    assert [feature.name for feature in dataset.schema.features] == ["item", "brand", "price"]
+    (tmp_path / "schema.toml").write_text('[features.event_Unnamed_0]\nkind = "number"\n')
+    main([*words, "--schema", str(tmp_path / "schema.toml")])
+    assert "event_Unnamed_0" in load_dataset(tmp_path / "out").event_features
