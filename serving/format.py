@@ -44,7 +44,8 @@ All other tensors are FP32. The fields of the manifest:
     exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
-                              read, have no tensors
+                              read, have no tensors; compiled programs have cpu, a list of the architecture and of the
+                              instruction sets that they need
     sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
 
 Several processes can write it together, each some of the shards; files are mapped into memory when read.
@@ -243,11 +244,16 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
     return manifest
 
 
-def extra_entry(staging: Path, name: str) -> Entries:
-    """The manifest's entry of an extra that was written there."""
-    assert is_extra(name)
+def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:
+    """The manifest's entry of an extra that was written there; `cpu` of a compiled program alone."""
+    assert is_extra(name) and bool(cpu) == _is_compiled(name)
     file = staging / name
-    return {name: {"bytes": file.stat().st_size, "sha256": file_digest(file)}}
+    entry = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+    return {name: entry | ({"cpu": list(cpu)} if cpu else {})}
+
+
+def _is_compiled(name: str) -> bool:
+    return name.endswith(".aoti.pt2")
 
 
 def is_extra(name: str) -> bool:
@@ -456,7 +462,10 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         _broken(file, "files is not a mapping")
     extras = {name: entry for name, entry in files.items() if is_extra(name)}
     for name, entry in extras.items():
-        _check_keys(file, entry, ("bytes", "sha256"), f"files.{name}.")
+        _check_keys(file, entry, ("bytes", "sha256", *(["cpu"] if _is_compiled(name) else [])), f"files.{name}.")
+        cpu = entry.get("cpu", ["any"])
+        if not isinstance(cpu, list) or not cpu or not all(isinstance(of, str) for of in cpu):
+            _broken(file, f"files.{name}.cpu is not a list of names")
     files = {name: entry for name, entry in files.items() if name not in extras}
     shards, tables = _numbered(items_file, files), _numbered(tables_file, files)
     _check_keys(file, files, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), "files.")

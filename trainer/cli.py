@@ -240,6 +240,8 @@ class ExportCommand:
     """Also write the query tower as ONNX."""
     programs: bool = False
     """Also write the towers and the cascade as programs of torch.export and AOTInductor."""
+    programs_cpu: Literal["native", "avx2"] = "native"
+    """What AOTInductor compiles for: this machine, or every x86-64 processor with AVX2."""
     processes: int = 1
     """Processes to start on this host; torchrun and torchx start theirs themselves."""
     json: bool = False
@@ -570,9 +572,12 @@ def _export(words: list[str]) -> None:
     command = parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
     _let_threads_sleep()
-    from logitmix.trainer.export import EXTRAS, export
+    from logitmix.trainer.export import EXTRAS, Extra, export
 
-    extras = [name for name in EXTRAS if getattr(command, name)]
+    extras: list[Extra] = [name for name in EXTRAS if getattr(command, name, False)]
+    if command.programs_cpu == "avx2":
+        require(command.programs, "--programs-cpu", "avx2", "native without --programs")
+        extras[extras.index("programs")] = "programs_avx2"
     manifest = export(
         fetched_run(command.run),
         path_of(command.out),

@@ -44,7 +44,14 @@ from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints, taken_rows
 from logitmix.trainer.evaluate import excludes_history, held_out
 from logitmix.trainer.indexes import check_indexes, write_indexes
-from logitmix.trainer.programs import check_onnx, check_programs, write_onnx, write_programs
+from logitmix.trainer.programs import (
+    check_avx2_programs,
+    check_onnx,
+    check_programs,
+    write_avx2_programs,
+    write_onnx,
+    write_programs,
+)
 from logitmix.trainer.run import (
     final_run,
     read_config,
@@ -70,11 +77,12 @@ class _Maker(NamedTuple):
     """Writes it beside the other files of an export; returns the manifest's entries."""
 
 
-Extra = Literal["faiss", "onnx", "programs"]
+Extra = Literal["faiss", "onnx", "programs", "programs_avx2"]
 EXTRAS: Mapping[Extra, _Maker] = {
     "faiss": _Maker(check_indexes, write_indexes),
     "onnx": _Maker(check_onnx, write_onnx),
     "programs": _Maker(check_programs, write_programs),
+    "programs_avx2": _Maker(check_avx2_programs, write_avx2_programs),
 }
 
 

@@ -19,6 +19,7 @@ kept, P pairs, D width of the model, W of a table or vector, R rows.
 
 import inspect
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ from logitmix.serving import format as serving
 from logitmix.serving.format import Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower
 from logitmix.serving.pieces import Pieces
+from logitmix.serving.programs import capabilities
 from logitmix.serving.retriever import STAGE_1
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.quiet import quietly
@@ -52,6 +54,10 @@ TOP_K = 500
 ONNX_BYTES = 2**31 - 2**24
 """Weights that fit into an ONNX file, which protobuf limits to 2 GiB."""
 VECTOR = "item_vector"
+_EMITTED = re.compile(r"avx.*|fma.*|f16c|bmi2?|lzcnt|popcnt|sse4_[12]|ssse3|sse3")
+"""Instruction sets of x86-64 that a compiler uses where it may."""
+_AVX2 = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt")
+"""Those of x86-64-v3."""
 
 
 @dataclass(frozen=True)
@@ -272,11 +278,32 @@ def check_programs(model: ModelConfig) -> None:
         raise ValueError(f"--programs needs a C++ compiler, and there is no {compiler}: install g++, or set CXX to one")
 
 
+def check_avx2_programs(model: ModelConfig) -> None:
+    """ValueError without a C++ compiler, or where it cannot be told what to compile for."""
+    check_programs(model)
+    if capabilities()["architecture"] != "x86_64" or not hasattr(torch._inductor.config.cpp, "march"):
+        raise ValueError("--programs-cpu avx2 needs an x86-64 processor, and torch 2.13 or later")
+
+
+def write_avx2_programs(staging: Path, contents: Contents) -> Entries:
+    """As `write_programs`, for every x86-64 processor with AVX2, whatever this one has."""
+    with torch._inductor.config.patch({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}):
+        return write_programs(staging, contents, ["x86_64", *_AVX2])
+
+
+def _this_cpu() -> list[str]:
+    here = capabilities()
+    there = [name for name in here if here[name] is True]
+    if here["architecture"] == "x86_64":
+        there = list(filter(_EMITTED.fullmatch, there))
+    return [here["architecture"], *there]
+
+
 @quietly()
-def write_programs(staging: Path, contents: Contents) -> Entries:
+def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -> Entries:
     """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
-    instruction set, for torch._inductor.aoti_load_package. ValueError if the compiler fails, OSError if the disk is
-    full."""
+    instruction set, which is that of `cpu` where it is given, for torch._inductor.aoti_load_package. ValueError if the
+    compiler fails, OSError if the disk is full."""
     (staging / serving.PROGRAMS).mkdir()
     entries = Entries()
     for name, program in programs_of(contents).items():
@@ -294,7 +321,8 @@ def write_programs(staging: Path, contents: Contents) -> Entries:
             torch.export.save(exported, staging / plain)
         except RuntimeError as error:
             raise OSError(f"{staging / plain} cannot be written: {error}") from None
-        entries |= serving.extra_entry(staging, plain) | serving.extra_entry(staging, compiled)
+        entries |= serving.extra_entry(staging, plain)
+        entries |= serving.extra_entry(staging, compiled, cpu or _this_cpu())
     return entries
 
 

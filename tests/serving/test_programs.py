@@ -24,12 +24,14 @@ from logitmix.modules.config import EncoderConfig, HSTUConfig, PooledConfig, SAS
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
+from logitmix.serving import programs as loaded_programs
 from logitmix.serving.format import read, read_manifest
 from logitmix.serving.model import Precision, named
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import programs
+from logitmix.trainer.export import Extra
 from logitmix.trainer.programs import CascadeProgram, ItemProgram, QueryProgram
 from logitmix.trainer.update import update_items
 
@@ -421,6 +423,44 @@ def test_what_is_not_trusted_or_not_whole_is_not_loaded(
     with pytest.raises(ValueError, match=said) as caught:
         load_program(served, name, trust)
     assert "\n" not in str(caught.value)
+
+
+def test_what_was_compiled_for_another_processor_is_not_loaded(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would end the process."""
+    here = dict(loaded_programs.capabilities())
+    needed = read_manifest(served)["files"]["programs/cascade.aoti.pt2"]["cpu"]
+    assert needed[0] == here["architecture"] and all(here[name] is True for name in needed[1:])
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda file: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loaded_programs, "capabilities", lambda: here | {"architecture": "riscv"})
+    with pytest.raises(ValueError, match=rf"cascade\.aoti\.pt2 was compiled for {needed[0]}, and this is riscv"):
+        load_program(served, "cascade.aoti", trust=True)
+    if needed[1:]:
+        monkeypatch.setattr(loaded_programs, "capabilities", lambda: here | {needed[-1]: False})
+        with pytest.raises(ValueError, match=f"for a processor with {needed[-1]}, which this one has not"):
+            load_program(served, "cascade.aoti", trust=True)
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config.cpp, "march"), reason="not in torch 2.11")
+def test_programs_can_be_compiled_for_any_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this processor has: it is a later one here, by its own word."""
+    later = {"architecture": "x86_64", "avx2": True, "avx512_f": True, "sha": True, "l2_cache_size": 5}
+    monkeypatch.setattr(programs, "capabilities", lambda: later)
+    seen = []
+
+    def compiled(_: object, package_path: str) -> None:
+        seen.append((torch._inductor.config.cpp.march, torch._inductor.config.cpp.simdlen))
+        Path(package_path).write_bytes(b"")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    extras: list[Extra] = ["programs", "programs_avx2"]
+    native, avx2 = (export_small(small_model("dot", X), tmp_path / of, extras=[of]) for of in extras)
+    assert seen == [(None, None)] * 3 + [("x86-64-v3", 256)] * 3
+    needed = [read_manifest(of)["files"]["programs/query_tower.aoti.pt2"]["cpu"] for of in (native, avx2)]
+    assert needed[0] == ["x86_64", "avx2", "avx512_f"]
+    assert "avx2" in needed[1] and not [name for name in needed[1] if name.startswith("avx512")]
+    monkeypatch.setattr(programs, "capabilities", lambda: {"architecture": "arm64"})
+    with pytest.raises(ValueError, match="--programs-cpu avx2 needs an x86-64 processor"):
+        export_small(small_model("dot", X), tmp_path / "arm", extras=["programs_avx2"])
 
 
 def test_the_retriever_reads_no_program(served: Path) -> None:
