@@ -191,7 +191,7 @@ def _body(history: list[str], **others: object) -> bytes:
 
 
 def _request(body: bytes, method: str = "POST", path: str = "/retrieve") -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def _malformed(ids: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -217,7 +217,7 @@ def _malformed(ids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 async def _huge(port: int) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"POST /retrieve HTTP/1.1\r\nHost: benchmark\r\nContent-Length: {HUGE}\r\n\r\n".encode())
+    writer.write(f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {HUGE}\r\n\r\n".encode())
     for _ in range(HUGE // 2**16):
         writer.write(b" " * 2**16)
         await writer.drain()
@@ -227,7 +227,7 @@ async def _huge(port: int) -> int:
 
 async def _chunked(port: int) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /retrieve HTTP/1.1\r\nHost: benchmark\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
     for _ in range(HUGE // 2**16):
         writer.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
         await writer.drain()

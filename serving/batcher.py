@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from logitmix.serving.retriever import Request, Retriever, Row
 
@@ -44,9 +44,24 @@ class QueueFull(Exception):
     """More requests wait than a batcher holds."""
 
 
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Client(Protocol):
+    """Who waits for an answer."""
+
+    @property
+    def gone(self) -> bool: ...
+    @property
+    def half_closed(self) -> bool:
+        """Whether it has ended its side of the connection, as one that is gone has too."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     question: Question
+    client: Client | None
     answer: asyncio.Future[Answer]
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -68,12 +83,14 @@ class Batcher:
         """Questions that wait."""
         return len(self._waiting)
 
-    async def ask(self, question: Question) -> Answer:
-        """Raises ValueError for a question that cannot be answered, whatever becomes of the others in its batch, and
-        QueueFull."""
+    async def ask(self, question: Question, client: Client | None = None) -> Answer:
+        """Raises ValueError for a question that cannot be answered, whatever becomes of the others in its batch,
+        QueueFull, and ClientGone."""
+        if len(self._waiting) >= QUEUE:
+            self._drop(lambda of: of.gone or of.half_closed)
         if len(self._waiting) >= QUEUE:
             raise QueueFull
-        waiting = _Waiting(question, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(question, client, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._arrived.set()
         return await waiting.answer
@@ -89,6 +106,11 @@ class Batcher:
                         await self._until(size)
                 except TimeoutError:
                     pass
+                self._drop(lambda of: of.gone)
+                if not self._waiting:
+                    continue
+                # Those who may be gone come last.
+                self._waiting = deque(sorted(self._waiting, key=lambda of: bool(of.client and of.client.half_closed)))
                 batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
                 size, retriever = len(batch), self._current()
                 self._observe(size)
@@ -104,6 +126,15 @@ class Batcher:
                         of.answer.set_exception(rows)
                     else:
                         of.answer.set_result(Answer(rows, retriever))
+
+    def _drop(self, whose: Callable[[Client], bool]) -> None:
+        """Leaves out the questions of these clients."""
+        dropped = [of for of in self._waiting if of.client and whose(of.client)]
+        if dropped:
+            self._waiting = deque(of for of in self._waiting if of not in dropped)
+        for of in dropped:
+            if not of.answer.done():
+                of.answer.set_exception(ClientGone())
 
     async def _until(self, count: int) -> None:
         """Waits until that many questions wait."""

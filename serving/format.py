@@ -59,7 +59,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -75,6 +75,7 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.group import part_of
 from logitmix.serving.items import ItemInputs, stored_type
+from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.model import (
     CORPUS_SCALE,
     IDS_ALONE,
@@ -170,6 +171,8 @@ class Contents:
     """[X], for people to read."""
     digest: str = ""
     """The manifest's."""
+    files: MappedFiles = field(default_factory=lambda: MappedFiles({}))
+    """From which the tensors are mapped."""
 
 
 def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
@@ -342,6 +345,7 @@ def _read(path: Path, part: int, parts: int) -> Contents:
     own.update([name for name in tensors if name not in of_items][part::parts])
     for name in tensors:
         _check_file(path / name, manifest["files"][name], content=name in own)
+    files = MappedFiles({path / name: manifest["files"][name]["sha256"] for name in tensors})
     found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
     names = [table.name for table in about.schema.tables if table.name != ITEM]
@@ -360,6 +364,7 @@ def _read(path: Path, part: int, parts: int) -> Contents:
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
         digest=manifest["sha256"],
+        files=files,
     )
 
 

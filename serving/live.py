@@ -51,6 +51,7 @@ class LiveExport:
         assert first is not None
         self.retriever: Retriever = first
         self._before: Retriever | None = None
+        self._problem = ""
         self._ended = Event()
         if is_copy(directory):
             # A daemon: whoever waits for the store, or for a process that writes this copy, must not keep this process.
@@ -59,6 +60,7 @@ class LiveExport:
     def refresh(self) -> bool:
         """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
         the old one goes on. Of processes that share the items, only rank 0 calls this."""
+        self._look_at_files()
         there = stamp(self._directory)
         # A directory is not there for a moment while it is published.
         if there is None or there == self._seen:
@@ -77,6 +79,17 @@ class LiveExport:
         self._seen = there
         self._say(f"new export: {described(self.retriever)}")
         return True
+
+    def _look_at_files(self) -> None:
+        """Says once that the export cannot answer any more, because somebody writes into its files."""
+        try:
+            self.retriever.files.check()
+            problem = ""
+        except OSError as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            self._say(problem)
+        self._problem = problem
 
     def follow(self) -> None:
         """On every rank but 0: does what rank 0 says, until it calls `release`."""
@@ -178,6 +191,7 @@ def described(retriever: Retriever) -> str:
 def search(retriever: Retriever, query: str, limit: int) -> Found:
     """Items with the query in their id or title, first the one whose id it is; all items for an empty query. At most
     `limit`, and what a second suffices for."""
+    retriever.files.check()
     ids, titles, deadline = retriever.raw_ids, retriever.titles, time.monotonic() + SEARCH_SECONDS
     exact = ids.find(query)
     places = {} if exact is None else {exact: None}

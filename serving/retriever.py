@@ -102,6 +102,7 @@ class Retriever:
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles, self.digest = contents.raw_ids, contents.titles, contents.digest
+        self.files = contents.files
         self._items_of_list = lru_cache(_LISTS)(contents.raw_ids.places)
         self._about, self._group, shards = about, group or Group(), contents.shards
         everywhere = [torch.device(of) for of in on]
@@ -198,7 +199,7 @@ class Retriever:
         the whole corpus.
 
         Raises ValueError for an empty history, for a value that is not an item index, and for a k below 1 or above
-        `stage1`.
+        `stage1`; WrittenInPlace, an OSError, if a file of the export has been written to.
         """
         k, kept, exclude_history = self._arguments(k, stage1, exclude_history)
         if not isinstance(histories, Iterable):
@@ -261,6 +262,7 @@ class Retriever:
         return problems
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
+        self.files.check()
         best_BK = torch.full((len(asked), k), NOTHING)
         for start in range(0, len(asked), _QUERIES):
             keys_BK = self._rank(asked[start : start + _QUERIES], min(k, self.num_items), kept, exclude_history)
@@ -339,6 +341,7 @@ class Retriever:
     def _all_asked(self, requests: Sequence[Request], unknown: str, first: int = 0) -> list["_Asked"]:
         if unknown not in ("skip", "unknown", "refuse"):
             raise ValueError(f"unknown is {unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
+        self.files.check()
         if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
             raise ValueError(f"the requests are {requests!r:.100}; they must be a list of mappings, one for each user")
         return [self._asked(request, place, unknown) for place, request in enumerate(requests, first)]

@@ -16,20 +16,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import h11
 import torch
 import uvicorn
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client import generate_latest as prometheus_text
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,10 +41,11 @@ from torch.distributed import ProcessGroup
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from logitmix.common.mappings import require
-from logitmix.serving.batcher import BATCH, Batcher, QueueFull
+from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
 from logitmix.serving.group import Group
 from logitmix.serving.live import LiveExport, described, search
+from logitmix.serving.mapped import WrittenInPlace
 
 MAX_BODY = 2**20
 """Bytes of a request's body."""
@@ -48,9 +53,15 @@ DISCARDED = 2**26
 """Bytes of a larger body that are read and dropped, so that a client that sends all of it can read the answer."""
 PATIENCE_SECONDS = 10.0
 """Time that a client has to send the head of a request, and then to send its body."""
+READ_RATE = 2**18
+"""Bytes a second, at least, that a client reads of its answer, after PATIENCE_SECONDS."""
+UNREAD = 2**26
+"""Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
 KEEP_ALIVE_SECONDS = 30
 MOST_THREADS = 1024
 CONNECTIONS = 512
+SPARE = 32
+"""Connections beyond these, for /healthz and /metrics alone."""
 SEARCHES = 16
 """Most searches for items that wait."""
 POLL_SECONDS = 1.0
@@ -58,6 +69,8 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 30
 """Time for requests in flight when the server stops."""
 
+WATCHED = ("/healthz", "/metrics")
+"""Paths of those who watch the server, which cost little."""
 PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/retrieve")
 ERROR: dict[str, Any] = {
     "description": "What is wrong, in one line",
@@ -73,8 +86,51 @@ BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """Whose requests are answered, besides those to an address, to localhost and to this machine's name. A page of a
+    stranger in somebody's browser can reach this server too, by a name of its own that leads here (DNS rebinding)."""
+
+    hosts: Sequence[str] = ()
+    """Names in Host, such as that of a reverse proxy; * for any."""
+    origins: Sequence[str] = ()
+    """Origins of pages whose scripts may ask, such as https://shop.example (CORS); * for any."""
+
+    def host(self, given: str) -> bool:
+        name = _name_of(given)
+        own = ("localhost", socket.gethostname().lower())
+        return "*" in self.hosts or name in own or _is_address(name) or name in map(_name_of, self.hosts)
+
+    def origin(self, headers: Headers) -> bool:
+        """Whether the page that asks, if one does, is this server's own or an allowed one."""
+        origin = headers.get("origin")
+        if origin is None:
+            return headers.get("sec-fetch-site") not in ("cross-site", "same-site")
+        own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+        return own or "*" in self.origins or origin in self.origins
+
+
+def _name_of(host: str) -> str:
+    """Without the port."""
+    return re.sub(r":\d*$", "", host.strip()).strip("[]").rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def serve(
-    directory: Path, host: str, port: int, threads: int, wait_ms: float, group: "ProcessGroup | None" = None
+    directory: Path,
+    host: str,
+    port: int,
+    threads: int,
+    wait_ms: float,
+    group: "ProcessGroup | None" = None,
+    allowed: Allowed = Allowed(),
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
     0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
@@ -94,7 +150,7 @@ def serve(
         return LiveExport(directory, _say, of_ranks).follow()
     with _bound(host, port) as listening:
         export = LiveExport(directory, _say, of_ranks)
-        server = make_server(export, wait_ms / 1000)
+        server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)))
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
@@ -134,12 +190,20 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def make_server(export: LiveExport, wait: float) -> uvicorn.Server:
+@dataclass
+class Unread:
+    """Bytes of answers that clients have not read yet."""
+
+    size: int = 0
+
+
+def make_server(export: LiveExport, wait: float, allowed: Allowed) -> uvicorn.Server:
     """The server, for sockets that listen already; `wait` as for `make_app`."""
+    unread = Unread()
     return uvicorn.Server(
         uvicorn.Config(
-            make_app(export, wait),
-            http=Connection,
+            make_app(export, wait, allowed, unread),
+            http=partial(Connection, unread),  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -154,7 +218,7 @@ def make_server(export: LiveExport, wait: float) -> uvicorn.Server:
     )
 
 
-def make_app(export: LiveExport, wait: float) -> FastAPI:
+def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) -> FastAPI:
     """The application. `wait`: seconds that a request waits for others at most."""
     batcher = Batcher(lambda: export.retriever, wait, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
@@ -179,14 +243,20 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
         searcher.shutdown()
 
     app = FastAPI(title="logitmix", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app.add_middleware(Guarding, allowed=allowed)
+    if allowed.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"])
     app.add_middleware(Counting, metrics=metrics)
     described_body = {"required": True, "content": {"application/json": {"schema": Body.model_json_schema()}}}
 
     @app.post("/retrieve", openapi_extra={"requestBody": described_body}, responses=ERRORS)
     async def retrieve(request: Request) -> Response:
         """The best items for a history."""
+        if unread.size > UNREAD:
+            return _error(503, "too many answers wait to be read; try again later", BUSY)
+        state = getattr(request.state, "connection", None)
         try:
-            answer = await batcher.ask(parse(await _body(request)))
+            answer = await batcher.ask(parse(await _body(request)), state)
         except ValueError as error:
             return _error(400, str(error))
         except TooLarge:
@@ -195,19 +265,26 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
             return _error(408, f"the body did not arrive within {PATIENCE_SECONDS:g} seconds", CLOSE)
         except QueueFull:
             return _error(503, "too many requests wait already; try again later", BUSY)
-        except ClientDisconnect:
+        except (ClientDisconnect, ClientGone):
             return Response(status_code=499)  # for the metrics; nobody reads it
         except asyncio.CancelledError:
             return _error(503, "the server stops", CLOSE)
+        except Exception:
+            if not export.lost:
+                raise
+            return _error(503, "another process of this server is gone, so it stops", CLOSE)
         source = answer.retriever.source
-        return _json({"items": answer.rows, "run": source.run, "step": source.step})
+        found = _json({"items": answer.rows, "run": source.run, "step": source.step})
+        if unread.size + len(found.body) > UNREAD:
+            return _error(503, "too many answers wait to be read; try again later", BUSY)
+        return found
 
     @app.get("/items", responses=ERRORS)
     async def items(
         query: Annotated[str, Query(max_length=100)] = "", limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
         """Items with the query in their id or title."""
-        if searches.locked():
+        if searches.locked() or unread.size > UNREAD:
             return _error(503, "too many searches wait already; try again later", BUSY)
         async with searches:
             loop = asyncio.get_running_loop()
@@ -217,6 +294,7 @@ def make_app(export: LiveExport, wait: float) -> FastAPI:
     async def healthz() -> Response:
         """Which export answers."""
         of = export.retriever
+        of.files.check()
         return _json({"status": "ok", **vars(of.source), "num_items": of.num_items})
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -250,6 +328,10 @@ def _answer_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         return _error(400, f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}")
+
+    @app.exception_handler(WrittenInPlace)
+    async def damaged(_: Request, error: WrittenInPlace) -> Response:
+        return _error(503, str(error), BUSY)
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
@@ -354,34 +436,146 @@ class Counting:
                 self.metrics.seconds.observe(time.perf_counter() - start)
 
 
+class Guarding:
+    """Refuses requests to names that are not this server's, those of other sites' pages that cost something, and those
+    whose length two headers state."""
+
+    def __init__(self, app: ASGIApp, allowed: Allowed) -> None:
+        self.app, self.allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
+            return await refusal(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> Response | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return _error(400, "the request has Content-Length and Transfer-Encoding; it must have one of them", CLOSE)
+        host = headers.get("host", "localhost")
+        if not self.allowed.host(host):
+            return _error(
+                421, f"{host:.100} is no name of this server; logitmix serve --allow-host NAME adds one", CLOSE
+            )
+        if path not in ("/", *WATCHED) and not self.allowed.origin(headers):
+            origin = headers.get("origin", "another site")
+            return _error(403, f"pages of {origin:.100} may not ask; --allow-origin ORIGIN lets them", CLOSE)
+        return None
+
+
 class Connection(H11Protocol):
-    """Closes connections whose clients are slow with the head of a request, or go on to send after its answer, and
-    those beyond CONNECTIONS."""
+    """Closes connections whose clients are slow with the head of a request, or to read an answer, or go on to send
+    after it, and those beyond CONNECTIONS. One answer at a time waits to be read."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+    _size = 0
+    _finished = False
+    """Whether the answer that is being read is complete."""
+    half_closed = False
+    """Whether the client has ended its side: it may read, or be gone."""
+
+    def __init__(self, unread: Unread, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.unread, self._patience = unread, PATIENCE_SECONDS
+        self.app_state = {**self.app_state, "connection": self}
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody can read an answer."""
+        return self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS:
-            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
-            transport.close()
+        # So that `resume_writing` says that all has been sent.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > CONNECTIONS + SPARE:
+            self._refuse("503 Service Unavailable", TOO_MANY, "Retry-After: 1\r\n")
+        elif len(self.connections) > CONNECTIONS:
+            self.app, self._patience = partial(_for_watchers, self.app), min(1.0, PATIENCE_SECONDS)
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._update_deadline()
 
+    def eof_received(self) -> bool:
+        """A client that has sent a whole request is answered, for it may still read."""
+        self.half_closed = True
+        if self.cycle is None or (self.cycle.response_complete and not self._finished):
+            return False
+        if self.cycle.more_body:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            return False
+        self.cycle.keep_alive = False
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._cancel_deadline()
+        self._stop_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_reading()
+        self._size = self.transport.get_write_buffer_size()
+        self.unread.size += self._size
+        patience = PATIENCE_SECONDS + self._size / READ_RATE
+        self._reading = self.loop.call_later(patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_reading()
+        if self._finished:
+            self._finished = False
+            self.on_response_complete()
+
+    def on_response_complete(self) -> None:
+        """Goes on with the next request of the connection when the client has read the answer to this one."""
+        if self.flow.write_paused and not self.transport.is_closing():
+            self._finished = True
+            return
+        super().on_response_complete()
+        if self.half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            self._refuse("400 Bad Request", "this is no valid HTTP request")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: str, message: str, lines: str = "") -> None:
+        body = _error(500, message).body
+        head = f"HTTP/1.1 {status}\r\n{lines}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(b"".join([head.encode(), b"Connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+    def _stop_reading(self) -> None:
+        self.unread.size -= self._size
+        self._size = 0
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _update_deadline(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_deadline()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
+            self._deadline = self.loop.call_later(min(self._patience, PATIENCE_SECONDS), self.transport.close)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+TOO_MANY = f"more than {CONNECTIONS} connections are open; try again later"
+
+
+async def _for_watchers(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a spare connection."""
+    if scope["path"] in WATCHED:
+        await app(scope, receive, send)
+    else:
+        await _error(503, TOO_MANY, BUSY | CLOSE)(scope, receive, send)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import re
@@ -116,6 +117,9 @@ PATIENCE = 365 * 24 * 3600
 request. The end of a rank is noticed at once, and one that is stopped by its heartbeat."""
 
 OF_THE_RUN = "(default: the run's setting)"
+
+MAPPING = ("export", "retrieve", "serve", "update-items")
+"""Commands that map an export's files: who truncates one ends them by SIGBUS, of which at least a line shall tell."""
 
 R = TypeVar("R", bound=Config)
 RunPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -306,6 +310,11 @@ class ServeCommand:
     """Processes to start on this host, which share the items; torchrun starts its own."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
+    allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A name by which clients reach the server, such as that of a reverse proxy; * for any. Addresses, localhost,
+    --host and this machine's name always are."""
+    allow_origin: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An origin whose pages may ask from browsers (CORS), such as https://shop.example; * for any."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if words and not asked:
             print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
         raise SystemExit(0 if asked else 2)
+    if words[0] in MAPPING and not faulthandler.is_enabled():
+        faulthandler.enable()
     if ended_by_a_mistake():
         remove_logs_of_no_run()
         raise SystemExit(USER_ERROR)
@@ -666,10 +677,11 @@ def _serve(words: list[str]) -> None:
     command = parse(ServeCommand, "serve", words)
     _start_ranks("serve", words, command.processes)
     _let_threads_sleep()
-    from logitmix.serving.server import serve
+    from logitmix.serving.server import Allowed, serve
 
+    allowed, directory = Allowed(command.allow_host, command.allow_origin), path_of(command.directory)
     with _items_group("serve") as group:
-        serve(path_of(command.directory), command.host, command.port, command.threads, command.wait_ms, group)
+        serve(directory, command.host, command.port, command.threads, command.wait_ms, group, allowed)
 
 
 def _update_items(words: list[str]) -> None:

@@ -31,13 +31,14 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import batcher as batcher_module
 from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
-from logitmix.serving.batcher import BATCH, Batcher, Question
+from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.retriever import Retriever, Row
-from logitmix.serving.server import MAX_BODY, make_server
+from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
 
 X = 60
+ALLOWED = Allowed(hosts=("here",))
 FEATURES = Schema(
     (
         Feature("item", "item", "id", "item"),
@@ -83,11 +84,11 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Running]:
+def running(folder: Path, allowed: Allowed = ALLOWED) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append)
     with server_module._bound("127.0.0.1", 0) as listening:
-        server = make_server(export, 0.01)
+        server = make_server(export, 0.01, allowed)
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
@@ -194,7 +195,10 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         (Question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
         (Question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
         (Question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
-        (Question({"history": ids[:1], "timestamps": [2**70]}), "the request: one of its timestamps is 118"),
+        (
+            Question({"history": ids[:1], "timestamps": [2**70]}),
+            "the request: one of its timestamps is 118",
+        ),
         (Question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
         (Question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]
@@ -444,6 +448,7 @@ def test_answers_are_those_that_are_described(server: Running, path: str, body: 
         head("9" * 1000),
         head(5, "/retrieve", "Content-Length: 6"),
         head(5, "/retrieve", "Transfer-Encoding: gzip"),
+        head(5, "/retrieve", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",
@@ -453,6 +458,7 @@ def test_what_is_not_http_is_refused(silent: Running, monkeypatch: pytest.Monkey
     monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
     received = silent.send(sent)
     assert received == b"" or re.match(rb"HTTP/1.1 4\d\d ", received), received
+    assert received == b"" or list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
 
 
 def test_a_length_that_is_too_short_is_believed(silent: Running) -> None:
@@ -564,14 +570,195 @@ def test_a_connection_that_is_in_use_stays(silent: Running, monkeypatch: pytest.
 
 def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: silent.metric("process_open_fds") > 0)
-    monkeypatch.setattr(server_module, "CONNECTIONS", 3)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "SPARE", 1)
     held = [socket.create_connection(("127.0.0.1", silent.port), timeout=10) for _ in range(3)]
     try:
-        assert silent.send().startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
+        refused = silent.send()
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
+        assert list(json.loads(refused.partition(b"\r\n\r\n")[2])) == ["error"]
+        held.pop().close()
+        # The spare connection is for those who watch the server.
+        until(lambda: silent.send(head(2), b"{}").startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1"))
+        until(lambda: silent.send(GET_HEALTH).startswith(b"HTTP/1.1 200 "))
     finally:
         for client in held:
             client.close()
     until(lambda: silent.send(head(0, "/nothing", "Connection: close")).startswith(b"HTTP/1.1 404"))
+
+
+GET_HEALTH = b"GET /healthz HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
+
+
+def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
+    """Status and whole answer to a request with these headers and an empty object as its body."""
+    received = server.send(
+        "\r\n".join([f"POST {path} HTTP/1.1", "Content-Length: 2", "Connection: close", *lines, "", "{}"]).encode()
+    )
+    return int(received.split(b" ", 2)[1]), received
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["Host: stranger.example"], 421),
+        (["Host: 127.0.0.1.stranger.example:8080"], 421),
+        (["Host: here.stranger.example"], 421),
+        (["Host: "], 421),
+        (["Host: 127.0.0.1:99"], 400),
+        (["Host: [::1]:8080"], 400),
+        (["Host: LOCALHOST"], 400),
+        (["Host: here."], 400),
+        (["Host: here", "Origin: http://here"], 400),
+        (["Host: here:80", "Origin: https://here:80"], 400),
+        (["Host: here", "Sec-Fetch-Site: same-origin"], 400),
+        (["Host: here", "Origin: http://stranger.example"], 403),
+        (["Host: here", "Origin: http://here:81"], 403),
+        (["Host: here", "Origin: null"], 403),
+        (["Host: here", "Sec-Fetch-Site: cross-site"], 403),
+    ],
+)
+def test_other_sites_pages_may_not_ask(silent: Running, lines: list[str], status: int) -> None:
+    """By a name of their own that leads here, or by the address. What is let through names no item: 400."""
+    found, received = asked_with(silent, "/retrieve", *lines)
+    assert found == status and list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
+
+
+def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
+    shop = "https://shop.example"
+    with running(folder, Allowed(("api.shop.example",), (shop,))) as server:
+        lines = ["Host: api.shop.example", f"Origin: {shop}"]
+        status, received = asked_with(server, "/retrieve", *lines)
+        assert status == 400 and f"access-control-allow-origin: {shop}".encode() in received
+        asks = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: content-type"
+        received = server.send(
+            "\r\n".join(["OPTIONS /retrieve HTTP/1.1", *lines, asks, "Connection: close", "", ""]).encode()
+        )
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert asked_with(server, "/retrieve", "Host: here")[0] == 421
+        assert asked_with(server, "/retrieve", lines[0], "Origin: http://stranger.example")[0] == 403
+
+
+def test_who_has_ended_their_side_is_answered(silent: Running) -> None:
+    for before in (b"", head(2) + b"{}"):
+        with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+            client.sendall(before + head(21) + b'{"history": ["id 7"]}')
+            client.shutdown(socket.SHUT_WR)
+            assert b"HTTP/1.1 200 " in read_all(client)
+    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        client.sendall(head(21) + b'{"history"')
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client) == b""
+
+
+def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> None:
+    chunked = b"POST /nothing HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        client.sendall(chunked + b"2\r\n{}\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
+        client.sendall(b"no number\r\n")
+        assert read_all(client) == b""
+
+
+def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers that a client asked for at once are made one by one, as it reads them."""
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    made: list[int] = []
+    page = server_module._page
+    monkeypatch.setattr(server_module, "_page", lambda: made.append(1) or page())
+    asked = 4000
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", silent.port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * asked)
+        until(lambda: len(silent.server.server_state.connections) == 0)
+    assert 0 < len(made) < asked
+
+
+def test_answers_that_nobody_reads_are_bounded(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "UNREAD", 1000)
+    asked = {"history": ["id 7"], "k": X}
+    assert silent.ask(asked) == (503, {"error": "too many answers wait to be read; try again later"})
+    assert silent.ask({**asked, "k": 2})[0] == 200
+
+
+@dataclass
+class FakeClient:
+    gone: bool = False
+    half_closed: bool = False
+
+
+def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[int]] = []
+
+    def compute(_: object, asked: Sequence[Question]) -> list[ROWS]:
+        batches.append([of.k for of in asked])
+        return [[] for _ in asked]
+
+    async def asked() -> list[Any]:
+        batcher = Batcher(lambda: None, 0.01, lambda size: None)  # type: ignore[arg-type,return-value]
+        clients = [FakeClient(), FakeClient(gone=True), FakeClient(half_closed=True), FakeClient(), FakeClient()]
+        waiting = [asyncio.create_task(batcher.ask(Question({}, k), of)) for k, of in enumerate(clients, start=1)]
+        await asyncio.sleep(0)
+        running = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        running.cancel()
+        monkeypatch.setattr(batcher_module, "QUEUE", 2)
+        full = [asyncio.create_task(batcher.ask(Question({}), of)) for of in (clients[2], clients[3])]
+        await asyncio.sleep(0)
+        full.append(asyncio.create_task(batcher.ask(Question({}), clients[4])))
+        with pytest.raises(ClientGone):
+            await full[0]
+        with pytest.raises(QueueFull):
+            await batcher.ask(Question({}), clients[0])
+        for task in full[1:]:
+            task.cancel()
+        return found
+
+    monkeypatch.setattr(batcher_module, "BATCH", 2)
+    monkeypatch.setattr(batcher_module, "answer", compute)
+    found = asyncio.run(asked())
+    assert batches == [[1, 4], [5, 3]]
+    assert [type(of) for of in found] == [batcher_module.Answer, ClientGone, *[batcher_module.Answer] * 3]
+
+
+def test_without_one_of_its_processes_the_server_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    with running(folder) as server:
+
+        def lost(*_: object) -> ROWS:
+            server.export._group.lost = True
+            raise RuntimeError("Connection closed by peer")
+
+        monkeypatch.setattr(batcher_module, "answer", lost)
+        status, found = server.ask({"history": ["id 7"]})
+        assert (status, found) == (503, {"error": "another process of this server is gone, so it stops"})
+
+
+def test_files_that_are_written_to_while_they_are_served(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page behind the end of a mapped file ends a process: so it must not be touched."""
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
+    served = shutil.copytree(folder, tmp_path / "served")
+    with running(served) as server:
+        for file in (served / "items-00000-of-00001.safetensors", served / "ids.safetensors"):
+            content, said = file.read_bytes(), f"{file} was written to while it was in use, and is not used any more"
+            server.said.clear()
+            file.write_bytes(b"")
+            for method, path in (("POST", "/retrieve"), ("GET", "/items?query=7"), ("GET", "/healthz")):
+                status, found = server.ask({"history": ["id 7"]}, method, path)
+                assert status == 503 and found["error"].startswith(said)
+            until(lambda: bool(server.said))
+            # The same content, as a copy of the export over itself leaves it.
+            file.write_bytes(content)
+            assert server.ask({"history": ["id 7"]})[0] == 200
+            assert [line.startswith(said) for line in server.said] == [True]
+        # Another file at the path of a mapped one does no harm.
+        file.with_suffix(".new").write_bytes(b"")
+        file.with_suffix(".new").rename(file)
+        assert server.ask({"history": ["id 7"]})[0] == 200
 
 
 def test_clients_that_leave_are_not_missed(silent: Running) -> None:

@@ -1,0 +1,53 @@
+"""Files that stay mapped while an export is in use: whoever writes into one of them changes what is read, and whoever
+truncates it lets the next access to what is gone end the process (SIGBUS)."""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+
+class WrittenInPlace(OSError):
+    """A mapped file is no longer what it was."""
+
+
+class MappedFiles:
+    """Mapped files, each held open: at its path there may be another one by now, which does no harm."""
+
+    def __init__(self, digests: Mapping[Path, str]) -> None:
+        """`digests`: the SHA-256 of each file."""
+        self._digests = digests
+        self._open = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in digests}
+        weakref.finalize(self, _close, list(self._open.values()))
+        self._seen = {path: _stamp(file) for path, file in self._open.items()}
+        self._lock = Lock()
+
+    def check(self) -> None:
+        """Raises WrittenInPlace if a file has been written to since, and holds something else now. Takes a microsecond
+        a file, and the time to read it once after each change."""
+        for path, file in self._open.items():
+            if (stamp := _stamp(file)) != self._seen[path]:
+                with self._lock:
+                    self._compare(path, file, stamp)
+
+    def _compare(self, path: Path, file: int, stamp: tuple[int, int]) -> None:
+        # Opened anew, because an offset would be shared; not by its path, where another file may be.
+        with open(f"/dev/fd/{file}", "rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != self._digests[path]:
+                raise WrittenInPlace(
+                    f"{path} was written to while it was in use, and is not used any more: publish a whole export in "
+                    "place of the directory, by renaming it"
+                )
+        self._seen[path] = stamp
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
