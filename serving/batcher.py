@@ -6,12 +6,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Literal, Protocol
 
 from logitmix.serving.retriever import Request, Retriever, Row
 
 BATCH = 32
 """Most requests of a batch: as many as the Retriever ranks at once."""
+ROWS = 2**16
+"""Items that the requests of a batch ask for, at most, unless there is but one: a row takes half a kilobyte."""
 QUEUE = 512
 """Most requests that wait."""
 
@@ -111,7 +114,9 @@ class Batcher:
                     continue
                 # Those who may be gone come last.
                 self._waiting = deque(sorted(self._waiting, key=lambda of: bool(of.client and of.client.half_closed)))
-                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                totals = accumulate(of.question.k for of in islice(self._waiting, BATCH))
+                count = max(1, sum(total <= ROWS for total in totals))
+                batch = [self._waiting.popleft() for _ in range(count)]
                 size, retriever = len(batch), self._current()
                 self._observe(size)
                 questions = [of.question for of in batch]

@@ -42,7 +42,7 @@ def capabilities() -> Mapping[str, Any]:
     """What this processor has, by its own word: "architecture", and instruction sets."""
     found = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.11
     if found is not None:
-        return found()  # type: ignore[no-any-return]
+        return found()
     sets = {"avx2": torch.cpu._is_avx2_supported(), "avx512_f": torch.cpu._is_avx512_supported()}
     return {"architecture": platform.machine()} | sets
 

@@ -7,6 +7,7 @@ intact export (live.py). What a client does wrong ends as a status from 400 to 4
 import asyncio
 import base64
 import contextlib
+import ctypes
 import errno
 import hashlib
 import ipaddress
@@ -57,6 +58,8 @@ READ_RATE = 2**18
 """Bytes a second, at least, that a client reads of its answer, after PATIENCE_SECONDS."""
 UNREAD = 2**26
 """Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
+TRIMMED = 2**23
+"""Bytes of unread answers whose memory is given back when they have been read."""
 KEEP_ALIVE_SECONDS = 30
 MOST_THREADS = 1024
 CONNECTIONS = 512
@@ -195,6 +198,19 @@ class Unread:
     """Bytes of answers that clients have not read yet."""
 
     size: int = 0
+    largest: int = 0
+    """Since `give_back`."""
+
+    def add(self, size: int) -> None:
+        self.size += size
+        self.largest = max(self.largest, self.size)
+
+    def give_back(self) -> None:
+        """The memory of many answers that have been read: the C library keeps it otherwise."""
+        if self.size == 0 and self.largest > TRIMMED:
+            self.largest = 0
+            with contextlib.suppress(AttributeError):  # another C library than glibc
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_server(export: LiveExport, wait: float, allowed: Allowed) -> uvicorn.Server:
@@ -228,6 +244,7 @@ def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) 
     async def watch() -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS)
+            unread.give_back()
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
             if export.lost:
@@ -498,7 +515,7 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._update_deadline()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """A client that has sent a whole request is answered, for it may still read."""
         self.half_closed = True
         if self.cycle is None or (self.cycle.response_complete and not self._finished):
@@ -519,7 +536,7 @@ class Connection(H11Protocol):
         super().pause_writing()
         self._stop_reading()
         self._size = self.transport.get_write_buffer_size()
-        self.unread.size += self._size
+        self.unread.add(self._size)
         patience = PATIENCE_SECONDS + self._size / READ_RATE
         self._reading = self.loop.call_later(patience, self.transport.abort)
 

@@ -262,6 +262,23 @@ def test_one_client_does_not_wait_and_several_wait_for_each_other(monkeypatch: p
     assert asyncio.run(asked()) == waited
 
 
+def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "ROWS", 10)
+    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked])
+
+    async def asked() -> list[int]:
+        sizes: list[int] = []
+        batcher = Batcher(lambda: None, 0.01, sizes.append)  # type: ignore[arg-type,return-value]
+        waiting = [asyncio.create_task(batcher.ask(Question({}, k))) for k in (4, 4, 4, 20, 1)]
+        await asyncio.sleep(0)
+        task = asyncio.create_task(batcher.run())
+        await asyncio.gather(*waiting)
+        task.cancel()
+        return sizes
+
+    assert asyncio.run(asked()) == [2, 1, 1, 1]
+
+
 def test_large_k_is_answered_apart() -> None:
     assert Question({}, 10).group == Question({}, 8).group != Question({}, 16).group
 
@@ -579,7 +596,7 @@ def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.M
         assert list(json.loads(refused.partition(b"\r\n\r\n")[2])) == ["error"]
         held.pop().close()
         # The spare connection is for those who watch the server.
-        until(lambda: silent.send(head(2), b"{}").startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1"))
+        until(lambda: b"\r\nretry-after: 1\r\n" in silent.send(head(2, "/retrieve", "Connection: close"), b"{}"))
         until(lambda: silent.send(GET_HEALTH).startswith(b"HTTP/1.1 200 "))
     finally:
         for client in held:
@@ -605,13 +622,13 @@ def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
         (["Host: 127.0.0.1.stranger.example:8080"], 421),
         (["Host: here.stranger.example"], 421),
         (["Host: "], 421),
-        (["Host: 127.0.0.1:99"], 400),
-        (["Host: [::1]:8080"], 400),
-        (["Host: LOCALHOST"], 400),
-        (["Host: here."], 400),
-        (["Host: here", "Origin: http://here"], 400),
-        (["Host: here:80", "Origin: https://here:80"], 400),
-        (["Host: here", "Sec-Fetch-Site: same-origin"], 400),
+        (["Host: 127.0.0.1:99"], 200),
+        (["Host: [::1]:8080"], 200),
+        (["Host: LOCALHOST"], 200),
+        (["Host: here."], 200),
+        (["Host: here", "Origin: http://here"], 200),
+        (["Host: here:80", "Origin: https://here:80"], 200),
+        (["Host: here", "Sec-Fetch-Site: same-origin"], 200),
         (["Host: here", "Origin: http://stranger.example"], 403),
         (["Host: here", "Origin: http://here:81"], 403),
         (["Host: here", "Origin: null"], 403),
@@ -619,9 +636,10 @@ def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
     ],
 )
 def test_other_sites_pages_may_not_ask(silent: Running, lines: list[str], status: int) -> None:
-    """By a name of their own that leads here, or by the address. What is let through names no item: 400."""
+    """By a name of their own that leads here, or by the address."""
     found, received = asked_with(silent, "/retrieve", *lines)
-    assert found == status and list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
+    assert found == status
+    assert status == 200 or list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
 
 
 def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
@@ -629,7 +647,7 @@ def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
     with running(folder, Allowed(("api.shop.example",), (shop,))) as server:
         lines = ["Host: api.shop.example", f"Origin: {shop}"]
         status, received = asked_with(server, "/retrieve", *lines)
-        assert status == 400 and f"access-control-allow-origin: {shop}".encode() in received
+        assert status == 200 and f"access-control-allow-origin: {shop}".encode() in received
         asks = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: content-type"
         received = server.send(
             "\r\n".join(["OPTIONS /retrieve HTTP/1.1", *lines, asks, "Connection: close", "", ""]).encode()
@@ -655,7 +673,10 @@ def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> No
     chunked = b"POST /nothing HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
         client.sendall(chunked + b"2\r\n{}\r\n")
-        assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
+        received = b""
+        while not received.endswith(b"}"):
+            received += client.recv(2**16)
+        assert received.startswith(b"HTTP/1.1 404 ")
         client.sendall(b"no number\r\n")
         assert read_all(client) == b""
 
@@ -672,6 +693,7 @@ def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.Monke
         client.settimeout(10)
         client.connect(("127.0.0.1", silent.port))
         client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * asked)
+        until(lambda: bool(made))
         until(lambda: len(silent.server.server_state.connections) == 0)
     assert 0 < len(made) < asked
 
@@ -963,7 +985,7 @@ def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch:
         assert started
         body = b'{"history": ["id 7"], "k": 3}'
         with alone(copy), socket.create_connection(("127.0.0.1", int(started[1])), timeout=30) as client:
-            client.sendall(head(len(body)) + body[:5])
+            client.sendall(head(len(body)).replace(b"here", b"localhost") + body[:5])
             time.sleep(0.2)
             server.send_signal(signal.SIGTERM)
             time.sleep(0.3)
