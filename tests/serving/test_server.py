@@ -33,6 +33,7 @@ from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.live import LiveExport, search
+from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
@@ -838,7 +839,7 @@ def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest
 
 
 def test_the_item_of_the_very_id_comes_first() -> None:
-    retriever: Any = SimpleNamespace(raw_ids=in_order(["10", "1", "2"]), titles=None)
+    retriever: Any = SimpleNamespace(raw_ids=in_order(["10", "1", "2"]), titles=None, files=MappedFiles({}))
     assert [row["id"] for row in search(retriever, "1", 5)["items"]] == ["1", "10"]
 
 
