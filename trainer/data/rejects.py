@@ -29,6 +29,7 @@ class Rejects:
         """Lines read so far, including malformed ones."""
         self._file: TextIO | None = None
         self._first = ""
+        self._said: set[str] = set()
 
     def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
         if self._file is None:
@@ -62,6 +63,12 @@ class Rejects:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def say_once(self, message: str) -> None:
+        """Prints one line, unless that line was printed before, of another part."""
+        if message not in self._said:
+            self._said.add(message)
+            self.say(message)
 
     def say(self, message: str) -> None:
         """Prints one line."""

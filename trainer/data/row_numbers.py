@@ -21,6 +21,11 @@ _ID = re.compile(
 _SAMPLE = 50_000
 
 
+def is_pandas_index(name: str) -> bool:
+    """Whether only an index has this name."""
+    return re.fullmatch(r"Unnamed: [0-9.]+|level_[0-9]+|__index_level_[0-9]+__|\s*", name) is not None
+
+
 def numbers_the_rows(name: str, values: pa.Array) -> bool:
     """Whether a column, in the order of the file, counts its rows, in each part of it anew or not. With a name that
     such columns have, numbers may be missing in between."""

@@ -160,6 +160,7 @@ class _CsvReader:
             self.carry = lines.rest() + self.carry
         self.key_names = _keys_of(label, self.header, keys)
         _refuse_twins(label, self.header, self.key_names)
+        _say_unnamed(self.header, self.key_names, rejects)
         self.key_places = [self.header.index(name) for name in self.key_names]
 
     def blocks(self) -> Iterator[TableBlock]:
@@ -513,6 +514,7 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
             names = [path for field in table.schema_arrow for path in paths(field.name, field.type)]
             key_names = keys(file.label, names)
             _refuse_twins(file.label, names, key_names)
+            _say_unnamed(names, key_names, rejects)
             task = progress.add_task(file.label, total=table.metadata.num_rows)
             first = 1
             for batch in table.iter_batches(batch_size=BLOCK_ROWS):
@@ -598,6 +600,13 @@ def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndar
             raise ValueError(f"{label}: column {name} is damaged ({first_line(error)})") from None
     valid = np.array([text is None or is_utf8(text) for text in plain.cast(pa.large_binary()).to_pylist()])
     return pc.if_else(pa.array(valid), plain, None), valid
+
+
+def _say_unnamed(header: list[str], key_names: list[str], rejects: Rejects) -> None:
+    unnamed = [name.strip() or "one without a name" for name in header if not (name in key_names or _is_named(name))]
+    if unnamed:
+        columns = ", ".join(dict.fromkeys(unnamed))
+        rejects.say_once(f"columns that are not read, for their names are those of pandas' row numbers: {columns}")
 
 
 def _is_named(column: str) -> bool:

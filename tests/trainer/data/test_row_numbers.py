@@ -98,3 +98,24 @@ def test_a_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "schema.toml").write_text('[features.event_Unnamed_0]\nkind = "number"\n')
     main([*words, "--schema", str(tmp_path / "schema.toml")])
     assert "event_Unnamed_0" in load_dataset(tmp_path / "out").event_features
+
+
+@pytest.mark.parametrize("index", ["", "Unnamed: 0", "__index_level_0__"])
+def test_an_index_is_not_the_id_of_a_table(index: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{user},{at},u{user},{9 - at},{at}\n" for user in range(4) for at in range(8))
+    (tmp_path / "in.csv").write_text(f"{index},again,user,item,timestamp\n" + rows)
+    items = "".join(f"{n},{9 - n},b{n % 3}\n" for n in range(8))
+    for part in "12":
+        (tmp_path / f"{part}.csv").write_text(f"{index},product,brand\n" + items)
+    (tmp_path / "items").mkdir()
+    for part in "12":
+        (tmp_path / f"{part}.csv").rename(tmp_path / "items" / f"{part}.csv")
+    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--items", str(tmp_path / "items")]
+    main([*words, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    column = load_dataset(tmp_path / "out").item_features["brand"]
+    assert column.values.tolist() == [1 + (9 - item) % 3 for item in range(2, 10)]
+    if index != "Unnamed: 0":
+        names = index or "one without a name"
+        line = f"columns that are not read, for their names are those of pandas' row numbers: {names}\n"
+        assert said.count(line) == 1

@@ -37,6 +37,7 @@ from logitmix.trainer.data.raw import (
     wrong_with,
 )
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.row_numbers import is_pandas_index
 from logitmix.trainer.data.tabular import read_blocks
 from logitmix.trainer.data.times import Clock, Times
 
@@ -170,15 +171,16 @@ def read_side(
     known: pa.StringArray | None = None,
     quote: bool = False,
 ) -> SideTable:
-    """A table of items or users by id, which is the column of that name, or else the first column. ValueError if the
-    first name in the header is like the `known` ids, for then it is data."""
+    """A table of items or users by id, which is the column of that name, or else the first column that is not pandas'
+    index. ValueError if the first name in the header is like the `known` ids, for then it is data."""
     if not path:
         return SideTable()
 
     def id_of(label: str, header: list[str]) -> list[str]:
         if not header:
             raise ValueError(f"{label}: has no columns; give a table with {flag}")
-        return [_found(id_column, header) or header[0]]
+        first = next((name for name in header if not is_pandas_index(name)), header[0])
+        return [_found(id_column, header) or first]
 
     ids: list[pa.StringArray] = []
     kinds: dict[str, Kind | None] = {}
