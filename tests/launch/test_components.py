@@ -186,7 +186,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < until
         time.sleep(0.05)
