@@ -324,7 +324,7 @@ class UpdateItemsCommand:
     directory: ExportPlace
     """Serving directory."""
     items: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """CSV or Parquet table of the items, with the features' names as columns."""
+    """CSV, JSON lines or Parquet: a table of the items, with the features' names as columns."""
     item_column: str = "item"
     """Column with the item ids; the first column if there is none of this name."""
     json: bool = False

@@ -33,10 +33,10 @@ from logitmix.trainer.export import CHUNK_ITEMS, EXTRAS, about_new_items, in_ord
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
-    """Adds the items of a CSV or Parquet table to a serving directory, which is replaced when the new one is complete;
-    returns how many were added, and how many were there already and are unchanged. Raises ValueError if there is no
-    intact serving directory, if the table cannot be read, and for values that do not fit the features of the model's
-    schema.
+    """Adds the items of a table (CSV, JSON lines or Parquet) to a serving directory, which is replaced when the new one
+    is complete; returns how many were added, and how many were there already and are unchanged. Raises ValueError if
+    there is no intact serving directory, if the table cannot be read, and for values that do not fit the features of
+    the model's schema.
     """
     directory = directory.resolve()
     with alone(directory):
@@ -74,7 +74,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
 def _read(items: str, id_column: str, console: Console) -> SideTable:
     """A table of items; ValueError if a row is malformed."""
     if not Path(items).exists():
-        raise ValueError(f"no file or folder at {items}; give a CSV or Parquet table with --items")
+        raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
     with (
         TemporaryDirectory() as folder,
         closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,

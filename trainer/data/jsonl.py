@@ -25,7 +25,9 @@ from logitmix.trainer.data.rejects import Rejects
 MOST_KEYS = 50
 """Of a nested object: more are not keys but data, such as the details of products."""
 MOST_COLUMNS = 1000
+MOST_LEVELS = 32
 
+_TOO_DEEP = "JSON nested too deeply"
 _START = re.compile(rb"\s*(\{|\[\s*[\[\]{])")
 _ARRAY = re.compile(rb"\s*\[")
 _OBJECT_OF_LINES = re.compile(rb"\s*\{\s*\n")
@@ -79,7 +81,7 @@ def records(
                     raise Unfit("not a JSON object")
                 found.append((number, take(record), line))
             except RecursionError:
-                rejects.add(file.label, number, "JSON nested too deeply", line)
+                rejects.add(file.label, number, _TOO_DEEP, line)
             except Unfit as error:
                 rejects.add(file.label, number, str(error), line)
             except (ValueError, SyntaxError, TypeError, MemoryError):
@@ -92,7 +94,7 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress)
     not read is said at the end. ValueError if no line of the first block is an object, or if a key is not there."""
     reader = _Reader(file.label)
     names: list[str] | None = None
-    for block in records(file, json.JSONDecoder().decode, lambda record: record, rejects, progress):
+    for block in records(file, json.JSONDecoder().decode, _shallow, rejects, progress):
         numbers, columns, lines = reader.columns(block, rejects)
         if names is None:
             if not numbers:
@@ -103,6 +105,17 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress)
             names = keys(file.label, list(_paths(columns)))
         yield reader.table(names, numbers, columns, lines, rejects)
     reader.say_unread(rejects)
+
+
+def _shallow(record: Record) -> Record:
+    """The record; Unfit if it is nested more deeply than Arrow can take, which ends the process."""
+    level: list[Any] = [record]
+    for _ in range(MOST_LEVELS):
+        values = chain.from_iterable(each.values() if type(each) is dict else each for each in level)
+        level = [value for value in values if type(value) is dict or type(value) is list]
+        if not level:
+            return record
+    raise Unfit(_TOO_DEEP)
 
 
 class _Reader:
@@ -135,9 +148,8 @@ class _Reader:
         for number, record, line in block:
             try:
                 self.spread(record, "", columns, len(numbers))
-            except (Unfit, RecursionError) as error:
-                reason = str(error) if isinstance(error, Unfit) else "JSON nested too deeply"
-                rejects.add(self.label, number, reason, line)
+            except Unfit as error:
+                rejects.add(self.label, number, str(error), line)
                 for column in columns.values():
                     del column[len(numbers) :]
                 continue

@@ -185,3 +185,14 @@ def test_objects_with_many_keys_are_read_in_part(tmp_path: Path, monkeypatch: py
         "in.jsonl: of an object only the first 2 keys are read (of a line 1,000), so 4 values are not, such as that of "
         "more.b1\n"
     ) in said
+
+
+@pytest.mark.parametrize("begin", ["[", '{"a":', '[{"a":'])
+@pytest.mark.parametrize("levels", [10, 40])
+def test_deep_nesting_is_rejected(levels: int, begin: str, tmp_path: Path, rejects: Rejects) -> None:
+    """Arrow would take thousands of levels until the process has no stack left."""
+    end = "".join({"[": "]", "{": "}"}.get(character, "") for character in reversed(begin))
+    deep = f'"x": {begin * levels}1{end * levels}'
+    content = '{"user": "u", "item": 1, "timestamp": 1}\n{"user": "u", "item": 1, "timestamp": 2, ' + deep + "}\n"
+    read = actions(read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS))
+    assert (len(read), rejects.count) == ((2, 0) if levels == 10 else (1, 1))
