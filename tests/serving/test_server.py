@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import faulthandler
 import http.client
 import json
 import os
@@ -37,6 +38,7 @@ from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
+from logitmix.trainer.words import parse
 
 X = 60
 ALLOWED = Allowed(hosts=("here",))
@@ -1026,6 +1028,25 @@ def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[st
     assert stop.value.code in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("logitmix: " + said.replace("PORT", port))
+
+
+@pytest.mark.parametrize(("command", "maps"), [("serve", True), ("retrieve", True), ("report", False)])
+def test_who_maps_files_tells_where_it_was_when_it_died(
+    command: str, maps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGBUS, which leaves no time for an error of our own."""
+    enabled: list[bool] = []
+    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
+    monkeypatch.setattr(faulthandler, "enable", lambda: enabled.append(True))
+    with pytest.raises(SystemExit):
+        cli.main([command, str(tmp_path / "nowhere")])
+    assert enabled == [True] * maps
+
+
+def test_names_and_origins_may_be_given_several_times() -> None:
+    words = ["exports/a", "--allow-host", "a.example", "--allow-host", "b.example", "--allow-origin", "*"]
+    command = parse(cli.ServeCommand, "serve", words)
+    assert (command.allow_host, command.allow_origin) == (("a.example", "b.example"), ("*",))
 
 
 def test_answers_are_sent_at_once(server: Running) -> None:
