@@ -14,9 +14,11 @@ several processes, start them with `logitmix train --processes N`, torchrun or t
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from logitmix.common.mappings import nearest, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
@@ -37,6 +39,9 @@ __all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
 def prepare(name: str, **options: Any) -> dict[str, Any]:
     """Writes a dataset directory and returns the content of its dataset.json. The options are those of
     `PrepareOptions`: source, out, items, users, …"""
+    known = [entry.name for entry in fields(PrepareOptions)]
+    for option in options:
+        require(option in known, "the option of prepare", f"{option!r}{nearest(option, known)}", f"among {known}")
     return preparing.prepare(PrepareOptions(name, **options))
 
 
@@ -46,7 +51,8 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or resumes the run; returns the test
     metrics of its best checkpoint, or with train.refit of its refit. `settings` are those of the command line by name:
     {"train.epochs": 8}; another kind of similarity or encoder begins with the defaults of that kind."""
-    settings = settings or {}
+    settings = {} if settings is None else settings
+    require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
     config, found = load_sized(recipe, str(settings.get("data.path", "")))
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
@@ -59,6 +65,7 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
 def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
     if there is one."""
+    require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
     return evaluation.evaluate_run(fetched_run(run), split, None, None, "auto", threads)
 
 
@@ -74,6 +81,9 @@ def compare(
 ) -> dict[str, Any]:
     """Simple and learned methods on a dataset directory, each with so many minutes; returns the content of the folder's
     compare.json. The settings are by name, of the sections data and evaluate: {"data.split": "time"}."""
+    for name, value, kinds in (("minutes", minutes, (int, float)), ("threads", threads, (int,))):
+        require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
+    require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")
     return comparing.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
 
 
@@ -88,4 +98,8 @@ def export(
 ) -> dict[str, Any]:
     """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
     its manifest. `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
+    there = tuple(exporting.EXTRAS)
+    require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
+    known = not isinstance(extras, str) and all(name in there for name in extras)
+    require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
     return exporting.export(fetched_run(run), path_of(out), overwrite, precision=precision, extras=extras)

@@ -1,5 +1,6 @@
 """The commands as functions."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,22 @@ def test_settings_go_on_top_by_their_names() -> None:
 def test_settings_that_cannot_be_are_refused(settings: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         with_settings(load_recipe("demo-mol"), settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: api.prepare("table", sorce="x"), r"the option of prepare is 'sorce' \(did you mean source\?\)"),
+        (lambda: api.train("demo-mol", "run", ["train.epochs"]), "settings is .*; it must be a mapping"),
+        (lambda: api.evaluate("run", "tset"), "split is 'tset'; it must be test or validation"),
+        (lambda: api.compare("data", "out", "1"), "minutes is '1'; it must be a number"),
+        (lambda: api.compare("data", "out", 1, threads=1.5), "threads is 1.5; it must be a number"),
+        (lambda: api.compare("data", "out", 1, "dot"), "methods is 'dot'; it must be a list"),
+        (lambda: api.export("run", "out", precision="fp8"), "precision is 'fp8'; it must be among"),
+        (lambda: api.export("run", "out", extras="faiss"), "extras is 'faiss'; it must be a list of some of"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
