@@ -102,11 +102,16 @@ def _ties(description: Mapping[str, Any]) -> list[str]:
     times = description["times"]
     if not times["tied_actions"]:
         return []
-    actions, users = times["tied_actions"] / description["actions"], times["users_that_end_tied"] / description["users"]
+    actions = _share(times["tied_actions"], description["actions"])
+    users = _share(times["users_that_end_tied"], description["users"])
     return [
-        f"          {actions:.1%} of the actions have the time of another one of their user, the last ones of "
-        f"{users:.1%} of the users: they are in the order of the file"
+        f"          {actions} of the actions have the time of another one of their user, the last ones of "
+        f"{users} of the users: they are in the order of the file"
     ]
+
+
+def _share(count: int, of: int) -> str:
+    return "fewer than 0.1%" if 0 < count < of / 1000 else f"{count / of:.1%}"
 
 
 def _titles(known: int, items: int) -> str:
