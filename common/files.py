@@ -3,11 +3,12 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -104,17 +105,34 @@ class Fields(dict[str, Any]):
         raise ValueError(f"{self.where} has no field {name}")
 
 
-def require_numbers(content: Any, where: str) -> Fields:
-    """A JSON object of numbers, or of lists and objects of numbers; ValueError that names the place and the field."""
+LARGEST = 1e100
+"""Bound of the numbers in JSON files: sums and differences of some of them stay finite."""
+
+
+def require_numbers(content: Any, where: str, lists: Collection[str] = (), objects: Collection[str] = ()) -> Fields:
+    """A JSON object of numbers; some fields may be lists or objects of them. NaN and infinities are numbers, but no
+    others beyond LARGEST. ValueError that names the place and the field."""
     if not isinstance(content, dict):
         raise ValueError(f"{where} is not a JSON object")
     found = Fields(content, where)
     for name, value in content.items():
-        if isinstance(value, dict):
+        if name in objects:
             found[name] = require_numbers(value, f"{where}: {name}")
-        elif not all(type(each) in (int, float) for each in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{where}: {name} is {json.dumps(value)[:60]}; it must be a number")
+        elif name in lists:
+            if not isinstance(value, list) or not all(map(_is_number, value)):
+                raise ValueError(f"{where}: {name} is {_brief(value)}; it must be a list of numbers")
+        elif not _is_number(value):
+            raise ValueError(f"{where}: {name} is {_brief(value)}; it must be a number")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
+
+
+def _brief(value: Any) -> str:
+    said = json.dumps(value)
+    return said if len(said) <= 60 else f"{said[:60]}…"
 
 
 def write_whole(path: Path, text: str) -> None:

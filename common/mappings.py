@@ -72,6 +72,8 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if hint is Any:
         return value
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{source}: {key} is a whole number of more than 64 bits")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
         tree = value if isinstance(value, Mapping) else {}
@@ -87,17 +89,25 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
         return from_mapping(hint, value, source, f"{key}.")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{source}: {key} is {value!r}; it must be a list")
+            raise ValueError(f"{source}: {key} is {_brief(value)}; it must be a list")
         return tuple(_convert(arguments[0], entry, source, f"{key}[{at}]") for at, entry in enumerate(value))
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{source}: {key} is {value!r}; it must be one of {', '.join(arguments)}")
+            raise ValueError(f"{source}: {key} is {_brief(value)}; it must be one of {', '.join(arguments)}")
         return value
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ValueError(f"{source}: {key} is {value!r}; it must be of type {hint.__name__}")
+        raise ValueError(f"{source}: {key} is {_brief(value)}; it must be of type {hint.__name__}")
     return value
+
+
+def _brief(value: object) -> str:
+    try:
+        said = repr(value)
+    except ValueError:  # a list of numbers with too many digits
+        said = f"a {type(value).__name__}"
+    return said if len(said) <= 80 else f"{said[:80]}…"
 
 
 def classes_by_kind(union: types.UnionType) -> dict[str, Any]:

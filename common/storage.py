@@ -54,11 +54,12 @@ _alone: set[Path] = set()
 
 def path_of(place: str | Path) -> Path:
     """The path of a directory that a user names; that of its copy if it is a URL. ValueError if the URL names no
-    directory."""
+    directory, or has a password or a signature."""
     if isinstance(place, Path) and re.match(r"[a-z0-9+.-]+:/", str(place)):
         raise ValueError(f"{place} was a URL, but a Path drops one of its slashes; give it as a text")
     if "://" not in str(place):
         return Path(place)
+    require_no_secrets("a place", str(place))
     url = str(place).rstrip("/")
     name = url.rpartition("/")[2]
     if "://" not in url or name in ("", ".", ".."):
@@ -77,23 +78,67 @@ def is_copy(path: Path) -> bool:
 
 
 def shown(text: object) -> str:
-    """A text for people, with URLs in place of the paths of their copies."""
+    """A text for people, as `plain`, with URLs in place of the paths of their copies."""
     said = str(text)
     for path, url in list(_urls.items()):
         said = re.sub(re.escape(str(path)) + r"(?![\w.-])", url.replace("\\", r"\\"), said)
-    return said
+    return plain(said)
+
+
+def plain(text: object) -> str:
+    """A text as all that is printed or put into a page: without passwords and signatures of URLs, and with escapes in
+    place of characters that would control a terminal."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), _masked(str(text)))
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Those of terminals but newline and tab, line separators, marks that turn the direction of a text, and surrogates."""
+_SECRETS = (
+    # A port is no password. A Path has dropped a slash.
+    re.compile(r"(:/{1,2}[^\s/@:?#]*:)(?!\d+(?:[/?#\s]|$))\S+(@)"),
+    # With other protocols, a name alone is that of a user, or of a container.
+    re.compile(r"(https?:/{1,2})[^\s/@:?#]+(@)"),
+    re.compile(
+        r"([?&;#][^\s=&?]*(?:sig|token|key|secret|pass|pwd|credential|auth|policy|code|jwt|session)[^\s=&?]*=)"
+        r"[^\s&#'\"]+()",
+        re.IGNORECASE,
+    ),
+)
+"""Secrets of URLs, between what is shown before and after them."""
+
+
+def _masked(text: str) -> str:
+    for pattern in _SECRETS:
+        text = pattern.sub(r"\1***\2", text)
+    return text
+
+
+def require_no_secrets(name: str, place: str) -> None:
+    """ValueError if a setting is a URL with a password or a signature: files, logs and pages would show it."""
+    one_word = "".join(place.split())
+    if "://" in place and _masked(one_word) != one_word:
+        raise ValueError(
+            f"{name} is {_masked(one_word)}, a URL with a secret, which files and logs of a run would hold; leave it "
+            "out, and give it to fsspec's driver: in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_PROFILE; for others FSSPEC_PROTOCOL_OPTION), or in a file of ~/.config/fsspec"
+        )
+
+
+def say(line: object) -> None:
+    """Prints a line for people on stderr, `plain`."""
+    print(plain(line), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def naming_urls() -> Iterator[None]:
-    """A ValueError within names URLs in place of the paths of their copies. An OSError is of the local disk, or names
-    the URL already."""
+    """The message of a ValueError within is one line, as `shown`."""
     try:
         yield
     except ValueError as error:
-        if shown(error) == str(error):
+        line = " ".join(shown(error).splitlines())
+        if line == str(error):
             raise
-        raise ValueError(shown(error)) from None
+        raise ValueError(line) from None
 
 
 def fetched(place: str | Path) -> Path:
@@ -354,7 +399,7 @@ class _Copy:
     def _get_all(self, record: _Record, there: dict[str, str], names: list[str], content: bool = True) -> None:
         """Fetches these files and records them; without `content`, most are made empty."""
         if names and content:
-            print(f"fetching {len(names):,} file{'s' if len(names) > 1 else ''} of {self.url}", file=sys.stderr)
+            say(f"fetching {len(names):,} file{'s' if len(names) > 1 else ''} of {self.url}")
         recorded = time.monotonic()
         for name in _digests_last(names):
             whole = content or Path(name).name in MANIFESTS

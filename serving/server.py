@@ -15,7 +15,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +41,7 @@ from torch.distributed import ProcessGroup
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from logitmix.common.mappings import require
+from logitmix.common.storage import say
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
 from logitmix.serving.group import Group
@@ -170,7 +170,7 @@ def serve(
 def _say(line: str) -> None:
     # Where nobody reads the lines any more, the server still answers and takes over new exports.
     with contextlib.suppress(OSError):
-        print(f"logitmix: {line}", file=sys.stderr, flush=True)
+        say(f"logitmix: {line}")
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -12,14 +12,13 @@ All raise ValueError for the caller's mistakes, with one line that says what is 
 several processes, start them with `logitmix train --processes N`, torchrun or torchx.
 """
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from logitmix.common.mappings import nearest, require
-from logitmix.common.storage import fetched_run, naming_urls, path_of
+from logitmix.common.storage import fetched_run, naming_urls, path_of, say
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import compare as comparing
@@ -56,7 +55,7 @@ def train(recipe: str, run: str | Path, settings: Mapping[str, Any] | None = Non
     config, found = load_sized(recipe, str(settings.get("data.path", "")))
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
-        print(sizes, file=sys.stderr)
+        say(sizes)
     return loop.train(config, path_of(run))
 
 

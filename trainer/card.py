@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from logitmix.common.storage import shown
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries
@@ -168,4 +169,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _code(text: str) -> str:
     """A name as Markdown shows it, whatever it holds."""
-    return "`" + re.sub(r"[`|\n\r]", " ", text) + "`"
+    return "`" + re.sub(r"[`|\n\t]", " ", shown(text)) + "`"

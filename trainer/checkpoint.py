@@ -21,7 +21,6 @@ import math
 import os
 import shutil
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -59,7 +58,7 @@ from logitmix.common.files import (
     write_hashed,
 )
 from logitmix.common.mappings import from_mapping, require
-from logitmix.common.storage import is_copy, push, shown
+from logitmix.common.storage import is_copy, push, say, shown
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
@@ -740,4 +739,4 @@ def _require_same_model(file: Path, manifest: _Manifest, config: Config, schema:
 
 def _say(line: str, ranks: Ranks | None) -> None:
     if ranks is None or ranks.rank == 0:
-        print(line, file=sys.stderr)
+        say(line)

@@ -25,7 +25,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
 from logitmix.common.mappings import class_of_kind, nearest, require
-from logitmix.common.storage import fetched_run, naming_urls, path_of, shown
+from logitmix.common.storage import fetched_run, naming_urls, path_of, say, shown
 from logitmix.modules.config import kinds_of
 from logitmix.trainer.config import (
     BESIDE,
@@ -398,7 +398,7 @@ def _prepare(words: list[str]) -> None:
         return
     from logitmix.trainer.data.summary import summarize
 
-    print(summarize(description, command.directory))
+    print(shown(summarize(description, command.directory)))
 
 
 def _train(words: list[str]) -> None:
@@ -416,13 +416,9 @@ def _train(words: list[str]) -> None:
         # Before torch, which takes seconds to load.
         count = int(os.environ.get("WORLD_SIZE", 1))
         ranks = f"{count} process{'es' if count > 1 else ''}"
-        print(
-            f"training {shown(words[0])} on {config.data.path} with {ranks}, run directory {shown(run)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"training {shown(words[0])} on {config.data.path} with {ranks}, run directory {shown(run)}")
         if sizes:
-            print(sizes, file=sys.stderr, flush=True)
+            say(sizes)
     from logitmix.trainer.loop import train
     from logitmix.trainer.run import refit_path
 
@@ -469,7 +465,7 @@ def _plan(words: list[str]) -> None:
     per_host = command.per_host or min(command.world_size, 8)
     memory = int(command.gpu_gib * 2**30) if command.device == "cuda" else None
     plan = plan_job(config, Devices(command.world_size, per_host, command.device, memory))
-    print(json.dumps(dataclasses.asdict(plan)) if command.json else plan.text())
+    print(json.dumps(dataclasses.asdict(plan)) if command.json else shown(plan.text()))
 
 
 def _parsed(config: Config) -> Config:
@@ -552,7 +548,7 @@ def _compare(words: list[str]) -> None:
     methods = list(dict.fromkeys(command.methods))
     found = compare(command.dataset, out, command.minutes, methods, _threads(command.threads), settings)
     if _is_main():
-        print(json.dumps(found) if command.json else as_text(found), end="\n" if command.json else "")
+        print(json.dumps(found) if command.json else shown(as_text(found)), end="\n" if command.json else "")
 
 
 def _of_comparison(words: list[str]) -> tuple[CompareCommand, dict[str, Any]]:
@@ -576,7 +572,7 @@ def _report(words: list[str]) -> None:
     from logitmix.trainer.report import write_report
 
     write_report([fetched_run(run) for run in command.runs], Path(command.out))
-    print(command.out)
+    print(shown(command.out))
 
 
 def _export(words: list[str]) -> None:
@@ -603,7 +599,7 @@ def _export(words: list[str]) -> None:
     if command.json:
         print(json.dumps(manifest))
     else:
-        print(f"{command.out}: {manifest['num_items']:,} items, step {manifest['step']} of {command.run}")
+        print(f"{shown(command.out)}: {manifest['num_items']:,} items, step {manifest['step']} of {shown(command.run)}")
         if manifest["precision"] != command.precision:
             print(f"{command.precision} cannot hold the items' sides: they are stored in {manifest['precision']}")
 
@@ -638,7 +634,7 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
         request["time"] = command.time
     if command.histories or command.out:
         count = _answer_file(retriever, command, exclude)
-        print(f"{command.out}: {count:,} requests answered")
+        print(f"{shown(command.out)}: {count:,} requests answered")
         return
     (rows,) = retriever.recommend([request], command.k, command.unknown, exclude, command.stage1)
     if command.json:
@@ -647,7 +643,7 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     table = Table("rank", "item", "title", "score")
     for row in rows:
         # Text, because in brackets it would be read as markup.
-        table.add_row(str(row["rank"]), Text(row["id"]), Text(row["title"] or ""), f"{row['score']:.4f}")
+        table.add_row(str(row["rank"]), Text(shown(row["id"])), Text(shown(row["title"] or "")), f"{row['score']:.4f}")
     Console().print(table)
 
 
@@ -694,7 +690,7 @@ def _update_items(words: list[str]) -> None:
         print(json.dumps(counts))
     else:
         print(
-            f"{command.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
+            f"{shown(command.directory)}: {counts['added']:,} items added, {counts['known']:,} were there already, "
             f"{counts['num_items']:,} now"
         )
 
@@ -776,11 +772,11 @@ def _show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> No
         return
     beside = [name for name in BESIDE if f"{name}/hr@10" in metrics]
     heads = ("model", *(BESIDE[name] for name in beside)) if beside else ("value",)
-    table = Table("metric", *heads, title=Text(title))
+    table = Table("metric", *heads, title=Text(shown(title)))
     for name in metrics:
         if name.partition("/")[0] not in beside:
             names = [name, *(f"{of}/{name}" for of in beside)]
-            table.add_row(name, *(_number(metrics[of]) if of in metrics else "" for of in names))
+            table.add_row(Text(shown(name)), *(_number(metrics[of]) if of in metrics else "" for of in names))
     Console().print(table)
 
 
@@ -820,14 +816,15 @@ def _is_main() -> bool:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"logitmix: {message}", file=sys.stderr, flush=True)
+    message = " ".join(message.splitlines())
+    say(f"logitmix: {message}")
     _tell_others(message, status)
     raise SystemExit(status)
 
 
 def _end_lost(line: str) -> NoReturn:
     """Ends the process without destructors, which may wait for the lost rank."""
-    print(f"logitmix: {line}", file=sys.stderr, flush=True)
+    say(f"logitmix: {line}")
     os._exit(LOST_PEER)
 
 

@@ -11,7 +11,6 @@ Axes: U users, M numbers of a user (of methods and metrics), R resamples.
 
 import io
 import json
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetch_run, shown
+from logitmix.common.storage import fetch_run, say, shown
 from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.baselines import (
     EASE,
@@ -156,7 +155,7 @@ def compare(
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:
                     doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                    _say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
+                    say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
                 if name in to_train:
                     on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
@@ -246,7 +245,7 @@ def _remove_shorter(run: Path, minutes: float) -> None:
         return
     if (before := read_config(run).train.minutes) == minutes:
         return
-    _say(f"{LABELS[run.name]} had {_minutes(before)}: {shown(run)} is removed and trained anew")
+    say(f"{LABELS[run.name]} had {_minutes(before)}: {shown(run)} is removed and trained anew")
     remove_run(run)
 
 
@@ -260,7 +259,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
             names.append(name)
         else:
             left_out.append(f"{LABELS[name]} is left out: the corpus has more than {most:,} items")
-            _say(left_out[-1])
+            say(left_out[-1])
     for name in names:
         folder = out / name
         if (folder / "results.json").is_file():
@@ -274,7 +273,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         write_noted(folder / "config.toml", dump_toml(evaluation.config))
         write_ranks(folder, rank_U, evaluation.raw_users("test"))
         write_results(folder, results | {"budget": minutes})
-        _say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
+        say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
     return names, left_out
 
 
@@ -521,7 +520,3 @@ def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:
 
 def _minutes(count: float) -> str:
     return f"{count:g} minute{'' if count == 1 else 's'}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

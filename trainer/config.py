@@ -20,6 +20,7 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
+from logitmix.common.storage import require_no_secrets
 from logitmix.modules.config import ModelConfig, Part, kinds_of, without_user_component
 from logitmix.trainer.schedule import ScheduleName
 
@@ -39,6 +40,7 @@ class DataConfig:
     best."""
 
     def __post_init__(self) -> None:
+        require_no_secrets("data.path", self.path)
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
         if self.held_out != DataConfig.held_out and self.split != "time":
             raise ValueError(
@@ -255,6 +257,7 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
+        require_no_secrets("warm_start", self.warm_start)
         if self.train.patience and not self.evaluate.every_epochs:
             raise ValueError(
                 f"train.patience is {self.train.patience}, but evaluate.every_epochs is 0, so nothing is evaluated; "
@@ -329,7 +332,7 @@ def load_toml(text: str, source: str) -> Config:
     """Strict: unknown keys and wrong types are errors that name `source` and the key."""
     try:
         tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid TOML: {error}") from None
     return from_mapping(Config, tree, source)
 

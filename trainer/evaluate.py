@@ -16,6 +16,7 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.storage import shown
 from logitmix.modules.towers import Tower
 from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.baselines import (
@@ -111,7 +112,7 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
 
 def _say(said: Console | None, line: str) -> None:
     if said:
-        said.print(line, highlight=False, soft_wrap=True)
+        said.print(shown(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class Evaluation:

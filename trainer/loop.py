@@ -1,6 +1,5 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.storage import fetch_run, shown
+from logitmix.common.storage import fetch_run, say, shown
 from logitmix.modules.config import sees_times
 from logitmix.trainer import checkpoint
 from logitmix.trainer.agreement import facts_of
@@ -88,7 +87,7 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dic
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
-        print(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}", file=sys.stderr)
+        say(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}")
         return refit_config(run, epochs)
 
     return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping)
@@ -106,7 +105,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         model = parallelize(dataset.schema, config, ranks)
         if ranks.rank == 0:
             write_plan(run, model.plan)
-            print(start_block(dataset, model, why), file=sys.stderr)
+            say(start_block(dataset, model, why))
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         checkpoint.prune(run, model)
@@ -114,12 +113,12 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         if done.step == 0 and (source := source_of(run, config)):
             taken = warm_start(source, dataset, model)
             if ranks.rank == 0:
-                print(shown(taken), file=sys.stderr)
+                say(shown(taken))
         evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
         # Before hours of training, too.
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
         if ranks.rank == 0 and (line := cold_targets({"targets/cold": foreseen})):
-            print(f"test part: {line}", file=sys.stderr)
+            say(f"test part: {line}")
         done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
         speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
@@ -127,7 +126,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
             write_projector(run, dataset, model)
         if ranks.rank == 0:
             for line in filter(None, (beside_baselines(results), cold_targets(results))):
-                print(f"test: {line}", file=sys.stderr)
+                say(f"test: {line}")
             write_results(run, results)
             write_results_to_board(run, config, results)
         finished = "the run is finished there, and the same command uploads it"
@@ -150,7 +149,7 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     start_run(run, config, dataset, ranks)
     checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
     if ranks.rank == 0:
-        print(f"first, the run that gives the initial weights: {shown(path)}", file=sys.stderr)
+        say(f"first, the run that gives the initial weights: {shown(path)}")
     train_run(first, path, dataset, ranks, stopping)
     stopping.check()
 

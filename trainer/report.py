@@ -108,11 +108,11 @@ def page(runs: Sequence[Run]) -> str:
         _components(runs),
         _settings(runs),
     ]
-    title = "logitmix: " + ", ".join(shown(run.path) for run in runs)
+    title = "logitmix: " + ", ".join(str(run.path) for run in runs)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -126,13 +126,13 @@ def _overview(runs: Sequence[Run]) -> str:
         data = run.dataset
         size = f"{data['users']:,} users, {data['items']:,} items, {data['actions']:,} actions"
         minutes = run.before + run.results["seconds"] / 60 if run.results else run.minutes_at(last)
-        first = f", the first {run.before:,.1f} of them in {shown(start_path(run.path))}" if run.before else ""
+        first = f", the first {run.before:,.1f} of them in {start_path(run.path)}" if run.before else ""
         rows.append(
             [
-                _swatch(number) + escape(shown(run.path)),
-                escape(f"{data['name']}: {size}"),
+                _swatch(number) + _text(run.path),
+                _text(f"{data['name']}: {size}"),
                 f"{state}, {last:,} steps",
-                f"{minutes:,.1f} min{escape(first)}",
+                f"{minutes:,.1f} min{_text(first)}",
             ]
         )
     heading = "Runs" if len(runs) > 1 else "Run"
@@ -155,7 +155,7 @@ def _results(runs: Sequence[Run]) -> str:
             text = _with_interval(name, value, int(run.results.get("users", 0)))
             mark = len(runs) > 1 and value == best and name not in ("repeated_targets", "examples_per_second")
             cells.append(f"<strong>{text}</strong>" if mark else text)
-        rows.append([escape(name), *cells, *(_with_interval(name, of.get(name), 0) for _, of in baselines)])
+        rows.append([_text(name), *cells, *(_with_interval(name, of.get(name), 0) for _, of in baselines)])
     none = [""] * len(baselines)
     for name, label in (("users", "users"), ("corpus", "items ranked"), ("step", "step of the checkpoint")):
         counts = [f"{int(run.results[name]):,}" if name in run.results else NONE for run in runs]
@@ -167,8 +167,8 @@ def _results(runs: Sequence[Run]) -> str:
     ) + (" The highest value of a run is bold." if len(runs) > 1 else "")
     shown_here = {run.path for run in runs}
     others = [path for path in map(refit_path, shown_here) if path not in shown_here]
-    if refits := sorted(shown(path) for path in others if (path / "results.json").exists()):
-        note += f" The refit, which exports and evaluate take, is a run of its own: {escape(', '.join(refits))}."
+    if refits := sorted(str(path) for path in others if (path / "results.json").exists()):
+        note += f" The refit, which exports and evaluate take, is a run of its own: {_text(', '.join(refits))}."
     heads = ["metric", *_names(runs), *(heading for heading, _ in baselines)]
     beside = "".join(
         f"<p>{name}{': ' * (len(runs) > 1)}{escape(line)}.</p>"
@@ -249,7 +249,7 @@ def _popularity(runs: Sequence[Run]) -> str:
             coverage = run.results["recommended/coverage@10"] if name == "recommended" else None
             rows.append(
                 [
-                    _swatch(number) + escape(shown(run.path)),
+                    _swatch(number) + _text(run.path),
                     label,
                     *(f"{part:.1%}" for part in parts),
                     NONE if coverage is None else f"{coverage:.1%}",
@@ -284,7 +284,7 @@ def _step(runs: Sequence[Run]) -> str:
         cells = [f"{mean[name]:,.1f}" for name in parts]
         rows.append(
             [
-                _swatch(number) + escape(shown(run.path)),
+                _swatch(number) + _text(run.path),
                 *cells,
                 f"{sum(mean.values()):,.1f}",
                 bar,
@@ -299,7 +299,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], longest: float) -> str:
     """A bar of parts with their names, sizes and texts; a bar of size `longest` takes the whole width."""
     spans = (
         f'<span class="part p{at % COLORS}" style="width:{100 * size / longest:.2f}%" '
-        f'title="{escape(name)}: {escape(text)}"></span>'
+        f'title="{_text(name)}: {_text(text)}"></span>'
         for at, (name, size, text) in enumerate(parts)
     )
     return f'<div class="bar">{"".join(spans)}</div>'
@@ -307,7 +307,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], longest: float) -> str:
 
 def _key(at: int, name: str) -> str:
     """The heading of a column for a part of a bar."""
-    return f'<span class="part key p{at % COLORS}"></span>{escape(name)}'
+    return f'<span class="part key p{at % COLORS}"></span>{_text(name)}'
 
 
 def _wire(runs: Sequence[Run]) -> str:
@@ -318,14 +318,14 @@ def _wire(runs: Sequence[Run]) -> str:
         for name in names:
             prefix = name.removesuffix("/fp32_bytes_per_step")
             sent, fp32 = (_mean(run.training, f"{prefix}/{kind}") for kind in ("bytes_per_step", "fp32_bytes_per_step"))
-            if sent:
+            if sent and fp32:
                 _, table, direction = prefix.split("/", 2)
                 error = _mean(run.training, f"{prefix}/relative_rms_error")
                 rows.append(
                     [
-                        _swatch(number) + escape(shown(run.path)),
-                        escape(table),
-                        escape(direction),
+                        _swatch(number) + _text(run.path),
+                        _text(table),
+                        _text(direction),
                         f"{sent / 1000:,.1f}",
                         f"{sent / fp32:.3f}",
                         f"{error:.2%}" if error else NONE,
@@ -369,9 +369,9 @@ def _settings(runs: Sequence[Run]) -> str:
     heads = ["setting", *_names(runs)]
     tables = ""
     if len(runs) > 1:
-        rows = [[escape(name), *(f"<mark>{escape(value)}</mark>" for value in values[name])] for name in differ]
+        rows = [[_text(name), *(f"<mark>{_text(value)}</mark>" for value in values[name])] for name in differ]
         tables = _table(heads, rows) if rows else "<p>All settings are the same.</p>"
-    same = [[escape(name), *map(escape, values[name])] for name in names if name not in differ]
+    same = [[_text(name), *map(_text, values[name])] for name in names if name not in differ]
     label = "settings that are the same" if len(runs) > 1 else "settings"
     tables += f"<details><summary>{len(same)} {label}</summary>{_table(heads, same)}</details>"
     return _section("Configuration", tables)
@@ -390,7 +390,7 @@ def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
     """A figure with a curve for each run, in their order; points that are not finite are left out."""
     curves = [thinned([point for point in curve if all(map(math.isfinite, point))], POINTS) for curve in curves]
     points = [point for curve in curves for point in curve]
-    caption = f"<figcaption>{escape(title)}</figcaption>"
+    caption = f"<figcaption>{_text(title)}</figcaption>"
     if not points:
         return f'<figure>{caption}<p class="soft">nothing yet</p></figure>'
     x_ticks, y_ticks = (ticks(min(values), max(values)) for values in zip(*points, strict=True))
@@ -407,26 +407,29 @@ def chart(title: str, x_label: str, curves: Sequence[Curve]) -> str:
         for tick in y_ticks
     ]
     drawn += [f'<text class="mid" x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}">{tick:,.6g}</text>' for tick in x_ticks]
-    drawn.append(f'<text class="end soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+    drawn.append(f'<text class="end soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">{_text(x_label)}</text>')
     for number, curve in enumerate(curves):
         way = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in curve)
         drawn.append(f'<polyline class="run r{number % COLORS}" points="{way}"/>')
         if len(curve) <= 40:
             drawn += [
                 f'<circle class="r{number % COLORS}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="3">'
-                f"<title>{escape(x_label)} {at:,.6g}: {value:.4g}</title></circle>"
+                f"<title>{_text(x_label)} {at:,.6g}: {value:.4g}</title></circle>"
                 for at, value in curve
             ]
     return (
-        f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over '
-        f'{escape(x_label)}">{"".join(drawn)}</svg></figure>'
+        f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)} over '
+        f'{_text(x_label)}">{"".join(drawn)}</svg></figure>'
     )
 
 
 def ticks(low: float, high: float) -> list[float]:
     """4 to 8 round numbers at equal distances around [low, high]."""
-    if low == high:
-        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
+    size = max(abs(low), abs(high))
+    if size < 1e-300:
+        low, high = 0.0, 1.0
+    elif high - low < 1e-9 * size:
+        low, high = low - size / 2, high + size / 2
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
@@ -452,7 +455,12 @@ def _mean(rows: Iterable[Mapping[str, float]], name: str, since: int = 0) -> flo
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    return [_swatch(number) + escape(shown(run.path)) for number, run in enumerate(runs)]
+    return [_swatch(number) + _text(run.path) for number, run in enumerate(runs)]
+
+
+def _text(text: object) -> str:
+    """A text as markup."""
+    return escape(shown(text))
 
 
 def _swatch(number: int) -> str:
@@ -460,7 +468,7 @@ def _swatch(number: int) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+    return f"<section><h2>{_text(title)}</h2>{content}</section>"
 
 
 def _charts(figures: Sequence[str]) -> str:

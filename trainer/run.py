@@ -7,8 +7,9 @@ metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked
                   of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
 profile/          with train.profile, a Chrome trace of some steps
-digests.json      bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and test_users.json as
-                  they were written, and of metrics.jsonl as it was at the last checkpoint: rows may follow
+digests.json      kind; bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and
+                  test_users.json as they were written, and of metrics.jsonl as it was at the last checkpoint: rows may
+                  follow
 checkpoints/step-N/
 results.json      test metrics of the best checkpoint; written once, at the end
 test_ranks.json   rank of each user's target in that test
@@ -60,6 +61,10 @@ from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, load_
 from logitmix.trainer.data.dataset import Dataset
 
 DIGESTS = "digests.json"
+KIND = "digests of a logitmix run's files"
+NOTED = ("config.toml", "dataset.json", "results.json", "test_ranks.json", "test_users.json")
+"""Files that have a digest from when they are written."""
+ROWS = "metrics.jsonl"
 LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
 MARK_SECONDS = 3.0
@@ -339,7 +344,7 @@ def write_noted(path: Path, text: str) -> None:
 
 def sync_rows(run: Path) -> None:
     """Waits until the rows of metrics so far are on disk, and the name of their file."""
-    path = run / "metrics.jsonl"
+    path = run / ROWS
     if path.exists():
         with naming(path):
             sync(path)
@@ -349,32 +354,51 @@ def sync_rows(run: Path) -> None:
 def note_rows(run: Path) -> None:
     """Notes the digest of the rows of metrics so far, once they are on disk: a power loss would otherwise leave a
     digest of more rows than there are."""
-    path = run / "metrics.jsonl"
+    path = run / ROWS
     if path.exists():
         sync_rows(run)
         _note(path, path.read_bytes())
 
 
 def _note(path: Path, content: bytes | None) -> None:
-    """Notes the digest of a file, or that it has none."""
-    file = path.parent / DIGESTS
-    found = _digests(path.parent)
-    before = found.pop(path.name, None)
-    if content is not None:
-        found[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    if found.get(path.name) != before:
-        write_whole(file, json.dumps(with_digest({"files": found}), indent=1) + "\n")
+    """Notes the digest of a file, or that it has none while it is written."""
+    run, file = path.parent, path.parent / DIGESTS
+    # Where somebody has removed it, what is there goes unchecked.
+    before = _digests(run) if file.is_file() else {name: None for name in NOTED if (run / name).exists()}
+    noted = content if content is None else {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    found = before | {path.name: noted}
+    if found != before or not file.is_file():
+        write_whole(file, json.dumps(with_digest({"kind": KIND, "files": found}), indent=1) + "\n")
 
 
 def _digests(run: Path) -> dict[str, Any]:
+    """The entries of files by name, null for one that was being written. ValueError if the file is damaged, of another
+    kind, or of another directory: then it lacks a file that is here."""
     file = run / DIGESTS
     if not file.is_file():
         return {}
     content = read_json(file)
-    files = content.get("files") if isinstance(content, dict) and fits_digest(content) else None
-    if not isinstance(files, dict):
+    if not isinstance(content, dict) or not fits_digest(content):
         raise ValueError(f"{file} is damaged (its sha256 is not that of its content); {_UNCHECKED.format(file)}")
+    files = content.get("files")
+    if content.get("kind") != KIND or not isinstance(files, dict) or not all(map(_is_noted, files.items())):
+        raise ValueError(f"{file} does not hold the {KIND}; {_UNCHECKED.format(file)}")
+    if missing := [name for name in NOTED if name not in files and (run / name).exists()]:
+        raise ValueError(f"{file} has no digest of {missing[0]}: it is of another run; {_UNCHECKED.format(file)}")
     return files
+
+
+def _is_noted(entry: tuple[str, Any]) -> bool:
+    name, noted = entry
+    return name in (*NOTED, ROWS) and (
+        noted is None
+        or (
+            isinstance(noted, dict)
+            and noted.keys() == {"bytes", "sha256"}
+            and type(noted["bytes"]) is int
+            and noted["bytes"] >= 0
+        )
+    )
 
 
 _UNCHECKED = "restore it, or remove {} to go on without checking the run's files"
@@ -431,7 +455,7 @@ def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
     those up to a checkpoint are on disk before it. Of a checkpoint that was saved before it was evaluated, those of its
     evaluation go too, because it will be evaluated again. ValueError as of `read_rows` if a line that is no row has a
     row to keep after it."""
-    path = run / "metrics.jsonl"
+    path = run / ROWS
     if not path.exists():
         return
     kept, problem = [], None
@@ -449,7 +473,7 @@ def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
 
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-    path = run / "metrics.jsonl"
+    path = run / ROWS
     with naming(path), path.open("a") as file:
         file.write(json.dumps({"kind": kind, "step": step, **metrics}) + "\n")
 
@@ -463,7 +487,7 @@ def read_rows(run: Path, kind: str = "") -> list[Fields]:
 
 def _lines(run: Path) -> list[tuple[bytes, str]]:
     """The complete lines of the rows of metrics, and the file and number of each."""
-    path = run / "metrics.jsonl"
+    path = run / ROWS
     lines = _read_noted(path).split(b"\n")[:-1] if path.exists() or path.name in _digests(run) else []
     return [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
@@ -471,9 +495,14 @@ def _lines(run: Path) -> list[tuple[bytes, str]]:
 def _row(line: bytes, where: str) -> Fields:
     content = parse_json(line, where)
     kind = content.pop("kind", None) if isinstance(content, dict) else ""
-    row = require_numbers(content, where)
+    row = require_numbers(content, where, lists=("users",) if kind == "skipped" else ())
     require(isinstance(kind, str), f"{where}: kind", kind, "a text")
-    require(type(row["step"]) is int and row["step"] >= 0, f"{where}: step", row["step"], "0 or more")
+    _require_counts({"step": row["step"]}, where, "step")
+    for name in row:
+        if name.startswith("time/"):
+            require(0 <= row[name] < math.inf, f"{where}: {name}", row[name], "0 or more and finite")
+    if kind in EVALUATIONS:
+        _require_shares(row, where)
     return Fields({"kind": kind, **row}, where)
 
 
@@ -551,10 +580,32 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 def read_results(run: Path) -> Fields:
     """ValueError that names the file and the field if it is damaged."""
     path = run / "results.json"
-    results = require_numbers(parse_json(_read_noted(path), str(path)), str(path))
-    if not results:
+    where = str(path)
+    found = require_numbers(parse_json(_read_noted(path), where), where, ("penalties_tried",), ("validation",))
+    if not found:
         raise ValueError(f"{path} has no numbers")
-    return results
+    _require_counts(found, where, "step", "users", "corpus", "parameters", "fitted_users", "of_users")
+    _require_shares(found, where)
+    _require_shares(found.get("validation", {}), f"{where}: validation")
+    for name in ("seconds", "examples_per_second"):
+        require(0 <= found.get(name, 0) < math.inf, f"{where}: {name}", found.get(name), "0 or more and finite")
+    return found
+
+
+_SHARES = re.compile(r"(.*/)?((hr|ndcg|coverage|recall_of_top\d+)@\d+|mrr|repeated_targets|top_\d+_percent)")
+"""Metrics from 0 to 1."""
+
+
+def _require_shares(metrics: Mapping[str, Any], where: str) -> None:
+    for name, value in metrics.items():
+        if _SHARES.fullmatch(name):
+            require(0 <= value <= 1, f"{where}: {name}", value, "from 0 to 1")
+
+
+def _require_counts(metrics: Mapping[str, Any], where: str, *names: str) -> None:
+    for name in filter(metrics.__contains__, names):
+        value = metrics[name]
+        require(type(value) is int and 0 <= value < 2**63, f"{where}: {name}", value, "a count")
 
 
 def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:

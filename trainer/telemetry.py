@@ -23,7 +23,7 @@ from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.files import naming
-from logitmix.common.storage import shown
+from logitmix.common.storage import plain, shown
 from logitmix.modules.embeddings import own_name
 from logitmix.trainer.board import Board
 from logitmix.trainer.config import TrainConfig
@@ -91,7 +91,7 @@ class Telemetry:
     def say(self, line: str) -> None:
         """A line on rank 0's standard error, above the bar."""
         if self.main:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
     def log_step(self, pipeline: Pipeline, epoch: float) -> None:
         """Call after each step. If the step is logged, writes a row with its losses over all ranks, and rates since the

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import clean_up, in_turn, whole_directory
-from logitmix.common.storage import alone, fetch, push
+from logitmix.common.storage import alone, fetch, push, shown
 from logitmix.modules.schema import Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
@@ -57,7 +57,8 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
-        said.print(f"not used, for the model has no such features: {', '.join(unused)}", highlight=False)
+        line = f"not used, for the model has no such features: {', '.join(unused)}"
+        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
     if new and said and (line := about_new_items(contents.about)):

@@ -13,6 +13,7 @@ from stores import Memory
 
 from logitmix.common import storage
 from logitmix.common.storage import fetch, fetch_names, fetch_run, fetched, fetched_run, path_of, push, shown
+from logitmix.trainer import cli
 
 URL = "memory://bucket/a"
 
@@ -502,6 +503,60 @@ def test_texts_and_mistakes_name_the_url(memory: Memory) -> None:
     with pytest.raises(OSError) as caught, storage.naming_urls():
         raise OSError(28, "No space left on device", str(path))
     assert caught.value.filename == str(path)
+
+
+SECRET = "S3cr3t+/x"
+WITH_SECRETS = [
+    f"s3://KEY:{SECRET}@bucket/runs/a",
+    f"sftp://me:{SECRET}@host:22/runs/a",
+    f"https://{SECRET}@host/runs/a".replace("/x@", "x@"),
+    f"https://host/runs/a?X-Amz-Credential=K&X-Amz-Signature={SECRET}",
+    f"https://account.blob/c/a?sv=2024&sig={SECRET}&se=2027",
+    f"https://host/a#access_token={SECRET}",
+    f"simplecache::https://host/a?token={SECRET}",
+    f"s3://KEY:two words{SECRET}@bucket/runs/a",
+]
+WITHOUT = [
+    "s3://bucket/runs/a", "https://host:8080/runs/a@2", "abfs://container@account.dfs/runs/a", "sftp://me@host/runs/a",
+    "https://host/a?page=3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", WITH_SECRETS)
+def test_secrets_of_urls_are_refused_and_never_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"AWS_ACCESS_KEY_ID .* ~/\.config/fsspec") as caught:
+        path_of(url)
+    said = [str(caught.value), str(caught.value.__cause__)]
+    for word in (url, f"'{url}', and more", url.replace("://", ":/")) if " " not in url else ():
+        said.append(shown(f"cannot open {word}"))
+        assert "bucket" not in url or "bucket" in said[-1]
+    assert not any("3cr3t" in each for each in said)
+
+
+@pytest.mark.parametrize("url", WITHOUT)
+def test_urls_without_secrets_are_shown_as_they_are(memory: Memory, url: str) -> None:
+    path_of(url)
+    assert shown(f"{url}: what") == f"{url}: what"
+
+
+def test_what_a_driver_quotes_is_masked(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(*arguments: object, **options: object) -> None:
+        raise PermissionError(f"403 for https://endpoint/a?X-Amz-Signature={SECRET}\nby http://me:{SECRET}@proxy:80/")
+
+    monkeypatch.setattr(MemoryFileSystem, "find", refuses)
+    for words in (["report", URL], ["export", URL, "--out", "x"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        said = capsys.readouterr().err
+        assert "3cr3t" not in said and "X-Amz-Signature=***" in said and said.count("\n") == 1
+
+
+def test_characters_that_control_a_terminal_are_shown_as_escapes() -> None:
+    assert shown("a\x1b[31m\x9b2J\r\x00\u202eb\ud800 \u2028ü 中 \u200d\n") == (
+        r"a\x1b[31m\x9b2J\r\x00\u202eb\ud800 \u2028ü 中 " + "\u200d\n"
+    )
 
 
 def test_a_protocol_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

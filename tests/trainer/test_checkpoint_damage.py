@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from small_data import small_config, write_dataset
 
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.files import file_digest
+from logitmix.common.files import file_digest, with_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
 from logitmix.trainer import checkpoint
@@ -367,9 +367,9 @@ LINES = [
     (b"{}", f"{ROW}: kind is None; it must be a text"),
     (b'{"kind": 3, "step": 1}', f"{ROW}: kind is 3; it must be a text"),
     (b'{"kind": "train"}', f"{ROW} has no field step"),
-    (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be 0 or more"),
+    (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be a count"),
     (b'{"kind": "train", "step": "1"}', f'{ROW}: step is "1"; it must be a number'),
-    (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be 0 or more"),
+    (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be a count"),
     (b'{"kind": "train", "step": 1, "loss": "low"}', f'{ROW}: loss is "low"; it must be a number'),
     (b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10"),
     (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is null; it must be a number"),
@@ -403,7 +403,7 @@ RESULTS = [
     (b'{"mrr": 1}', "results.json has no field"),
     (b'{"step": "x"}', 'results.json: step is "x"; it must be a number'),
     (b'{"step": 12, "seconds": null}', "results.json: seconds is null; it must be a number"),
-    (b'{"step": 12, "peeked": {"hr@10": "x"}}', 'results.json: peeked: hr@10 is "x"; it must be a number'),
+    (b'{"step": 12, "validation": {"hr@10": "x"}}', 'results.json: validation: hr@10 is "x"; it must be a number'),
 ]
 
 
@@ -918,6 +918,31 @@ def test_every_damage_to_the_digests_of_a_run_is_found(run: Path) -> None:
     file.unlink()
     (run / "config.toml").write_text((run / "config.toml").read_text() + "\n")
     assert read_config(run).train.epochs == 3
+
+
+def test_digests_of_another_kind_or_run_are_refused(run: Path, tmp_path: Path) -> None:
+    file, content = run / "digests.json", json.loads((run / "digests.json").read_text())
+    export(run, tmp_path / "served")
+    others = [run / "dataset.json", newest(run) / "checkpoint.json", tmp_path / "served" / "manifest.json"]
+    entries = {name: of for name, of in content["files"].items() if name == "dataset.json"}
+    made = [
+        content | {"kind": "digests of others"},
+        content | {"files": content["files"] | {"tower.safetensors": None}},
+        content | {"files": content["files"] | {"config.toml": {"bytes": "1", "sha256": ""}}},
+        content | {"files": {}},
+        content | {"files": entries},
+    ]
+    for other in [*(of.read_text() for of in others), *map(signed, made)]:
+        file.write_text(other)
+        with told("digests.json"):
+            write_report([run], tmp_path / "report.html")
+    # Moved or copied as a whole, it is the same run.
+    file.write_text(json.dumps(content))
+    write_report([shutil.copytree(run, tmp_path / "moved")], tmp_path / "report.html")
+
+
+def signed(content: dict[str, Any]) -> str:
+    return json.dumps(with_digest({name: of for name, of in content.items() if name != "sha256"}))
 
 
 def test_a_run_that_was_killed_while_it_notes_a_digest_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

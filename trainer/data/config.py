@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
-from logitmix.common.storage import path_of
+from logitmix.common.storage import path_of, require_no_secrets
 from logitmix.trainer.data.registry import NAMES, SOURCES, Source, source_of
 
 
@@ -71,6 +71,8 @@ class PrepareOptions:
     """Replace the dataset that is already at the output."""
 
     def __post_init__(self) -> None:
+        for name in ("source", "out", "items", "users", "schema"):
+            require_no_secrets(f"--{name}", getattr(self, name))
         source = source_of(self.name)
         if source is None:
             known = ", ".join(NAMES)

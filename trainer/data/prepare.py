@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.mappings import from_mapping
-from logitmix.common.storage import alone, fetch_names, push
+from logitmix.common.storage import alone, fetch_names, push, shown
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import RARE_REPEATS, are_common, is_dataset
@@ -215,7 +215,7 @@ def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
 
 def _say(console: Console, messages: Iterable[str]) -> None:
     for message in messages:
-        console.print(message, markup=False, highlight=False, soft_wrap=True)
+        console.print(shown(message), markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, eq=False)

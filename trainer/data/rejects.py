@@ -5,6 +5,8 @@ from typing import TextIO
 
 from rich.console import Console
 
+from logitmix.common.storage import shown
+
 SHOWN = 5
 ENOUGH_TO_JUDGE = 1000
 
@@ -72,7 +74,7 @@ class Rejects:
 
     def say(self, message: str) -> None:
         """Prints one line."""
-        self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(shown(message), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _escape(text: str | bytes) -> str:
