@@ -25,7 +25,8 @@ RANKED = 20_000
 
 DROPOUT = "model.item_id_dropout"
 ITEM_ID_DROPOUT = 0.1
-"""Without it, a model does not learn to rank items by their features alone."""
+"""So that a model learns to rank items by their features alone; it costs the known items nothing that was seen
+(docs/results.md, "Items without history")."""
 
 Sized = Mapping[str, tuple[Any, str]]
 """Settings by name, each with the reason."""
