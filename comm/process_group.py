@@ -72,6 +72,7 @@ def process_group(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _end_groups_before_the_interpreter()
+    _require_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     shape = {
         "device": chosen.type,
         "the number of processes": str(place.world_size),
@@ -181,6 +182,14 @@ def _whole_number(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name} is {text!r}; it must be a whole number, as torchrun sets it")
     return int(text)
+
+
+def _require_interface(names: str) -> None:
+    """ValueError if gloo is to listen at an interface that this host does not have."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in there:
+            raise ValueError(f"GLOO_SOCKET_IFNAME is {names}, but the interfaces of this host are {', '.join(there)}")
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -135,6 +135,15 @@ def test_bad_launcher_variables(monkeypatch: pytest.MonkeyPatch, changes: dict[s
         pass
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with (
+        pytest.raises(ValueError, match=r"^GLOO_SOCKET_IFNAME is eth77, but the interfaces of this host are .*\blo"),
+        process_group("cpu", TIMEOUT_SECONDS),
+    ):
+        pass
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
 def test_a_stopped_process_at_the_meeting_point_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system accepts connections for it, and nobody answers."""
