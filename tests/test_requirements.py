@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parents[1] / "requirements"
+LINE = re.compile(r"([a-z0-9-]+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64})+ *")
 LISTS = ("cpu", "cpu-public", "cuda")
 """What `make install` chooses from."""
 
@@ -16,11 +17,11 @@ LISTS = ("cpu", "cpu-public", "cuda")
 def locked(file: str) -> dict[str, str]:
     """Name to version, of a list and what it includes."""
     pins: dict[str, str] = {}
-    for line in (FOLDER / file).read_text().splitlines():
+    for line in (FOLDER / file).read_text().replace("\\\n", "").splitlines():
         if line.startswith("-r "):
             pins |= locked(line.removeprefix("-r "))
         elif line and not line.startswith("#"):
-            name, version = re.fullmatch(r"([a-z0-9-]+)==(\S+)", line).groups()  # type: ignore[union-attr]
+            name, version = LINE.fullmatch(line).groups()  # type: ignore[union-attr]
             pins[name] = version
     return pins
 
@@ -33,7 +34,7 @@ def installed(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*LISTS, "dev"])
-def test_every_line_is_one_exact_version(name: str) -> None:
+def test_every_line_is_one_exact_version_with_hashes(name: str) -> None:
     assert locked(f"{name}.txt")
 
 
