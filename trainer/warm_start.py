@@ -9,6 +9,7 @@ reads the other run's tables in blocks and keeps its own rows.
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -29,6 +30,7 @@ from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, read_description, stored_values
+from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run import noted_dataset, read_schema
 from logitmix.trainer.tensor_files import BLOCK_BYTES
@@ -43,6 +45,7 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
     on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config), model.ranks)
+    on_all_ranks(partial(_require_same_unit, run, dataset), model.ranks)
     fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
     taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     own = model.tower.state_dict()
@@ -136,6 +139,23 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) ->
             )
     elif now.data.validation and not before.data.validation:
         raise ValueError(f"{run} was trained on the validation actions, which are held out now; give the run before it")
+
+
+def _require_same_unit(run: Path, dataset: Dataset) -> None:
+    """ValueError if the times of the two datasets are known to be in different units: recency and times would mean
+    something else, and a split by time would compare them."""
+    before, now = (_unit(text) for text in (noted_dataset(run), dataset.description()))
+    if before and now and before != now:
+        raise ValueError(
+            f"the times of {run} are in {before}, and those of {dataset.path} in {now}; prepare both from times in the "
+            "same unit"
+        )
+
+
+def _unit(description: str) -> str | None:
+    """The name of the unit of a dataset's times, if its dataset.json says one."""
+    times = json.loads(description).get("times")
+    return UNIT_NAMES.get(str(times.get("unit"))) if isinstance(times, dict) else None
 
 
 def _held_out_since(config: Config, dataset: Dataset) -> int:

@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -184,6 +185,25 @@ def test_with_a_split_by_time_the_datasets_own_times_count(tmp_path: Path) -> No
     back = TIME | {"data.validation": False, "warm_start": str(tmp_path / "second")}
     with pytest.raises(ValueError, match="second was trained on the actions before time"):
         train(small_config(short, back), tmp_path / "third")
+
+
+@pytest.mark.parametrize(("unit", "fits"), [("ms", False), ("s", True), (None, True)])
+def test_times_in_another_unit_are_refused(unit: str | None, fits: bool, tmp_path: Path) -> None:
+    """As far as both units are known."""
+    first, second = (
+        with_unit(forget_digests(write_dataset(tmp_path / name)), said) for name, said in (("a", "s"), ("b", unit))
+    )
+    train(small_config(first), tmp_path / "first")
+    config = small_config(second, {"warm_start": str(tmp_path / "first")})
+    said = f"the times of {tmp_path / 'first'} are in seconds, and those of {second} in milliseconds"
+    with nullcontext() if fits else pytest.raises(ValueError, match=said):
+        train(config, tmp_path / "second")
+
+
+def with_unit(path: Path, unit: str | None) -> Path:
+    file = path / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"times": {"unit": unit}}))
+    return path
 
 
 @pytest.mark.parametrize(
