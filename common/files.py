@@ -8,14 +8,50 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+_KINDS = {
+    stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+    stat.S_IFDIR: "folder",
+}  # fmt: skip
+
+
+def other_kind(path: Path) -> str:
+    """What is at this path instead of a file: "pipe", "socket", "device" or "folder"; "" for a file. OSError if there
+    is nothing."""
+    return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
+
+
+def require_file(path: Path) -> None:
+    """ValueError if something else than a file is at this path: a pipe would be waited for, a device read for ever."""
+    if kind := other_kind(path):
+        raise ValueError(f"{path} is a {kind}, not a file")
+
+
+HEADER_BYTES = 2**22
+"""Of a safetensors file, at most: some 40,000 tensors."""
+
+
+def require_tensors(path: Path) -> None:
+    """ValueError if this is no safetensors file, or one whose header is beyond reason: it would be parsed whole, and
+    the format allows 100 MB."""
+    require_file(path)
+    with path.open("rb") as stream:
+        header = int.from_bytes(stream.read(8), "little")
+    if header > HEADER_BYTES:
+        raise ValueError(
+            f"{path} is not a safetensors file (its header would have {header:,} bytes; at most {HEADER_BYTES:,} are "
+            "read)"
+        )
+
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
-    """Hexadecimal digest of a file's bytes."""
+    """Hexadecimal digest of a file's bytes. ValueError if something else is there."""
+    require_file(path)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, algorithm).hexdigest()
 
@@ -75,6 +111,7 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file; ValueError that names it if it is none."""
+    require_file(path)
     return parse_json(path.read_bytes(), str(path))
 
 

@@ -69,7 +69,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.common.files import file_digest, fits_digest, from_json, sync, with_digest
+from logitmix.common.files import (
+    file_digest,
+    fits_digest,
+    from_json,
+    other_kind,
+    require_tensors,
+    sync,
+    with_digest,
+)
 from logitmix.common.mappings import from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
@@ -573,8 +581,10 @@ def _order_of(name: str, count: int) -> dict[str, Any]:
 
 
 def _check_file(file: Path, entry: Mapping[str, Any], content: bool = True) -> None:
-    if not file.is_file():
+    if not file.exists():
         _broken(file, "it is missing")
+    if kind := other_kind(file):
+        _broken(file, f"it is a {kind}, not a file")
     size = file.stat().st_size
     if size != entry["bytes"]:
         _broken(file, f"it is damaged ({size} bytes, {entry['bytes']} in the manifest)")
@@ -584,6 +594,10 @@ def _check_file(file: Path, entry: Mapping[str, Any], content: bool = True) -> N
 
 def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file, mapped into memory."""
+    try:
+        require_tensors(file)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_advice(file.parent)} --overwrite") from None
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)

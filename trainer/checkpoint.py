@@ -571,7 +571,7 @@ def _manifest_text(content: Mapping[str, Any]) -> str:
 def _read_manifest(path: Path) -> _Manifest:
     """checkpoint.json of a checkpoint; ValueError if it is missing, damaged, or says what cannot be."""
     file = path / MANIFEST
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{file} is missing")
     tree = read_json(file)
     content = {name: of for name, of in tree.items() if name != "sha256"} if isinstance(tree, dict) else {}
@@ -716,7 +716,7 @@ def _open(
     files = [path / name for name in manifest.files]
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     for file in files[slice(*own_range(len(files), rank, world_size))]:
-        if not file.is_file():
+        if not file.exists():
             raise ValueError(f"{file} is missing")
         if file_digest(file) != manifest.files[file.name]:
             raise ValueError(f"{file} is damaged (its SHA-256 is not that in {MANIFEST})")

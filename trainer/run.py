@@ -48,6 +48,7 @@ from logitmix.common.files import (
     naming,
     parse_json,
     read_json,
+    require_file,
     require_numbers,
     staging_path,
     sync,
@@ -408,7 +409,7 @@ def _read_noted(path: Path) -> bytes:
     """The content of a file of a run; ValueError if it is not what was written, except what was appended to rows."""
     noted = _digests(path.parent).get(path.name)
     while True:
-        content = path.read_bytes() if noted is None or path.exists() else b""
+        content = _content(path) if noted is None or path.exists() else b""
         if noted is None:
             return content
         whole = content[: noted["bytes"]] if path.suffix == ".jsonl" else content
@@ -419,6 +420,11 @@ def _read_noted(path: Path) -> bytes:
         if noted == before:
             problem = f"is damaged (its SHA-256 is not that in {DIGESTS})" if path.exists() else "is missing"
             raise ValueError(f"{path} {problem}; {_UNCHECKED.format(path.parent / DIGESTS)}")
+
+
+def _content(path: Path) -> bytes:
+    require_file(path)
+    return path.read_bytes()
 
 
 def _read_text(path: Path) -> str:

@@ -9,13 +9,15 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from logitmix.common.files import require_tensors
 
 BLOCK_BYTES = 2**25
 """Bytes of a tensor that are copied at once, from another device or to another layout."""
@@ -113,6 +115,7 @@ class SavedTensors:
 
 
 def _mapped(path: Path) -> list[tuple[str, Tensor]]:
+    require_tensors(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 (it is no mapping)
@@ -137,12 +140,13 @@ def _misfit(pieces: Sequence[Piece], kind: Kind) -> str:
 
 
 def _any_overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two of the pieces have a place in common. A file can hold so many that pairs in Python would take
+    hours."""
+    starts_PN = np.array([piece.place for piece in pieces], np.int64)
+    stops_PN = starts_PN + np.array([piece.values.shape for piece in pieces], np.int64)
     return any(
-        all(
-            a < b + m and b < a + n
-            for a, n, b, m in zip(one.place, one.values.shape, other.place, other.values.shape, strict=True)
-        )
-        for one, other in combinations(pieces, 2)
+        ((starts_PN[:number] < stops_PN[number]) & (starts_PN[number] < stops_PN[:number])).all(1).any()
+        for number in range(1, len(pieces))
     )
 
 

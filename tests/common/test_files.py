@@ -1,5 +1,6 @@
 import hashlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,19 @@ def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:
     assert file_digest(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
     assert file_digest(tmp_path / "file", "md5") == hashlib.md5(b"abc").hexdigest()
     assert json_digest({"b": "ü", "a": [1]}) == hashlib.sha256(b'{"a":[1],"b":"\\u00fc"}').hexdigest()
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(tmp_path / "socket"))
+    places = {tmp_path / kind: kind for kind in ("pipe", "folder", "socket")}
+    for path, kind in (places | {Path("/dev/zero"): "device", tmp_path / "link": "pipe"}).items():
+        for read in (file_digest, files.read_json, files.require_tensors):
+            with pytest.raises(ValueError, match=f"^{path} is a {kind}, not a file$"):
+                read(path)
 
 
 def test_a_file_keeps_its_content_until_the_new_one_is_complete(

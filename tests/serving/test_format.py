@@ -296,7 +296,19 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
     (served / "ids.safetensors").unlink()
     os.mkfifo(served / "ids.safetensors")
-    assert_refused(served, "ids.safetensors: it is missing")
+    assert_refused(served, "ids.safetensors: it is a pipe, not a file")
+
+
+def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests are right: they do not tell who made the export."""
+    file = served / "ids.safetensors"
+    with file.open("wb") as out:
+        out.write((90_000_000).to_bytes(8, "little"))
+        out.truncate(100_000_000)
+    reseal(served)
+    monkeypatch.setattr(serving_format, "safe_open", lambda *_, **__: pytest.fail("it is parsed"))
+    monkeypatch.setattr(serving_format, "_texts", lambda *_: pytest.fail("it is read"))
+    assert_refused(served, f"{file} is not a safetensors file (its header would have 90,000,000 bytes")
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {

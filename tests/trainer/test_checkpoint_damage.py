@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -27,7 +28,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import file_digest, with_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
-from logitmix.trainer import checkpoint
+from logitmix.trainer import checkpoint, tensor_files
 from logitmix.trainer import run as run_module
 from logitmix.trainer.checkpoint import Saver
 from logitmix.trainer.config import Config, dump_toml
@@ -205,6 +206,55 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
         else:
             assert place in ("metrics.jsonl", "results.json", "plan.json")
         assert not canary.exists()
+
+
+def test_a_header_beyond_reason_is_not_parsed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in steps(run):
+        with (path / PART).open("wb") as out:
+            out.write((90_000_000).to_bytes(8, "little"))
+            out.truncate(100_000_000)
+        rewrite(path)
+    monkeypatch.setattr(tensor_files, "safe_open", lambda *_, **__: pytest.fail("it is parsed"))
+    with told(f"{newest(run) / PART} is not a safetensors file (its header would have 90,000,000 bytes"):
+        resume(run)
+
+
+def test_a_tensor_in_very_many_pieces_is_checked_in_no_time(tmp_path: Path) -> None:
+    """Each with each other in Python takes minutes, and more than an hour for as many as a header can have."""
+    file = tensor_files.TensorFile({"rows": [tensor_files.Piece((n, 0), torch.zeros(1, 1)) for n in range(20_000)]})
+    (tmp_path / "part").write_bytes(b"".join(file.parts()))
+    saved = tensor_files.SavedTensors([tmp_path / "part"])
+    before = time.process_time()
+    saved.check({"rows": tensor_files.Kind(torch.float32, (20_000, 1))})
+    assert time.process_time() - before < 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.toml",
+        "dataset.json",
+        "metrics.jsonl",
+        f"checkpoints/step-12/{PART}",
+        "checkpoints/step-12/checkpoint.json",
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_named_and_does_not_block(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    said = f"{run / name} is a pipe, not a file"
+    if name == "metrics.jsonl":
+        with told(said):
+            read_rows(run)
+    elif name == "config.toml":
+        with told("is not a run directory (it has no config.toml)"):
+            read_config(run)
+    elif name == "dataset.json":
+        with told(said):
+            read_schema(run)
+    else:
+        with told(said):
+            resume(run, {"train.on_damage": "stop"})
 
 
 # Edited and foreign checkpoints: the digests are right

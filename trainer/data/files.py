@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from rich.progress import Progress
 
-from logitmix.common.files import file_digest
+from logitmix.common.files import file_digest, require_file
 
 _DAMAGE = (
     zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError
@@ -85,6 +85,7 @@ class InputFile:
     def open(self, progress: Progress) -> Iterator[BinaryIO]:
         """The decompressed bytes of a text. ValueError for UTF-16 and for compressions other than gzip, bzip2, xz and
         zip's, and for a truncated or damaged archive, here or while reading."""
+        require_file(self.path)
         with ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             task = progress.add_task(self.label, total=self.path.stat().st_size)
@@ -142,7 +143,8 @@ def _foreign_encoding(start: bytes) -> str:
 
 
 def magic(path: Path, count: int = 4) -> bytes:
-    """The first bytes; fewer if the file is shorter."""
+    """The first bytes; fewer if the file is shorter. ValueError if it is no file."""
+    require_file(path)
     with path.open("rb") as stream:
         return stream.read(count)
 
@@ -195,6 +197,7 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
         places = [*sorted(source.glob("*")), *sorted(source.glob("*/*"))]
         candidates = [InputFile(path) for path in places if path.is_file()]
     else:
+        require_file(source)
         with _intact(source, _DAMAGED_DIRECTORY), zipfile.ZipFile(source) as archive:
             members = [member for member in archive.infolist() if not member.filename.endswith("/")]
         candidates = [InputFile(source, member.filename) for member in members]

@@ -733,6 +733,15 @@ def test_what_has_the_name_of_the_file_but_is_none(kind: str, tmp_path: Path) ->
         refused(name, place.parent, tmp_path / "out", r"there is no ratings\.dat in it|no \.parquet, \.csv")
 
 
+@pytest.mark.parametrize("name", ["ml-1m", "amazon-beauty", "table", "sequences"])
+def test_a_source_that_is_a_pipe(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(name, tmp_path / "pipe", tmp_path / "out", "pipe is a pipe, not a file")
+    if name == "table":
+        (tmp_path / "in.csv").write_bytes(GOOD["table"])
+        refused(name, tmp_path / "in.csv", tmp_path / "out", "pipe is a pipe", items=str(tmp_path / "pipe"))
+
+
 def test_files_that_are_folders(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_bytes(GOOD["table"])
     (tmp_path / "folder").mkdir()
