@@ -70,6 +70,7 @@ refused. So whatever changes a file of `prepare` later, by one bit or as a whole
 import dataclasses
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, fits_digest, from_json
+from logitmix.common.files import file_digest, fits_digest, from_json, other_kind
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
@@ -97,6 +98,10 @@ from the second one on, it says what is impossible where it does."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
 VALUES_AT_ONCE = 2**20
+VALUES_A_BYTE = 1000
+"""A Parquet file that claims more rows, or values of a column (vectors of one), than so many for each of its bytes, is
+refused before they are decoded: 2 kB can stand for gigabytes. Data that says anything stays far below: the action of a
+user at its time takes a bit at the least."""
 _USERS = 2**14
 """Users whose recency is computed at once."""
 ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
@@ -254,9 +259,10 @@ def load_dataset(path: str | Path) -> Dataset:
     """Reads a dataset directory; of a URL, its copy, which is brought up to date.
 
     ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
-    dataset.json, if it has another format version, or if it is not as the module's docstring says: missing columns,
-    users out of order, indices out of range, times that decrease, lists that are not parallel; also if it does not fit
-    into memory. A dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
+    dataset.json, if it has another format version, if a file claims to hold more than VALUES_A_BYTE, or if it is not as
+    the module's docstring says: missing columns, users out of order, indices out of range, times that decrease, lists
+    that are not parallel; also if it does not fit into memory. A dataset.json without digests is accepted; then a
+    damage that leaves the format intact is not noticed.
     """
     path = fetched(path)
     description = read_description(path)
@@ -264,11 +270,14 @@ def load_dataset(path: str | Path) -> Dataset:
     with _reading(path, "dataset.json"):
         schema = _schema(description, num_items)
         repeated = _shares(description.get("repeated_targets"))
+    parts = sorted((path / "sequences").glob("*.parquet"))
+    _require_counts(path, parts, schema, num_users, actions)
+    with _reading(path, "dataset.json"):
         sequences = _SequenceReader(schema, num_users, num_items, actions)
     for table in schema.tables:
         if table.name != ITEM:
             _check_vocabulary(path, table.name, table.rows)
-    for part in sorted((path / "sequences").glob("*.parquet")):
+    for part in parts:
         with _reading(path, part.name):
             for batch in _batches(part, (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)):
                 sequences.append(batch)
@@ -291,6 +300,43 @@ def load_dataset(path: str | Path) -> Dataset:
         user_features={name: reader.column() for name, reader in sequences.users.items()},
         event_features={name: reader.column() for name, reader in sequences.events.items()},
     )
+
+
+def _require_counts(path: Path, parts: Sequence[Path], schema: Schema, num_users: int, actions: int) -> None:
+    """ValueError if the files of sequences/ cannot have so many users and actions, by what their metadata claims."""
+    features = [*schema.of("user"), *schema.of("event")]
+    rows, values = 0, 0
+    for part in parts:
+        with _reading(path, part.name), pq.ParquetFile(part) as table:
+            _require_columns(table.schema_arrow.names, (*SEQUENCE_COLUMNS, *(of.name for of in features)))
+            _require_list("item_indices", table.schema_arrow.field("item_indices").type)
+            _require_plausible(table, part, features)
+            rows += table.metadata.num_rows
+            claims = _values_of(table.metadata)
+            values += sum(of for column, of in claims.items() if column.startswith("item_indices."))
+    # An empty list counts as a value.
+    if rows != num_users or not actions <= values <= actions + rows:
+        _broken(path, f"{rows} users and up to {values} actions, but dataset.json says {num_users} and {actions}")
+
+
+def _require_plausible(table: pq.ParquetFile, file: Path, features: Sequence[Feature]) -> None:
+    """ValueError if a Parquet file claims more than VALUES_A_BYTE, by its metadata."""
+    size, widths = file.stat().st_size, {of.name: of.width for of in features if of.kind == "vector"}
+    if table.metadata.num_rows > VALUES_A_BYTE * size:
+        raise ValueError(f"it claims {table.metadata.num_rows:,} rows, more than {size:,} bytes can hold")
+    for column, values in _values_of(table.metadata).items():
+        if values > VALUES_A_BYTE * size * widths.get(column.partition(".")[0], 1):
+            raise ValueError(f"it claims {values:,} values in column {column}, more than {size:,} bytes can hold")
+
+
+def _values_of(metadata: pq.FileMetaData) -> Counter[str]:
+    """Values of each column that the row groups claim; the path of a column of lists goes on after its name."""
+    counts: Counter[str] = Counter()
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            counts[column.path_in_schema] += column.num_values
+    return counts
 
 
 class _SequenceReader:
@@ -393,16 +439,19 @@ def index_type(count: int) -> type[np.signedinteger[Any]]:
 
 def _list(name: str, array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Lengths, and the elements of all lists."""
-    kind = array.type
-    if pa.types.is_fixed_size_list(kind):
-        lengths = np.full(len(array), kind.list_size)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+    _require_list(name, array.type)
+    if pa.types.is_fixed_size_list(array.type):
+        lengths = np.full(len(array), array.type.list_size)
     else:
-        raise ValueError(f"column {name} is of type {kind}, not a list")
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
     if array.null_count:
         raise ValueError(f"empty values in column {name}")
     return lengths, array.flatten()
+
+
+def _require_list(name: str, kind: pa.DataType) -> None:
+    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        raise ValueError(f"column {name} is of type {kind}, not a list")
 
 
 def _parallel(name: str, array: pa.Array, lengths: np.ndarray) -> pa.Array:
@@ -505,14 +554,16 @@ def _batches(file: Path, columns: Sequence[str], rows: int = 2**16) -> Iterator[
 def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]:
     """The features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
     file = path / "items.parquet"
+    features = schema.of("item")
+    with _reading(path, file.name), pq.ParquetFile(file) as table:
+        _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *(of.name for of in features)))
+        _require_texts("raw_id", table.schema_arrow.field("raw_id").type)
+        if table.metadata.num_rows != num_items:
+            raise ValueError(f"{table.metadata.num_rows} rows, but dataset.json says {num_items} items")
+        _require_plausible(table, file, features)
     with _reading(path, "dataset.json"):
-        readers = {f.name: _ColumnReader(f, schema, num_items) for f in schema.of("item")}
+        readers = {f.name: _ColumnReader(f, schema, num_items) for f in features}
     with _reading(path, file.name):
-        with pq.ParquetFile(file) as table:
-            _require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *readers))
-            _require_texts("raw_id", table.schema_arrow.field("raw_id").type)
-            if table.metadata.num_rows != num_items:
-                raise ValueError(f"{table.metadata.num_rows} rows, but dataset.json says {num_items} items")
         row = 0
         for batch in _batches(file, ("item_index", *readers)) if readers else ():
             _require_order(batch.column("item_index"), row, row + batch.num_rows)
@@ -529,6 +580,7 @@ def _check_vocabulary(path: Path, name: str, rows: int) -> None:
         _require_texts("value", table.schema_arrow.field("value").type)
         if table.metadata.num_rows != rows:
             raise ValueError(f"{table.metadata.num_rows} values, but the schema says {rows} rows")
+        _require_plausible(table, file, ())
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -537,6 +589,7 @@ def read_description(path: Path) -> dict[str, Any]:
     file = path / "dataset.json"
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
+    _require_files(path)
     try:
         text = file.read_bytes().decode()
         description = from_json(text)
@@ -551,6 +604,16 @@ def read_description(path: Path) -> dict[str, Any]:
         if type(description.get(key)) is not kind or (kind is int and not 0 <= description[key] < 2**48):
             _broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
     return description
+
+
+def _require_files(path: Path) -> None:
+    """ValueError for what has the name of a Parquet file and is none: a pipe would be waited for."""
+    for file in sorted(path.rglob("*.parquet")):
+        name = file.relative_to(path).as_posix()
+        with _reading(path, name):
+            kind = other_kind(file)
+        if kind:
+            _broken(path, f"{name} is a {kind}, not a file")
 
 
 def description_text(description: Mapping[str, Any]) -> str:

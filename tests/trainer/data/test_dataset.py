@@ -105,7 +105,7 @@ LISTS = [[0, 1, 2], [2], [1, 1]]
         ),
         (
             {"user_index": [0, 1], "item_indices": [[0, 1, 2], [2]], "timestamps": [[0, 1, 2], [1]]},
-            "2 users and 4 actions",
+            "2 users and up to 4 actions, but dataset.json says 3 and 6",
         ),
         (
             {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": [[0, 1, 2], [2], [1]]},
@@ -115,7 +115,10 @@ LISTS = [[0, 1, 2], [2], [1, 1]]
             {"user_index": [0, 1, 2], "item_indices": [[0.0, 1.0, 2.0], [2.0], [1.0, 1.0]], "timestamps": LISTS},
             "column item_indices has values of type double, not int64",
         ),
-        ({"user_index": [0, 1, 2, 3], "item_indices": [*LISTS, [0]], "timestamps": [*LISTS, [0]]}, "more users or"),
+        (
+            {"user_index": [0, 1, 2, 3], "item_indices": [*LISTS, [0]], "timestamps": [*LISTS, [0]]},
+            "4 users and up to 7 actions",
+        ),
     ],
 )
 def test_wrong_sequences_are_named(made: Path, columns: dict[str, object], message: str) -> None:
@@ -187,7 +190,14 @@ def test_columns_of_one_name_are_refused(made: Path, name: str) -> None:
 @pytest.mark.parametrize(("entry", "count"), [("users", 2**47), ("actions", 2**47), ("users", 2**70)])
 def test_counts_that_cannot_be_are_one_line(made: Path, entry: str, count: int) -> None:
     edit_description(made, **{entry: count})
-    with pytest.raises(ValueError, match=rf"^{made}: dataset\.json: Unable to allocate|has no {entry} that is a count"):
+    with pytest.raises(ValueError, match=rf"but dataset\.json says .*{count}|has no {entry} that is a count"):
+        load_dataset(made)
+
+
+def test_more_actions_than_are_said(made: Path) -> None:
+    """The metadata of a Parquet file does not tell empty lists from those of one action."""
+    edit_description(made, actions=5)
+    with pytest.raises(ValueError, match=r"there are more users or actions than dataset\.json says \(3, 5\)"):
         load_dataset(made)
 
 

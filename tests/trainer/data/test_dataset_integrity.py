@@ -1,11 +1,15 @@
 """No damage to a dataset directory goes unnoticed: every change of a file is found, and the file is named."""
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import small_data
 from rich.console import Console
@@ -14,6 +18,7 @@ from logitmix.common.files import json_digest
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, description_text, load_dataset
 from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 
 @pytest.fixture
@@ -138,3 +143,70 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     assert set(json.loads(first["dataset.json"])[FILES_DIGESTS]) == set(first) - {"dataset.json"} >= {"rejects.tsv"}
     (tmp_path / "a" / "rejects.tsv").unlink()
     assert problem(tmp_path / "a").startswith(f"{tmp_path}/a: rejects.tsv is missing")
+
+
+# What a stranger wrote: the digests are right, or there are none
+
+
+COUNT = 20_000_000
+"""Takes seconds to decode."""
+FILE_OF = {
+    "sequences": "sequences/part-00000.parquet", "items": "items.parquet", "vocabulary": "vocabularies/brand.parquet"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", ["sequences", "items", "vocabulary"])
+@pytest.mark.parametrize("said", [True, False], ids=["dataset.json says so too", "dataset.json does not"])
+def test_a_few_bytes_that_stand_for_very_much_are_not_decoded(
+    path: Path, owner: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_data.forget_digests(path)
+    file = path / FILE_OF[owner]
+    table, zeros = pq.read_table(file), pa.array(np.zeros(COUNT, np.int64))
+    if owner == "vocabulary":
+        table = pa.table({"value": pa.nulls(COUNT, pa.string())})
+    else:
+        # The first row has all of them, the others none.
+        whole = pa.ListArray.from_arrays(pa.array([0, *[COUNT] * table.num_rows], pa.int32()), zeros)
+        for name in ("item_indices", "timestamps", "query") if owner == "sequences" else ("tags",):
+            table = table.set_column(table.schema.names.index(name), name, whole)
+    pq.write_table(table, file, compression="zstd", row_group_size=COUNT, max_rows_per_page=COUNT)
+    assert file.stat().st_size < 16_000
+    description = json.loads((path / "dataset.json").read_text())
+    if said:
+        description["actions"] = COUNT if owner == "sequences" else description["actions"]
+        brands = next(of for of in description["schema"]["tables"] if of["name"] == "brand")
+        brands["rows"] = COUNT if owner == "vocabulary" else brands["rows"]
+    (path / "dataset.json").write_text(json.dumps(description))
+    decode = pq.ParquetFile.iter_batches
+
+    def iter_batches(of: pq.ParquetFile, *given: object, **named: object) -> Iterator[pa.RecordBatch]:
+        column = of.metadata.row_group(0).column
+        assert max(column(number).num_values for number in range(of.metadata.num_columns)) < COUNT
+        return decode(of, *given, **named)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
+    assert re.search("more than [0-9,]+ bytes can hold|but (dataset.json|the schema) says", problem(path))
+
+
+def test_equal_actions_at_equal_times_are_no_attack(tmp_path: Path) -> None:
+    """The least that actions can say: ten thousand users who did the same thing a hundred times at once."""
+    users, count = 10_000, 100
+    contents = DatasetContents(
+        np.arange(0, users * count + 1, count),
+        np.zeros(users * count, np.int64),
+        np.zeros(users * count, np.int64),
+        pa.array(["only"]),
+    )
+    write_dataset(tmp_path / "made", contents, "demo")
+    assert load_dataset(tmp_path / "made").items_flat.shape == (users * count,)
+
+
+@pytest.mark.parametrize("name", ["sequences/part-00000.parquet", "vocabularies/brand.parquet", "items.parquet"])
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_pipe_among_the_files_is_named_and_not_waited_for(path: Path, name: str, digests: bool) -> None:
+    if not digests:
+        small_data.forget_digests(path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert problem(path).startswith(f"{path}: {name} is a pipe, not a file")
