@@ -123,12 +123,30 @@ def parse_json(content: bytes, where: str) -> Any:
         raise ValueError(f"{where} is damaged ({error})") from None
 
 
+DEEPEST = 100
+"""Levels of lists and objects in JSON: whatever walks through it then ends before Python's limit."""
+
+
 def from_json(text: str | bytes) -> Any:
     """As json.loads, but ValueError also for what is nested too deep."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    # Most texts have too few brackets to be nested so deep.
+    if opened > DEEPEST and _depth(found) > DEEPEST:
+        raise ValueError("nested too deep")
+    return found
+
+
+def _depth(found: Any) -> int:
+    """Levels of lists and objects within each other."""
+    depth, level = 0, [found]
+    while level := [of for of in level if isinstance(of, dict | list)]:
+        depth += 1
+        level = [inner for of in level for inner in (of.values() if isinstance(of, dict) else of)]
+    return depth
 
 
 class Fields(dict[str, Any]):

@@ -40,7 +40,7 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
             values.setdefault(others, {})[key] = dict(value)
             continue
         if key not in hints or key == others:
-            raise ValueError(f"{source}: unknown key {prefix}{key}{nearest(key, list(hints))}")
+            raise ValueError(f"{source}: unknown key {prefix}{key:.80}{nearest(key, list(hints))}")
         values[key] = _convert(hints[key], value, source, prefix + key)
     for entry in _fields(cls):
         if entry.name not in tree and entry.default is entry.default_factory is dataclasses.MISSING:
@@ -89,20 +89,21 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
         return from_mapping(hint, value, source, f"{key}.")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{source}: {key} is {_brief(value)}; it must be a list")
+            raise ValueError(f"{source}: {key} is {brief(value)}; it must be a list")
         return tuple(_convert(arguments[0], entry, source, f"{key}[{at}]") for at, entry in enumerate(value))
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{source}: {key} is {_brief(value)}; it must be one of {', '.join(arguments)}")
+            raise ValueError(f"{source}: {key} is {brief(value)}; it must be one of {', '.join(arguments)}")
         return value
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ValueError(f"{source}: {key} is {_brief(value)}; it must be of type {hint.__name__}")
+        raise ValueError(f"{source}: {key} is {brief(value)}; it must be of type {hint.__name__}")
     return value
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """A value as Python writes it, cut to 80 letters."""
     try:
         said = repr(value)
     except ValueError:  # a list of numbers with too many digits
@@ -119,8 +120,8 @@ def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], ke
     """The class of a kind. ValueError for an unknown kind, and for a setting of another kind."""
     classes = classes_by_kind(union)
     if not isinstance(kind, str) or kind not in classes:
-        near = nearest(str(kind), list(classes))
-        raise ValueError(f"{key}.kind is {kind!r}{near}; it must be one of {', '.join(classes)}")
+        near = nearest(kind, list(classes)) if isinstance(kind, str) else ""
+        raise ValueError(f"{key}.kind is {brief(kind)}{near}; it must be one of {', '.join(classes)}")
     settings = {other: [entry.name for entry in dataclasses.fields(cls)] for other, cls in classes.items()}
     for name in names:
         others = [other for other in settings if name in settings[other]]

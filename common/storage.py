@@ -26,11 +26,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import read_json, write_whole
+from logitmix.common.mappings import brief, from_mapping, require
 
 MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
 """Files with the digests of others, in the order in which they are written."""
@@ -249,13 +250,20 @@ def push(path: Path) -> None:
 
 @dataclass
 class _Record:
-    """The content of copy.json."""
+    """The content of copy.json. ValueError for what no copy has."""
 
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    uploading: bool = False
-    files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    id: str
+    uploading: bool
+    files: dict[str, tuple[Any, ...]]
     """(what the store says, size, mtime_ns); the last two are None for what the copy does not have, and the first is
     empty for what it may have uploaded."""
+
+    def __post_init__(self) -> None:
+        require(re.fullmatch("[0-9a-f]{16}", self.id) is not None, "id", brief(self.id), "16 hexadecimal digits")
+        for name, of in self.files.items():
+            # Such a name would lead out of the copy, or cannot be that of a file.
+            require(not _hidden(name) and name == plain(name), "files", brief(name), "names in the copy")
+            require(_is_noted(of), f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
 
     def there(self) -> dict[str, str]:
         return {name: of[0] for name, of in self.files.items() if of[0]}
@@ -284,9 +292,16 @@ class _Copy:
     def record(self) -> _Record:
         file = self.path.parent / COPY
         if not file.exists():
-            return _Record()
-        found = read_json(file)
-        return _Record(found["id"], found["uploading"], {name: tuple(of) for name, of in found["files"].items()})
+            return _Record(secrets.token_hex(8), False, {})
+        try:
+            if not isinstance(found := read_json(file), dict):
+                raise ValueError(f"{file} is not a JSON object")
+            return from_mapping(_Record, found, str(file))
+        except ValueError as error:
+            # What the copy has may not be in the store yet.
+            raise ValueError(
+                f"{error}; move {file.parent}, which is the copy of {self.url}, and all is fetched again"
+            ) from None
 
     def write(self, record: _Record) -> None:
         write_whole(self.path.parent / COPY, json.dumps(vars(record)) + "\n")
@@ -485,6 +500,13 @@ def _files(folder: Path) -> Iterator[Path]:
 def _stamp(file: Path) -> tuple[int, int]:
     status = file.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def _is_noted(of: tuple[Any, ...]) -> bool:
+    """Whether a file may have this entry in copy.json."""
+    text, *stamp = of or (None,)
+    counts = [type(number) is int and 0 <= number < 2**63 for number in stamp]
+    return isinstance(text, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
 
 
 def _hidden(name: str) -> bool:

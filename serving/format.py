@@ -78,7 +78,7 @@ from logitmix.common.files import (
     sync,
     with_digest,
 )
-from logitmix.common.mappings import from_mapping, to_mapping
+from logitmix.common.mappings import brief, first_line, from_mapping, to_mapping
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.group import part_of
@@ -459,14 +459,14 @@ def _is_ours(path: Path) -> bool:
 
 def _check_about(file: Path, manifest: Mapping[str, Any], about: About) -> None:
     if type(about.num_items) is not int or not 1 <= about.num_items <= MAX_ITEMS:
-        _broken(file, f"num_items is {about.num_items!r}, not a number from 1 to {MAX_ITEMS}")
+        _broken(file, f"num_items is {brief(about.num_items)}, not a number from 1 to {MAX_ITEMS}")
     for name in ("exclude_history", "item_cache"):
         if type(value := getattr(about, name)) is not bool:
-            _broken(file, f"{name} is {value!r}, not true or false")
-    if about.precision not in tuple(STORED):
-        _broken(file, f"precision is {about.precision!r}, not {' or '.join(STORED)}")
+            _broken(file, f"{name} is {brief(value)}, not true or false")
+    if not isinstance(about.precision, str) or about.precision not in STORED:
+        _broken(file, f"precision is {brief(about.precision)}, not {' or '.join(STORED)}")
     if manifest["signature"] != signature(about.model, about.schema):
-        _broken(file, "its signature is not that of its model")
+        _broken(file, "its signature is not that of its model and schema")
 
 
 def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]]:
@@ -476,6 +476,7 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
     extras = {name: entry for name, entry in files.items() if is_extra(name)}
     for name, entry in extras.items():
         _check_keys(file, entry, ("bytes", "sha256", *(["cpu"] if _is_compiled(name) else [])), f"files.{name}.")
+        _check_digest(file, entry, f"files.{name}.")
         cpu = entry.get("cpu", ["any"])
         if not isinstance(cpu, list) or not cpu or not all(isinstance(of, str) for of in cpu):
             _broken(file, f"files.{name}.cpu is not a list of names")
@@ -484,6 +485,7 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
     _check_keys(file, files, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), "files.")
     for name in files:
         _check_keys(file, files[name], ("bytes", "sha256", "tensors"), f"files.{name}.")
+        _check_tensors(file, files[name], f"files.{name}.")
     tensors = {name: entry["tensors"] for name, entry in files.items()}
     try:
         rows = [tensors[name][_table(about)]["shape"][0] for name in shards]
@@ -495,17 +497,43 @@ def _check_files(file: Path, files: Any, about: About) -> dict[str, dict[str, An
         }
         expected |= {name: _tables(tensors[name], about) for name in tables}
         table_rows = _row_counts([tensors[name] for name in tables])
-    except (LookupError, TypeError, ValueError, RuntimeError):
-        _broken(file, "the tensors of its files are not names with shapes")
+    except (LookupError, ValueError, RuntimeError) as error:
+        _broken(file, f"the tensors of its files are not those of its model ({first_line(error)})")
     if sum(rows) != about.num_items:
         _broken(file, f"its files have {sum(rows)} items, and num_items is {about.num_items}")
     for name in files:
         if tensors[name] != expected[name]:
-            _broken(file, f"its tensors of {name} are not those of its model")
+            wrong = next(of for of in tensors[name] | expected[name] if tensors[name].get(of) != expected[name].get(of))
+            said = f"{wrong:.80} is {brief(tensors[name].get(wrong))}, of its model {expected[name].get(wrong)}"
+            _broken(file, f"its tensors of {name} are not those of its model (files.{name}.tensors.{said})")
     for name, (count, _) in row_shapes(about.model, about.schema).items():
         if table_rows[name] != count:
             _broken(file, f"its files have {table_rows[name]} rows of table {name}, and its model has {count}")
     return tensors
+
+
+def _check_tensors(file: Path, entry: Mapping[str, Any], prefix: str) -> None:
+    _check_digest(file, entry, prefix)
+    if not isinstance(entry["tensors"], dict):
+        _broken(file, f"{prefix}tensors is not a mapping")
+    for name, of in entry["tensors"].items():
+        within = f"{prefix}tensors.{name:.80}."
+        _check_keys(file, of, ("dtype", "shape"), within)
+        if not isinstance(of["dtype"], str):
+            _broken(file, f"{within}dtype is {brief(of['dtype'])}, not a text")
+        if not isinstance(of["shape"], list) or not all(map(_is_size, of["shape"])):
+            _broken(file, f"{within}shape is {brief(of['shape'])}, not a list of sizes")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _check_digest(file: Path, entry: Mapping[str, Any], prefix: str) -> None:
+    if not _is_size(entry["bytes"]):
+        _broken(file, f"{prefix}bytes is {brief(entry['bytes'])}, not a number of bytes")
+    if not isinstance(entry["sha256"], str):
+        _broken(file, f"{prefix}sha256 is {brief(entry['sha256'])}, not a text")
 
 
 def _numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[str]:
@@ -639,7 +667,7 @@ def _check_keys(file: Path, tree: Any, keys: tuple[str, ...], prefix: str) -> No
             _broken(file, f"it has no field {prefix}{key}")
     for key in tree:
         if key not in keys:
-            _broken(file, f"it has a field {prefix}{key} that this logitmix does not know")
+            _broken(file, f"it has a field {prefix}{key:.80} that this logitmix does not know")
 
 
 def _read_json(file: Path) -> Any:

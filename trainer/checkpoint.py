@@ -17,7 +17,6 @@ No rank has more of a table in memory than its own rows: files are written in bl
 
 import errno
 import json
-import math
 import os
 import shutil
 import socket
@@ -47,6 +46,7 @@ from logitmix.comm.collectives import (
 )
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import (
+    LARGEST,
     file_digest,
     json_digest,
     naming,
@@ -57,7 +57,7 @@ from logitmix.common.files import (
     with_digest,
     write_hashed,
 )
-from logitmix.common.mappings import from_mapping, require
+from logitmix.common.mappings import brief, from_mapping, require
 from logitmix.common.storage import is_copy, push, say, shown
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
@@ -70,6 +70,7 @@ from logitmix.trainer.run import (
     note_rows,
     read_config,
     read_schema,
+    require_shares,
     sync_rows,
     upload_run,
 )
@@ -544,11 +545,12 @@ class _Manifest:
 
     def __post_init__(self) -> None:
         require(self.step >= 0, "step", self.step, "0 or more")
-        require(0 <= self.seconds < math.inf, "seconds", self.seconds, "0 or more and finite")
+        require(0 <= self.seconds <= LARGEST, "seconds", self.seconds, "0 or more and finite")
         require(self.examples >= 0, "examples", self.examples, "0 or more")
         require(0 <= self.skipped <= self.step, "skipped", self.skipped, f"from 0 to the step, {self.step}")
         for name, value in self.validation.items():
-            require(math.isfinite(value), f"validation.{name}", value, "finite")
+            require(abs(value) <= LARGEST, f"validation.{name}", value, "finite")
+        require_shares(self.validation, "validation")
         count = len(self.files)
         names = [_part(number, count) for number in range(count)]
         require(count > 0 and list(self.files) == names, "files", list(self.files), "all parts, in order")
@@ -732,7 +734,7 @@ def _require_same_model(file: Path, manifest: _Manifest, config: Config, schema:
     now = fixed_settings(config)
     for key in sorted(now | manifest.settings):
         if (then := manifest.settings.get(key)) != now.get(key):
-            raise ValueError(f"{file}: settings.{key} is {then!r}, but the run's is {now.get(key)!r}")
+            raise ValueError(f"{file}: settings.{key:.80} is {brief(then)}, but the run's is {brief(now.get(key))}")
     if manifest.schema != schema.to_mapping():
         raise ValueError(f"{file}: schema is not that of the run's dataset.json and model.features")
 

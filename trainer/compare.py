@@ -376,7 +376,7 @@ def _finish(
         "methods": rows,
     }
     write_whole(out / "compare.json", json.dumps(found, indent=1) + "\n")
-    write_whole(out / "compare.txt", as_text(found))
+    write_whole(out / "compare.txt", shown(as_text(found)))
     return found
 
 

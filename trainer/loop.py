@@ -120,7 +120,8 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         if ranks.rank == 0 and (line := cold_targets({"targets/cold": foreseen})):
             say(f"test part: {line}")
         done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
-        speed = {"examples_per_second": done.examples / done.seconds, "seconds": done.seconds}
+        # A checkpoint that somebody has edited may say that it took no time.
+        speed = {"examples_per_second": done.examples / max(done.seconds, 1e-6), "seconds": done.seconds}
         results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
         if config.train.projector:
             write_projector(run, dataset, model)

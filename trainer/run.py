@@ -55,7 +55,7 @@ from logitmix.common.files import (
     with_digest,
     write_whole,
 )
-from logitmix.common.mappings import from_mapping, require
+from logitmix.common.mappings import brief, from_mapping, require
 from logitmix.common.storage import fetched_run, is_copy, push, shown
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, load_toml, with_settings, with_start
@@ -382,15 +382,17 @@ def _digests(run: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not fits_digest(content):
         raise ValueError(f"{file} is damaged (its sha256 is not that of its content); {_UNCHECKED.format(file)}")
     files = content.get("files")
-    if content.get("kind") != KIND or not isinstance(files, dict) or not all(map(_is_noted, files.items())):
-        raise ValueError(f"{file} does not hold the {KIND}; {_UNCHECKED.format(file)}")
+    if content.get("kind") != KIND or not isinstance(files, dict):
+        raise ValueError(f"{file} does not hold the {KIND} (fields kind and files); {_UNCHECKED.format(file)}")
+    if wrong := [name for name, noted in files.items() if not _is_noted(name, noted)]:
+        said = f"files.{wrong[0]:.80} is {brief(files[wrong[0]])}"
+        raise ValueError(f"{file} does not hold the {KIND} ({said}); {_UNCHECKED.format(file)}")
     if missing := [name for name in NOTED if name not in files and (run / name).exists()]:
         raise ValueError(f"{file} has no digest of {missing[0]}: it is of another run; {_UNCHECKED.format(file)}")
     return files
 
 
-def _is_noted(entry: tuple[str, Any]) -> bool:
-    name, noted = entry
+def _is_noted(name: str, noted: Any) -> bool:
     return name in (*NOTED, ROWS) and (
         noted is None
         or (
@@ -508,7 +510,7 @@ def _row(line: bytes, where: str) -> Fields:
         if name.startswith("time/"):
             require(0 <= row[name] < math.inf, f"{where}: {name}", row[name], "0 or more and finite")
     if kind in EVALUATIONS:
-        _require_shares(row, where)
+        require_shares(row, where)
     return Fields({"kind": kind, **row}, where)
 
 
@@ -591,8 +593,8 @@ def read_results(run: Path) -> Fields:
     if not found:
         raise ValueError(f"{path} has no numbers")
     _require_counts(found, where, "step", "users", "corpus", "parameters", "fitted_users", "of_users")
-    _require_shares(found, where)
-    _require_shares(found.get("validation", {}), f"{where}: validation")
+    require_shares(found, where)
+    require_shares(found.get("validation", {}), f"{where}: validation")
     for name in ("seconds", "examples_per_second"):
         require(0 <= found.get(name, 0) < math.inf, f"{where}: {name}", found.get(name), "0 or more and finite")
     return found
@@ -602,7 +604,8 @@ _SHARES = re.compile(r"(.*/)?((hr|ndcg|coverage|recall_of_top\d+)@\d+|mrr|repeat
 """Metrics from 0 to 1."""
 
 
-def _require_shares(metrics: Mapping[str, Any], where: str) -> None:
+def require_shares(metrics: Mapping[str, Any], where: str) -> None:
+    """ValueError that names the place for a metric that cannot be."""
     for name, value in metrics.items():
         if _SHARES.fullmatch(name):
             require(0 <= value <= 1, f"{where}: {name}", value, "from 0 to 1")

@@ -53,7 +53,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
     if said and (line := table.contradictions(Path(items).name)):
-        said.print(line, markup=False, highlight=False, soft_wrap=True)
+        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
@@ -62,7 +62,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
     if new and said and (line := about_new_items(contents.about)):
-        said.print(line, highlight=False, soft_wrap=True)
+        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
     if new:
         rows = np.array(list(new.values()))
         columns = {names[column]: values.take(pa.array(rows)) for column, values in table.columns.items()}

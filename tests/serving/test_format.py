@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_json import VALUES, edited, lacking, places, refused
 from safetensors.torch import load_file, save_file
 from small_models import SOURCE, export_small, in_order, small_model
 
-from logitmix.common.files import publish
+from logitmix.common.files import publish, with_digest
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import format as serving_format
 from logitmix.serving.format import (
@@ -327,7 +328,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no field files.ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
     "no field files.tower.safetensors.tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
     "no field files.items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
-    "the tensors of its files are not names with shapes": lambda m: m["files"][FILES[2]].update(tensors=[]),
+    "files.items-00001-of-00003.safetensors.tensors is not a mapping": lambda m: m["files"][FILES[2]].update(
+        tensors=[]
+    ),
     "its tensors of items-00001-of-00003.safetensors are not": lambda m: m["files"][FILES[2]]["tensors"][
         "corpus"
     ].update(shape=[1, 3, 16, 4]),
@@ -359,7 +362,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
     "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
-    "the tensors of its files are not names": lambda m: m.update(item_cache=False),
+    "the tensors of its files are not those of its model ('own_row')": lambda m: m.update(item_cache=False),
     "precision is 'fp8', not fp32 or": lambda m: m.update(precision="fp8"),
     "precision is [], not fp32 or": lambda m: m.update(precision=[]),
     "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
@@ -371,6 +374,51 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_manifest_that_does_not_fit_is_refused(served: Path, message: str) -> None:
     reseal(served, CHANGES[message])
     assert_refused(served, "manifest.json", message)
+
+
+def test_every_field_of_a_manifest_edited(served: Path) -> None:
+    """With its digest made anew: it is taken, or refused in one line that names the file and the field."""
+    chance, file, taken = random.Random(0), served / "manifest.json", 0
+    tree = json.loads(file.read_text())
+    del tree["sha256"]
+    for at in chance.sample(list(places(tree)), 60):
+        texts = [edited(tree, (at, value)) for value in chance.sample(VALUES, 3)]
+        for text in [*texts, *([lacking(tree, at)] if at else [])]:
+            try:
+                content = json.loads(text)
+                file.write_text(json.dumps(with_digest(content)) if isinstance(content, dict) else text)
+            except (ValueError, RecursionError):
+                file.write_text(text)
+            # What parts of a schema do not fit each other is said by the names of features and tables, and what does
+            # not fit a file by that file's name.
+            fields = () if at[:1] == ("schema",) else at
+            named = str(served) if at[:1] == ("files",) else "manifest.json"
+            taken += not refused(lambda: read(served), named, fields)
+    assert taken < 40
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda entry: entry.update(tensors=[1]), "tensors is not a mapping"),
+        (lambda entry: entry.update(bytes="1"), "bytes is '1', not a number of bytes"),
+        (lambda entry: entry.update(bytes=10**400), "bytes is 1000"),
+        (lambda entry: entry.update(sha256=None), "sha256 is None, not a text"),
+        (lambda entry: entry["tensors"].update(x=1), "tensors.x is not a mapping"),
+        (lambda entry: entry["tensors"].update(x={"dtype": "F32"}), "no field files.ids.safetensors.tensors.x.shape"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(dtype=[]), "tensors.raw_ids.data.dtype is []"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[float("inf")]), "raw_ids.data.shape is [inf]"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[-1]), "raw_ids.data.shape is [-1]"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[True]), "raw_ids.data.shape is [True]"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[10**400]), "raw_ids.data.shape is [1000"),
+        (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[]), "are not those of its model"),
+    ],
+)
+def test_a_file_is_described_by_sizes_and_texts(
+    served: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    reseal(served, lambda manifest: change(manifest["files"]["ids.safetensors"]))
+    assert_refused(served, "manifest.json: ", said)
 
 
 def test_a_field_that_a_newer_configuration_adds_has_its_default(served: Path) -> None:

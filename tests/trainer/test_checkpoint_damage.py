@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile_json import VALUES, edited, lacking, places, refused
 from safetensors.torch import load_file, save_file
 from small_data import small_config, write_dataset
 
@@ -1070,3 +1071,34 @@ def test_every_damage_to_an_export_is_found(run: Path, tmp_path: Path) -> None:
                     read(served)
         file.write_bytes(content)
     read(served)
+
+
+def test_every_field_of_a_manifest_edited(run: Path) -> None:
+    """With its digest made anew: it is taken, or refused in one line that names the file and the field."""
+    chance, file, taken = random.Random(0), newest(run) / checkpoint.MANIFEST, 0
+    for other in steps(run)[1:]:
+        shutil.rmtree(other)
+    tree = json.loads(file.read_text())
+    del tree["sha256"]
+    for at in places(tree):
+        values = chance.sample(VALUES, 4)
+        for text in [*(edited(tree, (at, value)) for value in values), *([lacking(tree, at)] if at else [])]:
+            file.write_text(signed_text(text))
+            taken += not refused(lambda: checkpoint.load_saved(run), "checkpoint.json", at)
+    assert taken < 40
+
+
+def signed_text(text: str) -> str:
+    try:
+        content = json.loads(text)
+        return checkpoint._manifest_text(content) if isinstance(content, dict) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+@pytest.mark.parametrize("seconds", [0, 1e-320, 1e99])
+def test_a_checkpoint_that_took_no_time_or_for_ever(run: Path, seconds: float) -> None:
+    for step in steps(run):
+        rewrite(step, lambda content: content.update(seconds=seconds))
+    train(read_config(run), run)
+    assert read_results(run)["examples_per_second"] >= 0

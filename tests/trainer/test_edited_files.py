@@ -3,11 +3,11 @@ names the file and the field."""
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_json import VALUES, edited, places
 from small_data import small_config
 
 from logitmix.trainer import cli
@@ -15,15 +15,8 @@ from logitmix.trainer.config import dump_toml
 
 ESCAPE = "\x1b[31m\x9b\x07"
 
-MARK = "@@"
 CHANCE = random.Random(0)
 """Chooses some of the values for each field; over all fields, each value comes many times."""
-DEEP = "[" * 3000 + "]" * 3000
-VALUES = [
-    "null", "true", "0", "-1", "1.5", "-0.0", "1" + "0" * 400, "1" + "0" * 5000, "Infinity", "-Infinity", "NaN", '""',
-    '"x"', '"\\ud800"', '"\\u001b[31m\\u0000"', "[]", "[1]", '["a"]', "[[]]", "{}", '{"a": 1}', "9223372036854775808",
-    "-9223372036854775809", "1e-320", "1e308", "-1e308", "1e99", "-1e99", DEEP,
-]  # fmt: skip
 TOML_VALUES = [
     "0", "-1", "1.5", "inf", "-inf", "nan", "1" + "0" * 400, "1" + "0" * 5000, "0x" + "f" * 5000, '""', '"x"',
     '"\\u001b[31m"', "[]", "[1]", "{}", "{a = 1}", "true", "1979-05-27", "9223372036854775808", "1e-320", "1e308",
@@ -55,28 +48,6 @@ def run(tmp_path: Path) -> Path:
     (path / "results.json").write_text(json.dumps(RESULTS))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
-
-
-def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield at
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
-        yield from places(tree[key], (*at, key))
-
-
-def edited(tree: Any, *edits: tuple[tuple[Any, ...], str]) -> str:
-    """The JSON of a tree with other values at these places."""
-    text = [tree]
-    copied = json.loads(json.dumps(text))
-    for number, (at, _) in enumerate(edits):
-        node, *keys = copied, *(0, *at)
-        for key in keys[:-1]:
-            node = node[key] if isinstance(node, dict | list) else {}
-        if isinstance(node, dict | list):
-            node[keys[-1]] = f"{MARK}{number}"
-    said = json.dumps(copied[0])
-    for number, (_, value) in enumerate(edits):
-        said = said.replace(f'"{MARK}{number}"', value)
-    return said
 
 
 def report(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> str:
