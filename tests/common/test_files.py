@@ -9,11 +9,36 @@ from pathlib import Path
 import pytest
 
 from logitmix.common import files
-from logitmix.common.files import clean_up, file_digest, json_digest, whole_directory, write_hashed, write_whole
+from logitmix.common.files import (
+    DEEPEST,
+    clean_up,
+    file_digest,
+    fits_digest,
+    from_json,
+    json_digest,
+    whole_directory,
+    write_hashed,
+    write_whole,
+)
 
 
 def entries(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("depth", [1, DEEPEST, DEEPEST + 1, 500, 900, 5000, 100_000])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_what_is_read_as_json_can_be_written(depth: int, opening: str) -> None:
+    """At depths that the parser takes, the writer may come to Python's limit."""
+    closing = "]" if opening == "[" else "}"
+    text = f"{opening * (depth - 1)}{opening}1{closing * depth}"
+    for given in (text, text.encode()):
+        if depth <= DEEPEST:
+            fits_digest({"a": from_json(given)})
+        else:
+            with pytest.raises(ValueError, match="nested too deep"):
+                from_json(given)
+    assert len(from_json("[" + "[]," * DEEPEST + "[]]")) == DEEPEST + 1
 
 
 def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:

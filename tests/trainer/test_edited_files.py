@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from hostile_json import VALUES, edited, places
-from small_data import small_config
+from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
+from logitmix.trainer.export import export
+from logitmix.trainer.loop import train
 
 ESCAPE = "\x1b[31m\x9b\x07"
 
@@ -151,3 +153,18 @@ class Answering:
 
     def recommend(self, *arguments: object) -> list[list[dict[str, Any]]]:
         return [self.rows]
+
+
+def test_names_in_a_table_of_new_items_do_not_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, served = tmp_path / "run", tmp_path / "served"
+    train(small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "evaluate.every_epochs": 0}), run)
+    export(run, served)
+    capsys.readouterr()
+    table = tmp_path / f"new{ESCAPE}.csv"
+    table.write_text(f"item,co{ESCAPE}lor\nnew{ESCAPE},a\nnew{ESCAPE},b\n")
+    cli.main(["update-items", str(served), "--items", str(table)])
+    said = "".join(capsys.readouterr())
+    assert said.count(r"\x1b[31m") >= 4 and not {"\x1b", "\x9b", "\x07"} & {*said}
+    assert "with different values" in said and "not used" in said
