@@ -5,8 +5,8 @@ A checkpoint is a directory `checkpoints/step-N`:
     part-00000-of-00002.safetensors   what rank 0 of 2 holds: its shards of the tables and of their optimizers' states;
                                       on rank 0 also the tower and its optimizer's state (trainer/tensor_files.py)
     checkpoint.json                   format_version, the fields of RunProgress, settings and schema (those that the
-                                      tensors depend on), files (the SHA-256 of each), sha256 (that of the other
-                                      fields)
+                                      tensors depend on), dataset (the SHA-256 of the run's dataset.json), files (that
+                                      of each), sha256 (that of the other fields)
 
 The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE; with
 train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read. A checkpoint is written
@@ -16,6 +16,7 @@ No rank has more of a table in memory than its own rows: files are written in bl
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -68,6 +69,7 @@ from logitmix.trainer.run import (
     checkpoint_paths,
     fixed_settings,
     note_rows,
+    noted_dataset,
     read_config,
     read_schema,
     require_shares,
@@ -78,7 +80,7 @@ from logitmix.trainer.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.tensor_files import Kind, Piece, SavedTensors, TensorFile
 
 MANIFEST = "checkpoint.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class Saver:
             # A run that goes on from here needs the rows up to here.
             sync_rows(self.run)
             # The same step can be there, saved before it was evaluated.
-            text = _manifest_text({**pending.content, "files": digests})
+            text = _manifest_text({**pending.content, "dataset": _dataset_digest(self.run), "files": digests})
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             rename_synced(pending.staging, pending.out)
 
@@ -541,6 +543,7 @@ class _Manifest:
     validation: dict[str, float]
     settings: dict[str, Any]
     schema: dict[str, Any]
+    dataset: str
     files: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -561,9 +564,14 @@ class _Manifest:
 
 
 def _described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
-    """The fields of the manifest but `files`."""
+    """The fields of the manifest but `dataset` and `files`."""
     settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
     return {"format_version": FORMAT_VERSION} | asdict(progress) | {"settings": settings, "schema": schema}
+
+
+def _dataset_digest(run: Path) -> str:
+    """SHA-256 of a run's dataset.json, which has the digests of the dataset's files."""
+    return hashlib.sha256(noted_dataset(run).encode()).hexdigest()
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
@@ -737,6 +745,8 @@ def _require_same_model(file: Path, manifest: _Manifest, config: Config, schema:
             raise ValueError(f"{file}: settings.{key:.80} is {brief(then)}, but the run's is {brief(now.get(key))}")
     if manifest.schema != schema.to_mapping():
         raise ValueError(f"{file}: schema is not that of the run's dataset.json and model.features")
+    if manifest.dataset != _dataset_digest(run := file.parents[2]):
+        raise ValueError(f"{file}: dataset is not the SHA-256 of {run / 'dataset.json'}: it is of another run")
 
 
 def _say(line: str, ranks: Ranks | None) -> None:

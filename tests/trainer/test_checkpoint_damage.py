@@ -209,6 +209,27 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
         assert not canary.exists()
 
 
+def test_a_checkpoint_of_another_dataset_is_named(run: Path, tmp_path: Path) -> None:
+    """Settings, counts and schema are equal, so all tensors fit; only the actions are others."""
+    data = write_dataset(tmp_path / "data", seed=7)
+    config = small_config(data, SETTINGS | {"train.epochs": 1})
+    train(config, tmp_path / "other")
+    assert read_schema(tmp_path / "other") == read_schema(run)
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", run / "checkpoints")
+    said = f"{steps(run)[-1] / checkpoint.MANIFEST}: dataset is not the SHA-256 of {run / 'dataset.json'}"
+    warm = small_config(data, SETTINGS | {"warm_start": str(run)})
+    commands: list[Callable[[], object]] = [
+        lambda: train(read_config(run), run),
+        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+        lambda: export(run, tmp_path / "served"),
+        lambda: train(warm, tmp_path / "warm"),
+    ]
+    for command in commands:
+        with told(said):
+            command()
+
+
 def test_a_header_beyond_reason_is_not_parsed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in steps(run):
         with (path / PART).open("wb") as out:
@@ -322,8 +343,8 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
     (set_("step", 10**9), f"{FILE}: step is 1000000000, but the folder is step-12"),
     (set_("step", "12"), f"{FILE}: step is '12'; it must be of type int"),
     (set_("step", True), f"{FILE}: step is True; it must be of type int"),
-    (set_("format_version", 2), f"{FILE}: format_version is 2, and this logitmix reads 3"),
-    (set_("format_version", "3"), f"{FILE}: format_version is '3'; it must be of type int"),
+    (set_("format_version", 2), f"{FILE}: format_version is 2, and this logitmix reads 4"),
+    (set_("format_version", "4"), f"{FILE}: format_version is '4'; it must be of type int"),
     (set_("seconds", float("nan")), f"{FILE}: seconds is nan; it must be 0 or more and finite"),
     (set_("examples", -5), f"{FILE}: examples is -5; it must be 0 or more"),
     (set_("examples", None), f"{FILE}: examples is None; it must be of type int"),
@@ -336,6 +357,7 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
     (set_(f"files/{PART}", 3), f"{FILE}: files.{PART} is 3; it must be of type str"),
     (set_("schema", {}), f"{FILE}: schema is not that of the run's dataset.json"),
     (set_("schema/tables", [{"name": ITEM, "rows": 9}]), f"{FILE}: schema is not that of the run's dataset.json"),
+    (set_("dataset", "0" * 64), f"{FILE}: dataset is not the SHA-256 of "),
     (set_("settings/model.dim", 16), f"{FILE}: settings.model.dim is 16, but the run's is 8"),
     (set_("settings/dense.lr", None), f"{FILE}: settings.dense.lr is None, but the run's is 0.001"),
     (set_("settings/new", 1), f"{FILE}: settings.new is 1, but the run's is None"),

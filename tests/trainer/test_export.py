@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ import two_ranks
 from small_data import forget_digests
 
 from logitmix.comm.process_group import process_group
+from logitmix.common.files import file_digest
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving.format import read
@@ -149,10 +151,19 @@ def test_ids_and_titles_are_the_datasets(run: Path, tmp_path: Path) -> None:
     assert list(retriever.titles or ()) == ["", *(f"title {index}" for index in range(1, X))]
 
 
+def note_dataset(run: Path, data: Path) -> None:
+    """As if the run had been trained on this dataset."""
+    shutil.copy(data / "dataset.json", run)
+    for path in (run / "checkpoints").glob("step-*/checkpoint.json"):
+        content = json.loads(path.read_text()) | {"dataset": file_digest(run / "dataset.json")}
+        del content["sha256"]
+        path.write_text(checkpoint._manifest_text(content))
+
+
 def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "data")
     write_dataset(tmp_path / "data", X, None)
-    shutil.copy(tmp_path / "data" / "dataset.json", run)
+    note_dataset(run, tmp_path / "data")
     export(run, tmp_path / "served")
     assert [row["title"] for row in Retriever.load(tmp_path / "served").rows(["raw 3"], 2)] == [None, None]
 
@@ -188,7 +199,7 @@ def test_what_is_there_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
 
 def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Path) -> None:
     items = pq.read_table(tmp_path / "data" / "items.parquet")
-    shutil.copy(forget_digests(tmp_path / "data") / "dataset.json", run)
+    note_dataset(run, forget_digests(tmp_path / "data"))
     names = pa.array([f"raw {index // 2}" for index in range(X)])
     pq.write_table(items.set_column(1, "raw_id", names), tmp_path / "data" / "items.parquet")
     with pytest.raises(ValueError, match="the dataset's raw_ids name an item twice; prepare it again"):

@@ -155,6 +155,7 @@ def break_step(pipeline: Pipeline, where: str) -> None:
 
 def saved(pipeline: Pipeline, run: Path) -> dict[str, bytes]:
     """A new checkpoint's tensors, of all ranks."""
+    (run / "dataset.json").touch()
     Saver(run, pipeline.model, pipeline.optimizer).save(pipeline.progress)
     return {part.name: part.read_bytes() for part in checkpoint_paths(run)[-1].glob("part-*")}
 
