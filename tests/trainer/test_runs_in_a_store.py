@@ -233,6 +233,8 @@ def savers(memory: Memory, local: Path) -> Iterator[Callable[..., Saver]]:
         def saver(**settings: Any) -> Saver:
             of = config(**{"train.save_in_background": True}, **settings)
             model = parallelize(load_dataset(local / "data").schema, of, ranks)
+            path_of(RUN).mkdir(parents=True, exist_ok=True)
+            (path_of(RUN) / "dataset.json").touch()
             return held.enter_context(Saver(path_of(RUN), model, dense_optimizer(model.tower, of.dense)))
 
         yield saver
