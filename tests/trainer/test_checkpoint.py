@@ -184,6 +184,8 @@ def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimi
         if len(found) == 1:
             raise OSError("gone")
 
+    run.mkdir(exist_ok=True)
+    (run / "dataset.json").touch()
     settings = replace(model.config.train, on_save_failure="continue", keep=room - 1)
     model = replace(model, config=replace(model.config, train=settings))
     with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
@@ -242,11 +244,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
     expected = {name: train_and_save(alone[name], config, 3) for name, config in configs.items()}
     jobs = [(paired[name], configs[name]) for name in configs]
     others = [(alone[name], configs[name]) for name in configs]
-    again: Jobs = [(alone[name], config, tmp_path / f"again-{name}") for name, config in configs.items()]
+    again: Jobs = [(alone[name], of, new_run(tmp_path, f"again-{name}", of)) for name, of in configs.items()]
     columns = small_config(data, MIXED | COLUMNS)
     again += [
-        (alone["mixed"], columns, tmp_path / "columns"),
-        (tmp_path / "columns", configs["mixed"], tmp_path / "rows"),
+        (alone["mixed"], columns, new_run(tmp_path, "columns", columns)),
+        (tmp_path / "columns", configs["mixed"], new_run(tmp_path, "rows", configs["mixed"])),
     ]
     first, second = two_ranks.run(save_and_resume, jobs, others, again)
     for source, _, out in again:
@@ -290,12 +292,14 @@ def test_any_ranks_load_what_any_ranks_saved(tmp_path: Path, data: Path, optimiz
     configs = {sharding: small_config(data, settings | {"tables.sharding": sharding}) for sharding in shardings}
     sources: list[Path] = []
     for count in range(1, 5):
-        runs = {sharding: tmp_path / f"{count}-{sharding}" for sharding in shardings}
+        runs = {of: new_run(tmp_path, f"{count}-{of}", configs[of]) for of in shardings}
         two_ranks.run(save_all, [(None, configs[of], run) for of, run in runs.items()], world_size=count)
         sources += runs.values()
     for count in range(1, 5):
         jobs: Jobs = [
-            (source, configs[of], tmp_path / f"{source.name} on {count}-{of}") for source in sources for of in shardings
+            (source, configs[of], new_run(tmp_path, f"{source.name} on {count}-{of}", configs[of]))
+            for source in sources
+            for of in shardings
         ]
         two_ranks.run(save_all, jobs, world_size=count)
         for source, _, out in jobs:
