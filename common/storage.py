@@ -28,10 +28,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from logitmix.common.files import read_json, write_whole
 from logitmix.common.mappings import brief, from_mapping, require
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
 """Files with the digests of others, in the order in which they are written."""
@@ -128,6 +131,12 @@ def require_no_secrets(name: str, place: str) -> None:
 def say(line: object) -> None:
     """Prints a line for people on stderr, `plain`."""
     print(plain(line), file=sys.stderr, flush=True)
+
+
+def tell(console: "Console | None", line: object, style: str | None = None) -> None:
+    """Prints a line for people, `shown`, where there is a console."""
+    if console:
+        console.print(shown(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -134,12 +134,13 @@ class Batcher:
 
     def _drop(self, whose: Callable[[Client], bool]) -> None:
         """Leaves out the questions of these clients."""
-        dropped = [of for of in self._waiting if of.client and whose(of.client)]
-        if dropped:
-            self._waiting = deque(of for of in self._waiting if of not in dropped)
-        for of in dropped:
-            if not of.answer.done():
+        kept = deque[_Waiting]()
+        for of in self._waiting:
+            if not (of.client and whose(of.client)):
+                kept.append(of)
+            elif not of.answer.done():
                 of.answer.set_exception(ClientGone())
+        self._waiting = kept
 
     async def _until(self, count: int) -> None:
         """Waits until that many questions wait."""

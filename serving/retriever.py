@@ -204,6 +204,7 @@ class Retriever:
         k, kept, exclude_history = self._arguments(k, stage1, exclude_history)
         if not isinstance(histories, Iterable):
             raise ValueError(f"the histories are {histories!r:.100}; they must be a list of lists of item indices")
+        self.files.check()
         checked = [_Asked(place, self._checked(history, place)) for place, history in enumerate(histories)]
         return self._retrieve(checked, k, kept, exclude_history)
 
@@ -262,7 +263,6 @@ class Retriever:
         return problems
 
     def _retrieve(self, asked: list["_Asked"], k: int, kept: int, exclude_history: bool) -> Retrieved:
-        self.files.check()
         best_BK = torch.full((len(asked), k), NOTHING)
         for start in range(0, len(asked), _QUERIES):
             keys_BK = self._rank(asked[start : start + _QUERIES], min(k, self.num_items), kept, exclude_history)
@@ -364,12 +364,10 @@ class Retriever:
             recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
             unstated = zip(recency, events or [{}] * len(history), strict=True)
             events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
-        if unknown == "refuse":
-            try:
-                self.indices_of(history)
-            except ValueError as error:
-                raise ValueError(f"request {place}: {error}") from None
-        items = self._places(history)
+        try:
+            items = self.indices_of(history) if unknown == "refuse" else self._places(history)
+        except ValueError as error:
+            raise ValueError(f"request {place}: {error}") from None
         kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
         if not kept and not self.tower.schema.of("user"):
             raise ValueError(f"request {place} names no known item; give at least one")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.storage import shown
+from logitmix.common.storage import tell
 from logitmix.modules.towers import Tower
 from logitmix.trainer.agreement import facts_of
 from logitmix.trainer.baselines import (
@@ -31,7 +31,7 @@ from logitmix.trainer.baselines import (
 from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import RARE_REPEATS, Dataset, are_common, load_dataset
+from logitmix.trainer.data.dataset import Dataset, are_common, highest_hit_rates, load_dataset, said_of_repeats
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.embed import Embedder
 from logitmix.trainer.processes import require_threads
@@ -98,21 +98,15 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
         # A refit must come to the decision of its run, which has a validation part.
         of = split_by_time(dataset, config.data.held_out) if rule == "auto" else held_out(config, dataset)
         shares = {split: float(ranking_users(dataset, split, 1, of).repeats().mean()) for split in of.targets}
-    repeats = " and ".join(f"{share:.0%} of the {split} targets" for split, share in shares.items())
+    repeats = said_of_repeats(shares)
     if rule == "auto" and are_common(shares):
         line = "it is not left out of the ranking (--evaluate.exclude-history yes would)"
-        _say(said, f"{repeats} are in their user's history: {line}")
+        tell(said, f"{repeats} are in their user's history: {line}")
         return False
-    if max(shares.values()) >= RARE_REPEATS:
-        most = " and ".join(f"{1 - share:.2f} in {split}" for split, share in shares.items())
-        line = f"which is left out of the ranking: no hit rate can be above {most}"
-        _say(said, f"{repeats} are in their user's history, {line} (--evaluate.exclude-history no would keep it)")
+    if limits := highest_hit_rates(shares):
+        line = f"which is left out of the ranking: {limits} (--evaluate.exclude-history no would keep it)"
+        tell(said, f"{repeats} are in their user's history, {line}")
     return True
-
-
-def _say(said: Console | None, line: str) -> None:
-    if said:
-        said.print(shown(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class Evaluation:
@@ -163,21 +157,21 @@ class Evaluation:
         everyone, num_items = self.users(split), self.dataset.num_items
         users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
         if len(users) < len(everyone):
-            _say(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
+            tell(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
         scores: dict[str, Score] = {"popularity": popularity(self.training_counts)}
         if num_items > MOST_ITEMS:
-            _say(self.said, f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
+            tell(self.said, f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
         else:
             item_knn = ItemKNN.fit(self.dataset, self.held_out)
             if item_knn.users < item_knn.of_users:
-                _say(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
+                tell(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
         return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in means(rank_U).items()}
 
     def cold_targets(self, split: Split) -> float:
         """The share of the targets that are items without a training action."""
-        return float((self.training_counts[self.users(split).target] == 0).mean())
+        return _cold(self.users(split), self.training_counts)
 
     def raw_users(self, split: Split) -> list[str]:
         """The raw ids of those that are ranked, in their order."""
@@ -206,10 +200,15 @@ def evaluate(
     )
     about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
     if count_X is not None:
-        about["targets/cold"] = float((count_X[users.target] == 0).mean())
+        about["targets/cold"] = _cold(users, count_X)
     if count_X is not None and rankings.best_UK is not None:
         about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
     return metrics_of(rankings, num_items) | about, rankings.similarity_U.numpy()
+
+
+def _cold(users: RankingUsers, count_X: np.ndarray) -> float:
+    """The share of the targets that are items without a training action."""
+    return float((count_X[users.target] == 0).mean())
 
 
 def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:

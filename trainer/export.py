@@ -7,7 +7,6 @@ Axes: R items of a shard, W width of a table.
 
 import math
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
-from logitmix.common.storage import alone, fetch_names
+from logitmix.common.storage import alone, fetch_names, say
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, USER, Schema
@@ -135,7 +134,7 @@ def export(
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
-            print(line, file=sys.stderr)
+            say(line)
         with ExitStack() as held:
 
             def begin() -> None:

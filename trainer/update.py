@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import clean_up, in_turn, whole_directory
-from logitmix.common.storage import alone, fetch, push, shown
+from logitmix.common.storage import alone, fetch, push, tell
 from logitmix.modules.schema import Feature
 from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
@@ -53,16 +53,15 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     retriever = Retriever(contents)
     table = _read(items, id_column, said or Console(stderr=True))
     if said and (line := table.contradictions(Path(items).name)):
-        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
+        tell(said, line)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
     if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
-        line = f"not used, for the model has no such features: {', '.join(unused)}"
-        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
+        tell(said, f"not used, for the model has no such features: {', '.join(unused)}")
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
     if new and said and (line := about_new_items(contents.about)):
-        said.print(shown(line), markup=False, highlight=False, soft_wrap=True)
+        tell(said, line)
     if new:
         rows = np.array(list(new.values()))
         columns = {names[column]: values.take(pa.array(rows)) for column, values in table.columns.items()}

@@ -250,6 +250,19 @@ def are_common(repeated: Mapping[str, float]) -> bool:
     return max(repeated.values()) >= COMMON_REPEATS
 
 
+def said_of_repeats(repeated: Mapping[str, float]) -> str:
+    """How large these shares are."""
+    return " and ".join(f"{share:.0%} of the {split} targets" for split, share in repeated.items())
+
+
+def highest_hit_rates(repeated: Mapping[str, float]) -> str:
+    """The limits of hit rates without the history; empty where it hardly matters."""
+    if max(repeated.values()) < RARE_REPEATS:
+        return ""
+    most = " and ".join(f"{1 - share:.2f} in {split}" for split, share in repeated.items())
+    return f"no hit rate can be above {most}"
+
+
 def is_dataset(path: Path) -> bool:
     """Whether a directory may be replaced: it has a dataset.json and nothing that the format does not know."""
     return (path / "dataset.json").is_file() and {entry.name for entry in path.iterdir()} <= ENTRIES

@@ -31,6 +31,7 @@ from logitmix.modules.schema import ITEM, ITEM_FEATURE, SPARSE, Feature, Kind, O
 from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
 from logitmix.trainer.data.numbers import MISSING, read_numbers
 from logitmix.trainer.data.raw import as_numpy, order_of_texts
+from logitmix.trainer.data.times import is_text
 
 SEPARATOR = "|"
 RESERVED = {ITEM, "title", "raw_user_id", *ITEM_COLUMNS, *SEQUENCE_COLUMNS}
@@ -389,7 +390,7 @@ def _encoded(values: pa.Array) -> pa.Array:
             values = values.cast(pa.binary()).cast(pa.string())
         except pa.ArrowInvalid:
             return values
-    return values.cast(pa.string()).dictionary_encode() if _is_text(values.type) else values
+    return values.cast(pa.string()).dictionary_encode() if is_text(values.type) else values
 
 
 def _are_missing(texts: pa.StringArray, missing: tuple[str, ...]) -> pa.BooleanArray:
@@ -406,11 +407,7 @@ def _is_fraction(kind: pa.DataType) -> bool:
 
 
 def _is_integer_or_text(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or _is_text(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return pa.types.is_integer(kind) or is_text(kind)
 
 
 def _is_binary(kind: pa.DataType) -> bool:
@@ -440,7 +437,7 @@ class _Codes:
 def _code(column: RawColumn) -> _Codes:
     values, lists = column.values, _is_list(column.values.type)
     kind = values.type.value_type if lists else values.type
-    if not (_is_scalar(kind) or _is_text(kind)):
+    if not (_is_scalar(kind) or is_text(kind)):
         raise ValueError(f"feature {column.name} has values of type {kind}, which are no ids")
     if column.kind == "id" and lists:
         raise ValueError(f"feature {column.name} has lists of values: its kind can be ids or vector, not id")

@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.raw import as_numpy
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import is_text
 
 _WHOLE = r"^(-?[0-9]+)(\.0*)?$"
 
@@ -35,9 +36,7 @@ def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _texts(label, name, column.cast(kind.value_type))
-    if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return column.cast(pa.string())
-    if pa.types.is_boolean(kind):
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind):
         return column.cast(pa.string())
     if pa.types.is_floating(kind):
         # From here on, several whole numbers have the same float.
@@ -48,11 +47,12 @@ def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
         return pa.array(np.where(exact, values, 0).astype(np.int64), mask=~exact).cast(pa.string())
     if pa.types.is_decimal(kind):
         texts = column.cast(pa.string())
-        return pc.if_else(pc.match_substring_regex(texts, _WHOLE), _without_zeros(texts), None)
+        return pc.if_else(pc.match_substring_regex(texts, _WHOLE), without_zeros(texts), None)
     raise ValueError(f"{label}: column {name} is of type {kind}; ids must be integers or text")
 
 
-def _without_zeros(texts: pa.StringArray) -> pa.StringArray:
+def without_zeros(texts: pa.StringArray) -> pa.StringArray:
+    """12.0 as 12; all else as it is."""
     return pc.replace_substring_regex(texts, _WHOLE, r"\1")
 
 
@@ -63,9 +63,9 @@ def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray
     if not len(zeros):
         return ids
     if pc.all(pc.match_substring_regex(ids, _WHOLE)).as_py():
-        rejects.say(f"column {name}: whole numbers such as {zeros[0]} are read as {_without_zeros(zeros)[0]}")
-        return _without_zeros(ids)
-    both = zeros.filter(pc.is_in(_without_zeros(zeros), value_set=ids))
+        rejects.say(f"column {name}: whole numbers such as {zeros[0]} are read as {without_zeros(zeros)[0]}")
+        return without_zeros(ids)
+    both = zeros.filter(pc.is_in(without_zeros(zeros), value_set=ids))
     if len(both):
-        rejects.say(f"column {name}: {both[0]} and {_without_zeros(both)[0]} are two ids")
+        rejects.say(f"column {name}: {both[0]} and {without_zeros(both)[0]} are two ids")
     return ids

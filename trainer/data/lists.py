@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.raw import as_numpy
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import is_text
 
 ACTIONS = 1 << 18
 """Of a block of rows with one item each, about."""
@@ -217,10 +218,6 @@ def _distinct_ids(values: pa.Array) -> int:
 
 def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def lengths(lists: pa.Array) -> np.ndarray:

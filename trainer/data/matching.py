@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.trainer.data.ids import without_zeros
+
 FEW = 0.5
 """Below this share of the items or users that a table knows, an example is shown."""
 _SHOWN = 40
@@ -12,7 +14,7 @@ _SHOWN = 40
 _DIFFERENCES: dict[str, Callable[[pa.StringArray], pa.StringArray]] = {
     "blanks": pc.utf8_trim_whitespace,
     "case": pc.utf8_lower,
-    "a trailing .0": lambda ids: pc.replace_substring_regex(ids, r"^(-?[0-9]+)\.0*$", r"\1"),
+    "a trailing .0": without_zeros,
     "leading zeros": lambda ids: pc.utf8_ltrim(ids, characters="0"),
 }
 """What ids of one thing may differ by, and how it is left out."""

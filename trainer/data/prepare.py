@@ -11,7 +11,7 @@ The same source and options give the same bytes.
 """
 
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,10 +27,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.mappings import from_mapping
-from logitmix.common.storage import alone, fetch_names, push, shown
+from logitmix.common.storage import alone, fetch_names, push, tell
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import RARE_REPEATS, are_common, is_dataset
+from logitmix.trainer.data.dataset import are_common, highest_hit_rates, is_dataset, said_of_repeats
 from logitmix.trainer.data.features import (
     Features,
     FeaturesOptions,
@@ -188,7 +188,8 @@ def _write(
             source=origin,
             generator=raw.generator,
         )
-    _say(console, [*ordered.notes, *side_notes, *_notes(made, description["repeated_targets"])])
+    for note in (*ordered.notes, *side_notes, *_notes(made, description["repeated_targets"])):
+        tell(console, note)
     return description
 
 
@@ -201,21 +202,12 @@ def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
             named.setdefault(reason, []).append(name)
         columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
         messages.append(f"not used, unless --schema FILE states a kind: {columns}")
-    shares = " and ".join(f"{share:.0%} of the {split} targets" for split, share in repeated.items())
+    shares = said_of_repeats(repeated)
     if are_common(repeated):
         messages.append(f"{shares} are in their user's history: evaluation will not leave it out of its ranking")
-    elif max(repeated.values()) >= RARE_REPEATS:
-        most = " and ".join(f"{1 - share:.2f} in {split}" for split, share in repeated.items())
-        messages.append(
-            f"{shares} are in their user's history, which evaluation leaves out of its ranking: no hit rate can be "
-            f"above {most}"
-        )
+    elif limits := highest_hit_rates(repeated):
+        messages.append(f"{shares} are in their user's history, which evaluation leaves out of its ranking: {limits}")
     return messages
-
-
-def _say(console: Console, messages: Iterable[str]) -> None:
-    for message in messages:
-        console.print(shown(message), markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, eq=False)

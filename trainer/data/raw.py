@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from logitmix.modules.schema import Kind
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.times import Clock, Times, note_units
+from logitmix.trainer.data.times import Clock, Times, is_text, note_units
 
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 FLOAT = pa.float32()
@@ -169,7 +169,7 @@ class ColumnBuilder:
 
 def _compact(values: pa.Array) -> pa.Array:
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         return values.cast(pa.string()).dictionary_encode()
     return values.cast(kind)
 

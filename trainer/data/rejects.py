@@ -5,7 +5,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from logitmix.common.storage import shown
+from logitmix.common.storage import tell
 
 SHOWN = 5
 ENOUGH_TO_JUDGE = 1000
@@ -74,7 +74,7 @@ class Rejects:
 
     def say(self, message: str) -> None:
         """Prints one line."""
-        self.console.print(shown(message), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        tell(self.console, message, "yellow")
 
 
 def _escape(text: str | bytes) -> str:

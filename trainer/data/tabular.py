@@ -30,6 +30,7 @@ from logitmix.trainer.data.lists import paths, unnested
 from logitmix.trainer.data.quotes import swallows_rows
 from logitmix.trainer.data.raw import as_numbers, is_encodable
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import is_text
 
 BLOCK_ROWS = 1 << 16
 """Of Parquet."""
@@ -596,7 +597,7 @@ def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndar
         return column, np.ones(len(column), bool)
     except pa.ArrowInvalid as error:
         plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-        if not (pa.types.is_string(plain.type) or pa.types.is_large_string(plain.type)):
+        if not is_text(plain.type):
             raise ValueError(f"{label}: column {name} is damaged ({first_line(error)})") from None
     valid = np.array([text is None or is_utf8(text) for text in plain.cast(pa.large_binary()).to_pylist()])
     return pc.if_else(pa.array(valid), plain, None), valid

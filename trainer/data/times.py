@@ -80,7 +80,7 @@ class Clock:
             seconds, there = _filled(seconds_of_times(column))
             self._note("date", there, pa.array(seconds))
             return Times(column, seconds, there, nanoseconds_of_times(column))
-        if self.form and (pa.types.is_integer(kind) or _is_text(kind)):
+        if self.form and (pa.types.is_integer(kind) or is_text(kind)):
             return self._by_form(column.cast(pa.string()))
         if pa.types.is_integer(kind):
             there = np.asarray(column.is_valid())
@@ -88,7 +88,7 @@ class Clock:
             return self._numbers(column, values, there & (values > -LATEST) & (values < LATEST))
         if pa.types.is_floating(kind):
             return self._floats(column)
-        if _is_text(kind) or pa.types.is_decimal(kind):
+        if is_text(kind) or pa.types.is_decimal(kind):
             return self._texts(column.cast(pa.string()))
         raise ValueError(f"is of type {kind}; times must be numbers, dates or timestamps")
 
@@ -126,11 +126,12 @@ class Clock:
         if "digits" in self.examples:
             yield f"the times are read as dates, not as numbers ({self.examples['digits']})"
 
-    def _note(self, what: str, rows: np.ndarray, written: pa.Array) -> None:
-        if what not in self.examples and rows.any():
-            row = int(np.argmax(rows))
+    def _note(self, what: str, which: np.ndarray, written: pa.Array, rows: np.ndarray | None = None) -> None:
+        """Keeps the first example of `what`, of texts that are at `rows` of the block, if these are not all."""
+        if what not in self.examples and which.any():
+            row = int(np.argmax(which))
             label, numbers = self._place
-            self.examples[what] = f"{label}:{numbers[row]}: {written[row]}"
+            self.examples[what] = f"{label}:{numbers[row if rows is None else rows[row]]}: {written[row]}"
 
     def _numbers(
         self, written: pa.Array, values: np.ndarray, there: np.ndarray, fractions: np.ndarray | None = None
@@ -226,16 +227,10 @@ class Clock:
         there &= real & (np.abs(ahead) < 86_400)
         seconds = np.where(there, seconds - ahead, 0)
         for what, which in (("day first", day_first & ~dots), ("month first", month_first), ("either", either)):
-            self._note_at(what, which & there, texts, rows)
+            self._note(what, which & there, texts, rows)
         seconds[either & there] += _UNDECIDED
         fraction = pc.utf8_slice_codeunits(pc.utf8_rpad(text("fraction"), 9, "0"), 0, 9)
         return seconds, fraction.cast(pa.int32()).to_numpy(), there
-
-    def _note_at(self, what: str, which: np.ndarray, texts: pa.StringArray, rows: np.ndarray) -> None:
-        if what not in self.examples and which.any():
-            row = int(np.argmax(which))
-            label, numbers = self._place
-            self.examples[what] = f"{label}:{numbers[rows[row]]}: {texts[row]}"
 
     def _by_form(self, texts: pa.StringArray) -> Times:
         encoded = texts.dictionary_encode()
@@ -398,7 +393,7 @@ def _has_hexadecimal(texts: pa.StringArray) -> bool:
     return bool((characters | 0x20 == ord("x")).any())
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 

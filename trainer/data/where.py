@@ -15,6 +15,7 @@ from logitmix.trainer.data.raw import as_numbers, as_numpy
 from logitmix.trainer.data.times import (
     UNIT_NAMES,
     UNITS,
+    is_text,
     is_time,
     nanoseconds_of_texts,
     seconds_of_digits,
@@ -88,7 +89,7 @@ def _numbers(values: pa.Array) -> pa.Array:
     """null if there is none."""
     if is_time(values.type):
         return seconds_of_times(values)
-    if _is_text(values.type):
+    if is_text(values.type):
         return read_numbers(values.cast(pa.string()), pa.float64()).values
     if pa.types.is_floating(values.type):
         return values
@@ -101,7 +102,7 @@ def _times(values: pa.Array, seconds: int, nanoseconds: int, unit: str | None) -
         return values.cast(pa.int64()), pa.scalar(0)
     if is_time(values.type):
         return seconds_of_times(values), pa.scalar(seconds)
-    if _is_text(values.type):
+    if is_text(values.type):
         texts = values.cast(pa.string())
         known = seconds_of_texts(texts)
         if known.null_count < len(known):
@@ -122,7 +123,3 @@ def _require_unit(number: int, unit: str) -> None:
         other = "a date in digits"
     if other not in ("", f"in {UNIT_NAMES[unit]}"):
         raise ValueError(f"{number} would be {other}, and its values are {UNIT_NAMES[unit]} since 1970; write a date")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
