@@ -32,14 +32,14 @@ from logitmix.modules.losses.blockwise import Examples
 from logitmix.serving.format import Source
 from logitmix.serving.model import STORED, Precision
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import export as exporting
-from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.embed import Embedder
-from logitmix.trainer.evaluate import excludes_history, held_out
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
+from logitmix.trainer.export import export as exporting
 from logitmix.trainer.loop import training_batches
+from logitmix.trainer.run.checkpoint import SavedModel, load_saved
 
 K, BEST = 100, 10
 USERS = 1000

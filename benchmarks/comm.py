@@ -42,19 +42,19 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
+from logitmix.launch.processes import free_port
 from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import training_batches
-from logitmix.trainer.memory import set_up_memory
-from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import parallelize
-from logitmix.trainer.pipeline import PHASES, Pipeline
-from logitmix.trainer.processes import free_port
-from logitmix.trainer.run import RunProgress, read_rows
-from logitmix.trainer.telemetry import Telemetry
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.run.metrics import RunProgress, read_rows
+from logitmix.trainer.step.memory import set_up_memory
+from logitmix.trainer.step.pipeline import PHASES, Pipeline
 
 ARMS = ("fp32", "fp16", "fp8")
 RANKS = 2

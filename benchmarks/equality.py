@@ -31,11 +31,11 @@ from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Feature
 from logitmix.serving.retriever import Request, Retriever
-from logitmix.trainer.checkpoint import SavedModel, load_saved
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.embed import Embedder
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.run.checkpoint import SavedModel, load_saved
 
 RATE = 1e4
 K = 100

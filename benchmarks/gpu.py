@@ -48,7 +48,7 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 LENGTH, NEGATIVES, DIM, ITEMS = 200, 128, 64, 3706
 """Positions of a sequence, N, D and V of the losses that are measured: MovieLens-1M's."""

@@ -27,7 +27,7 @@ from benchmarks.measure import logitmix, machine
 from logitmix.modules.schema import Feature, Kind, Owner, Schema, Table
 from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 TABLES = 20
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from logitmix.trainer.parallelize import computes_bf16
+from logitmix.trainer.parallel.parallelize import computes_bf16
 
 
 @dataclass(frozen=True)

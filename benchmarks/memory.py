@@ -183,7 +183,9 @@ class Watch:
 def run_rank(folder: Path, words: list[str]) -> None:
     """One process of a command, with its memory sampled."""
     watch = Watch(words[0])
-    from logitmix.trainer import checkpoint, cli, evaluate, loop
+    from logitmix.trainer import cli, loop
+    from logitmix.trainer.evaluation import evaluate
+    from logitmix.trainer.run import checkpoint
 
     watch.wrap(loop, "load_dataset", "load the dataset")
     watch.wrap(loop, "parallelize", "initialize")

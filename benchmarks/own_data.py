@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
-from logitmix.trainer.run import evaluations_since_best
+from logitmix.trainer.run.metrics import evaluations_since_best
 
 METRICS = ("hr@10", "hr@50", "ndcg@10", "mrr")
 START = ["ml-1m-dot", "--train.batch-size", "32", "--train.epochs", "1000", "--model.loss.negatives", "128"]

@@ -41,27 +41,21 @@ from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import Fields, parse_json, write_whole
 from logitmix.common.mappings import require
+from logitmix.launch.processes import require_threads
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity.base import Similarity
-from logitmix.trainer.baselines import training_counts
-from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import flatten, load_recipe, with_settings
 from logitmix.trainer.data.batches import RankingUsers, leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.embed import Embedder
-from logitmix.trainer.evaluate import means
-from logitmix.trainer.processes import require_threads
-from logitmix.trainer.run import (
-    final_run,
-    read_config,
-    read_ranks,
-    read_results,
-    read_rows,
-    refit_path,
-    source_of,
-    start_path,
-)
+from logitmix.trainer.evaluation.baselines import training_counts
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.evaluation.evaluate import means
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import read_config, refit_path, start_path
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.results import read_ranks, read_results
+from logitmix.trainer.run.stages import final_run, source_of
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")

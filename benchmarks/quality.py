@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 FP32_WIRE = ["--comm.forward", "fp32", "--comm.backward", "fp32"]
 FP8_WIRE = ["--comm.forward", "fp8", "--comm.backward", "fp8"]

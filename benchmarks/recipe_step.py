@@ -26,9 +26,9 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, DataConfig, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
-from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import parallelize
-from logitmix.trainer.pipeline import Pipeline
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.step.pipeline import Pipeline
 
 WARM_UP = 2
 DIRECTIONS = ("forward", "backward")

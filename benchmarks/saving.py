@@ -94,7 +94,7 @@ def run_rank(out: Path, steps: int, words: list[str]) -> None:
     """One run, in which the beginning of each step is noted."""
     watch, began = Watch("train"), []
     from logitmix.trainer import cli
-    from logitmix.trainer.pipeline import Pipeline
+    from logitmix.trainer.step.pipeline import Pipeline
 
     receive_rows = Pipeline.receive_rows
 

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, spread
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 DATASETS = ("demo", "demo-low-rank")
 METRICS = ("hr@10", "hr@50", "mrr")

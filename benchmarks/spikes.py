@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from logitmix.trainer.run import read_rows
-from logitmix.trainer.telemetry import DEVIATIONS_A_MAD, SPIKE, Spikes
+from logitmix.trainer.logs.telemetry import DEVIATIONS_A_MAD, SPIKE, Spikes
+from logitmix.trainer.run.metrics import read_rows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, spread
 from benchmarks.quality import ARMS
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 CORES = os.cpu_count() or 1
 LINES = {

@@ -29,8 +29,8 @@ from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.mol import MoL
-from logitmix.trainer.memory import set_up_memory
-from logitmix.trainer.parallelize import computes_bf16
+from logitmix.trainer.parallel.parallelize import computes_bf16
+from logitmix.trainer.step.memory import set_up_memory
 
 DIM, ITEMS, LENGTH = 64, 3706, 200
 """Width, items of a batch (all of MovieLens-1M), positions of a sequence."""

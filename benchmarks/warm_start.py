@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 SHARE = 0.9
 METRICS = ("hr@10", "hr@50", "mrr")

@@ -23,10 +23,10 @@
     ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where the
                          texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds if there are titles
-    README.md            the model card, for people (trainer/card.py)
+    README.md            the model card, for people (trainer/export/card.py)
     similarity.faiss, hindexer.faiss
-                         on request, the items' vectors as faiss indexes (trainer/indexes.py)
-    query_tower.onnx     on request, the query tower (trainer/programs.py)
+                         on request, the items' vectors as faiss indexes (trainer/export/indexes.py)
+    query_tower.onnx     on request, the query tower (trainer/export/programs.py)
     programs/NAME.pt2, programs/NAME.aoti.pt2
                          on request, query_tower, item_tower and cascade as programs. These run code when they are
                          loaded, so the Retriever never does; serving/programs.py loads them where they are trusted

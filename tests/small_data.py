@@ -19,10 +19,10 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, Column, Dataset
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
-from logitmix.trainer.sharded_rows import ShardedRows
+from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
 if TYPE_CHECKING:
-    from logitmix.trainer.parallelize import ParallelModel
+    from logitmix.trainer.parallel.parallelize import ParallelModel
 
 ITEMS = 50
 

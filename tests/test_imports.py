@@ -60,8 +60,13 @@ def test_the_tree_keeps_the_contracts(tree: Path) -> None:
         ("serving/planted.py", "import logitmix.comm", "logitmix.comm"),
         ("launch/planted.py", "import logitmix.serving", "logitmix.serving"),
         ("launch/planted.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
-        ("trainer/planted.py", "import logitmix.launch", "logitmix.launch"),
-        ("trainer/planted.py", "import comm", "comm"),
+        ("common/planted.py", "import logitmix.launch", "logitmix.launch"),
+        ("serving/planted.py", "import logitmix.launch", "logitmix.launch"),
+        ("trainer/parallel/planted.py", "import logitmix.trainer.run.folder", "logitmix.trainer.run.folder"),
+        ("trainer/parallel/planted.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
+        ("trainer/config.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
+        ("trainer/commands/planted.py", "import logitmix.trainer.cli", "logitmix.trainer.cli"),
+        ("trainer/loop.py", "import comm", "comm"),
         ("trainer/config.py", "import torch", "torch"),
     ],
 )
@@ -91,6 +96,13 @@ def test_a_circle_is_seen(tree: Path) -> None:
     result = lint(tree)
     assert result.returncode == 1
     assert "No cycles are allowed in logitmix.comm." in result.stdout, result.stdout
+
+
+def test_a_module_without_a_floor_is_seen(tree: Path) -> None:
+    (tree / "logitmix/trainer/planted.py").touch()
+    result = lint(tree)
+    assert result.returncode == 1
+    assert "planted" in result.stdout, result.stdout
 
 
 def test_inits_are_empty() -> None:

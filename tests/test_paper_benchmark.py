@@ -22,7 +22,7 @@ from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.data.batches import ranking_users
-from logitmix.trainer.run import append_row
+from logitmix.trainer.run.metrics import append_row
 
 
 @pytest.fixture

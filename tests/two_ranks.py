@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORLD_SIZE = 2
-LOADED = ("logitmix.trainer.loop", "logitmix.trainer.export")
+LOADED = ("logitmix.trainer.loop", "logitmix.trainer.export.export")
 """Modules that the ranks find loaded, with all that they import."""
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(LOADED))
 

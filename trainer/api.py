@@ -21,15 +21,15 @@ from logitmix.common.mappings import nearest, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, say
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import compare as comparing
-from logitmix.trainer import evaluate as evaluation
-from logitmix.trainer import export as exporting
 from logitmix.trainer import loop
+from logitmix.trainer.commands import compare as comparing
+from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.evaluation import evaluate as evaluation
+from logitmix.trainer.export import export as exporting
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.sizing import load_sized, settled
 
 __all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
 

@@ -26,7 +26,21 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
 
 from logitmix.common.mappings import class_of_kind, nearest, require
 from logitmix.common.storage import fetched_run, naming_urls, path_of, say, shown
+from logitmix.launch.processes import (
+    LOST_PEER,
+    STOPPED,
+    USER_ERROR,
+    Stopped,
+    cores,
+    ended_by_a_mistake,
+    launched,
+    note_mistake,
+    remove_logs_of_no_run,
+    run_ranks,
+)
 from logitmix.modules.config import kinds_of
+from logitmix.trainer.commands.sizing import AUTO, load_sized, settled
+from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import (
     BESIDE,
     KINDS,
@@ -44,21 +58,7 @@ from logitmix.trainer.config import (
 )
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import NAMES
-from logitmix.trainer.processes import (
-    LOST_PEER,
-    STOPPED,
-    USER_ERROR,
-    Stopped,
-    cores,
-    ended_by_a_mistake,
-    launched,
-    note_mistake,
-    remove_logs_of_no_run,
-    run_ranks,
-)
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.sizing import AUTO, load_sized, settled
-from logitmix.trainer.words import json_value, parse, parts, whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -420,7 +420,7 @@ def _train(words: list[str]) -> None:
         if sizes:
             say(sizes)
     from logitmix.trainer.loop import train
-    from logitmix.trainer.run import refit_path
+    from logitmix.trainer.run.folder import refit_path
 
     results = train(config, run)
     if _is_main():
@@ -458,8 +458,8 @@ def _plan(words: list[str]) -> None:
         print(PLAN_USAGE.format(recipes=", ".join(recipe_names())))
         return
     command, config, _ = _of_recipe(PlanCommand, "plan", words)
-    from logitmix.trainer.job_plan import plan_job
-    from logitmix.trainer.plan import Devices
+    from logitmix.trainer.commands.plan import plan_job
+    from logitmix.trainer.parallel.plan import Devices
 
     require(command.gpu_gib > 0, "--gpu-gib", command.gpu_gib, "above 0")
     per_host = command.per_host or min(command.world_size, 8)
@@ -525,8 +525,9 @@ def _evaluate(words: list[str]) -> None:
     command = parse(EvaluateCommand, "evaluate", words)
     _start_ranks("evaluate", words, command.processes)
     _let_threads_sleep()
-    from logitmix.trainer.evaluate import evaluate_run
-    from logitmix.trainer.run import cold_targets, final_run
+    from logitmix.trainer.evaluation.evaluate import evaluate_run
+    from logitmix.trainer.run.results import cold_targets
+    from logitmix.trainer.run.stages import final_run
 
     run, threads = fetched_run(command.run), _threads(command.threads)
     results = evaluate_run(run, command.split, command.exclude_history, command.users, command.device, threads)
@@ -542,7 +543,7 @@ def _compare(words: list[str]) -> None:
     command, settings = _of_comparison(words)
     _start_ranks("compare", words, command.processes)
     _let_threads_sleep()
-    from logitmix.trainer.compare import as_text, compare
+    from logitmix.trainer.commands.compare import as_text, compare
 
     out = path_of(command.out or f"runs/compare-{Path(command.dataset).resolve().name}")
     methods = list(dict.fromkeys(command.methods))
@@ -569,7 +570,7 @@ def _of_comparison(words: list[str]) -> tuple[CompareCommand, dict[str, Any]]:
 
 def _report(words: list[str]) -> None:
     command = parse(ReportCommand, "report", words)
-    from logitmix.trainer.report import write_report
+    from logitmix.trainer.commands.report import write_report
 
     write_report([fetched_run(run) for run in command.runs], Path(command.out))
     print(shown(command.out))
@@ -579,7 +580,7 @@ def _export(words: list[str]) -> None:
     command = parse(ExportCommand, "export", words)
     _start_ranks("export", words, command.processes)
     _let_threads_sleep()
-    from logitmix.trainer.export import EXTRAS, Extra, export
+    from logitmix.trainer.export.export import EXTRAS, Extra, export
 
     extras: list[Extra] = [name for name in EXTRAS if getattr(command, name, False)]
     if command.programs_cpu == "avx2":
@@ -683,7 +684,7 @@ def _serve(words: list[str]) -> None:
 def _update_items(words: list[str]) -> None:
     command = parse(UpdateItemsCommand, "update-items", words)
     _let_threads_sleep()
-    from logitmix.trainer.update import update_items
+    from logitmix.trainer.export.update import update_items
 
     counts = update_items(path_of(command.directory), command.items, command.item_column, Console(stderr=True))
     if command.json:
@@ -697,7 +698,7 @@ def _update_items(words: list[str]) -> None:
 
 def _doctor(words: list[str]) -> None:
     command = parse(DoctorCommand, "doctor", words)
-    from logitmix.trainer import doctor
+    from logitmix.trainer.commands import doctor
 
     if launched():
         doctor.meet()
@@ -745,7 +746,7 @@ def _items_group(command: str) -> "Iterator[ProcessGroup | None]":
         yield None
         return
     from logitmix.comm.process_group import process_group
-    from logitmix.trainer.agreement import facts_of
+    from logitmix.trainer.run.agreement import facts_of
 
     with process_group("cpu", PATIENCE, facts_of(command, None, None), _end_lost) as ranks:
         yield ranks.group

@@ -54,7 +54,7 @@ class TableSettings:
     """One sharded embedding table."""
 
     sharding: Literal["auto", "row_wise", "table_wise", "column_wise"] = "auto"
-    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of trainer/plan.py."""
+    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of parallel/plan.py."""
     dim: int = 0
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"

@@ -10,45 +10,36 @@ import torch
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.storage import fetch_run, say, shown
+from logitmix.launch.processes import Stopped, require_threads
 from logitmix.modules.config import sees_times
-from logitmix.trainer import checkpoint
-from logitmix.trainer.agreement import facts_of
-from logitmix.trainer.board import write_projector, write_results_to_board
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluate import Evaluation, held_out
-from logitmix.trainer.memory import set_up_memory
-from logitmix.trainer.optimizer import dense_optimizer
-from logitmix.trainer.parallelize import ParallelModel, model_schema, parallelize
-from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.precision import choose_precision
-from logitmix.trainer.processes import Stopped, require_threads
-from logitmix.trainer.run import (
-    RunProgress,
-    beside_baselines,
+from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
+from logitmix.trainer.logs.board import write_projector, write_results_to_board
+from logitmix.trainer.logs.telemetry import Telemetry, start_block
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema, parallelize
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.agreement import facts_of
+from logitmix.trainer.run.folder import (
     checkpoint_paths,
-    cold_targets,
-    epochs_of_refit,
-    evaluations_since_best,
-    own_minutes,
-    peeked_best,
-    refit_config,
     refit_path,
     require_same,
     run_lock,
-    source_of,
     start_path,
     start_run,
-    still_rising,
     upload_run,
     write_plan,
-    write_ranks,
-    write_results,
 )
+from logitmix.trainer.run.metrics import RunProgress, evaluations_since_best, peeked_best, still_rising
+from logitmix.trainer.run.results import beside_baselines, cold_targets, write_ranks, write_results
+from logitmix.trainer.run.stages import epochs_of_refit, own_minutes, refit_config, source_of
+from logitmix.trainer.run.warm_start import require_fit, warm_start
+from logitmix.trainer.step.memory import set_up_memory
+from logitmix.trainer.step.pipeline import Pipeline
+from logitmix.trainer.step.precision import choose_precision
 from logitmix.trainer.stopping import Stopping
-from logitmix.trainer.telemetry import Telemetry, start_block
-from logitmix.trainer.warm_start import require_fit, warm_start
 
 
 def train(config: Config, run: Path) -> dict[str, float]:

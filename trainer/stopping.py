@@ -16,7 +16,7 @@ from types import TracebackType
 
 from logitmix.comm.collectives import largest
 from logitmix.comm.process_group import Ranks
-from logitmix.trainer.processes import SIGNALS, Stopped, heeded_signals, launched
+from logitmix.launch.processes import SIGNALS, Stopped, heeded_signals, launched
 
 SAME = 1.0
 """Seconds in which a second signal counts as the first: a launcher passes on what the terminal has sent to all."""

@@ -19,7 +19,7 @@ from logitmix.comm import heartbeat
 from logitmix.comm import process_group as module
 from logitmix.comm.collectives import agreed, barrier
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
-from logitmix.trainer.processes import free_port
+from logitmix.launch.processes import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TIMEOUT_SECONDS = 60

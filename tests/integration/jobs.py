@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import file_digest
-from logitmix.trainer.run import read_rows
+from logitmix.trainer.run.metrics import read_rows
 
 QUIET = {"OMP_NUM_THREADS": "1"}
 

@@ -19,9 +19,9 @@ import pytest
 from small_data import small_config, write_dataset
 from test_resume import SETTINGS
 
+from logitmix.launch.processes import LAST, SIGNALS, STOPPED
 from logitmix.trainer.config import dump_toml
-from logitmix.trainer.processes import LAST, SIGNALS, STOPPED
-from logitmix.trainer.run import checkpoint_paths
+from logitmix.trainer.run.folder import checkpoint_paths
 
 MINUTES = float(os.environ.get("LOGITMIX_SOAK_MINUTES", "60"))
 

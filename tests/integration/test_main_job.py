@@ -14,12 +14,12 @@ from small_data import small_config, write_dataset
 
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
-from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluate import HIT_RATES
-from logitmix.trainer.run import read_config
+from logitmix.trainer.evaluation.evaluate import HIT_RATES
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,11 +13,11 @@ import pytest
 import two_ranks
 from small_data import small_config, write_dataset
 
+from logitmix.launch.processes import STOPPED
 from logitmix.trainer import loop
-from logitmix.trainer.checkpoint import load_saved
 from logitmix.trainer.config import Config, dump_toml
-from logitmix.trainer.processes import STOPPED
-from logitmix.trainer.run import checkpoint_paths
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import checkpoint_paths
 
 SETTINGS = {"train.epochs": 10, "train.checkpoint_every": 2, "train.keep": 1, "model.encoder.dropout": 0.3}
 

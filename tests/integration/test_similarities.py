@@ -17,8 +17,8 @@ from logitmix.modules.config import SimilarityConfig
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluate import HIT_RATES, evaluate_run
-from logitmix.trainer.export import export
+from logitmix.trainer.evaluation.evaluate import HIT_RATES, evaluate_run
+from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 
 SMALL: dict[str, dict[str, Any]] = {

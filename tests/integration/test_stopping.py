@@ -16,15 +16,18 @@ from jobs import metrics
 from small_data import small_config, write_dataset
 
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.trainer import checkpoint, cli, loop, stopping
-from logitmix.trainer.checkpoint import load_saved
+from logitmix.launch.processes import STOPPED, Stopped
+from logitmix.trainer import cli, loop, stopping
 from logitmix.trainer.config import Config, dump_toml, with_settings
-from logitmix.trainer.evaluate import Evaluation
+from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.loop import train
-from logitmix.trainer.pipeline import Pipeline
-from logitmix.trainer.processes import STOPPED, Stopped
-from logitmix.trainer.run import RunProgress, checkpoint_paths, read_rows, write_results
-from logitmix.trainer.tensor_files import TensorFile
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import checkpoint_paths
+from logitmix.trainer.run.metrics import RunProgress, read_rows
+from logitmix.trainer.run.results import write_results
+from logitmix.trainer.run.tensor_files import TensorFile
+from logitmix.trainer.step.pipeline import Pipeline
 
 SETTINGS = {"train.epochs": 3, "model.encoder.dropout": 0.3, "train.checkpoint_every": 3}
 

@@ -31,10 +31,10 @@ from logitmix.modules.towers import Tower
 from logitmix.serving.format import About, Source
 from logitmix.serving.model import Precision
 from logitmix.serving.texts import Texts
-from logitmix.trainer.checkpoint import SavedModel
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Column
-from logitmix.trainer.export import DatasetItems, Extra, export_model
+from logitmix.trainer.export.export import DatasetItems, Extra, export_model
+from logitmix.trainer.run.checkpoint import SavedModel
 
 LENGTH = 7
 SOURCE = Source(run="small", step=12, dataset="demo")

@@ -36,7 +36,7 @@ from logitmix.serving.format import (
 from logitmix.serving.model import CORPUS_SCALE, item_types, row_shapes, weight_shapes
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
-from logitmix.trainer import export as export_module
+from logitmix.trainer.export import export as export_module
 
 X = 40
 FILES = (

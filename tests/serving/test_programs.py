@@ -30,10 +30,10 @@ from logitmix.serving.model import Precision, named
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import programs
-from logitmix.trainer.export import Extra
-from logitmix.trainer.programs import CascadeProgram, ItemProgram, QueryProgram
-from logitmix.trainer.update import update_items
+from logitmix.trainer.export import programs
+from logitmix.trainer.export.export import Extra
+from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
+from logitmix.trainer.export.update import update_items
 
 ROOT = Path(__file__).resolve().parents[2]
 X = 30

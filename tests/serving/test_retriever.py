@@ -27,7 +27,7 @@ from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.retriever import Request, Retrieved, Retriever, Row
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import merge, rank_keys, split_keys
-from logitmix.trainer import export as export_module
+from logitmix.trainer.export import export as export_module
 
 X = 300
 ITEM_FEATURES = Schema(

@@ -38,7 +38,7 @@ from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
-from logitmix.trainer.words import parse
+from logitmix.trainer.commands.words import parse
 
 X = 60
 ALLOWED = Allowed(hosts=("here",))

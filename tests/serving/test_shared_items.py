@@ -31,7 +31,7 @@ from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Request, Retriever, Row
-from logitmix.trainer import export as export_module
+from logitmix.trainer.export import export as export_module
 
 X = 300
 SCHEMA = Schema(

@@ -20,8 +20,9 @@ from logitmix.modules.config import (
     SASRecConfig,
     SimilarityConfig,
 )
-from logitmix.trainer import cli, evaluate, loop
+from logitmix.trainer import cli, loop
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
+from logitmix.trainer.evaluation import evaluate
 
 
 @pytest.fixture

@@ -6,15 +6,16 @@ import pytest
 import two_ranks
 from small_data import small_config, write_dataset
 
-from logitmix.trainer import checkpoint
-from logitmix.trainer.checkpoint import load_saved
+from logitmix.launch.processes import Stopped
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluate import Evaluation, evaluate_run
+from logitmix.trainer.evaluation.evaluate import Evaluation, evaluate_run
 from logitmix.trainer.loop import train
-from logitmix.trainer.processes import Stopped
-from logitmix.trainer.run import append_row, checkpoint_paths, evaluations_since_best, read_rows
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import checkpoint_paths
+from logitmix.trainer.run.metrics import append_row, evaluations_since_best, read_rows
 from logitmix.trainer.stopping import Stopping
 
 

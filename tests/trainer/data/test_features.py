@@ -26,8 +26,8 @@ from logitmix.trainer.data.features import (
     values_of_items,
 )
 from logitmix.trainer.data.numbers import MISSING
-from logitmix.trainer.export import in_order
-from logitmix.trainer.export import texts_of as stored
+from logitmix.trainer.export.export import in_order
+from logitmix.trainer.export.export import texts_of as stored
 
 ITEMS = pa.array(["x", "y", "z"])
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")

@@ -1,0 +1,479 @@
+"""Simple and learned methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import two_ranks
+from small_data import ITEMS, in_memory, write_dataset, write_late_items
+
+from logitmix.trainer import cli, loop
+from logitmix.trainer.commands import compare as comparing
+from logitmix.trainer.commands.compare import compare, resampled_means, verdict, with_intervals
+from logitmix.trainer.config import Config, dump_toml, with_settings
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
+from logitmix.trainer.evaluation import baselines
+from logitmix.trainer.evaluation.baselines import EASE, rank_targets, users_of_both
+from logitmix.trainer.evaluation.evaluate import METRICS, means
+from logitmix.trainer.evaluation.ranking import NOT_SERVED
+from logitmix.trainer.run.folder import checkpoint_paths, read_config
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    """40 users with 1 to 24 random actions each, at random times."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 25, 40)
+    made = in_memory(np.concatenate([[0], np.cumsum(lengths)]), random.integers(0, 30, lengths.sum()), 32)
+    times = [np.sort(random.integers(0, 1000, length)) for length in lengths]
+    return replace(made, timestamps_flat=np.concatenate(times))
+
+
+@pytest.fixture(params=["leave-one-out", "time"])
+def held_out(request: pytest.FixtureRequest, dataset: Dataset) -> HeldOut:
+    return leave_one_out(dataset) if request.param == "leave-one-out" else split_by_time(dataset, 0.2)
+
+
+def plain_users(dataset: Dataset, held_out: HeldOut) -> np.ndarray:
+    """X of Steck's paper: which user has a training action with which item."""
+    has_UX = np.zeros((dataset.num_users, dataset.num_items))
+    for user, end in enumerate(held_out.train_end):
+        has_UX[user, dataset.items_flat[dataset.offsets[user] : max(end, dataset.offsets[user])]] = 1
+    return has_UX
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_ease_is_the_closed_form(
+    dataset: Dataset, held_out: HeldOut, exclude: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B = I - P / diag(P), P = (X'X + lambda I)^-1, and ranks by the model's rules; items 30 and 31 have no action."""
+    monkeypatch.setattr(baselines, "BLOCK_SCORES", 7 * 32)  # seven users at a time
+    monkeypatch.setattr(baselines, "SCORES", 100)
+    has_UX = plain_users(dataset, held_out)
+    inverse_XX = np.linalg.inv(has_UX.T @ has_UX + 3 * np.eye(32))
+    weight_XX = np.eye(32) - inverse_XX / np.diag(inverse_XX)
+    ease = EASE.fit(users_of_both(dataset, held_out), 3)
+    np.testing.assert_allclose(ease.weight_XX.numpy(), weight_XX, atol=1e-12)
+    assert not ease.weight_XX.diagonal().any()
+    users, expected = ranking_users(dataset, "test", 5, held_out), []
+    for user, place in zip(users.user, users.place, strict=True):
+        history, target = set(dataset.items_flat[dataset.offsets[user] : place].tolist()), dataset.items_flat[place]
+        score_X = weight_XX[sorted(history)].sum(0)
+        others = set(range(32)) - {int(target)} - (history if exclude else set())
+        rank = 1 + sum(score_X[x] > score_X[target] - 1e-12 for x in others)
+        expected.append(int(NOT_SERVED) if exclude and target in history else rank)
+    assert rank_targets(ease, users, 32, exclude).tolist() == expected
+    assert len(set(expected)) > 8
+
+
+def test_weights_minimize_the_penalized_squares_without_a_diagonal(dataset: Dataset) -> None:
+    """|X - X B|^2 + lambda |B|^2: the gradient vanishes off the diagonal."""
+    held_out = leave_one_out(dataset)
+    has_UX = torch.from_numpy(plain_users(dataset, held_out))
+    weight_XX = EASE.fit(users_of_both(dataset, held_out), 3).weight_XX.clone().requires_grad_()
+    ((has_UX - has_UX @ weight_XX).square().sum() + 3 * weight_XX.square().sum()).backward()
+    assert weight_XX.grad is not None
+    off_XX = weight_XX.grad - torch.diag(weight_XX.grad.diagonal())
+    assert off_XX.abs().max() < 1e-10 < weight_XX.grad.abs().max()
+
+
+def test_intervals_are_paired_and_of_the_right_width() -> None:
+    """Of 4,000 users with a hit rate of 0.5, +- 1.96 sqrt(0.25 / 4000); the difference of two methods that differ in 40
+    users is far more certain than each alone."""
+    random = np.random.default_rng(1)
+    rank_U = np.where(random.random(4000) < 0.5, 1, 1000)
+    better_U = rank_U.copy()
+    better_U[np.flatnonzero(rank_U == 1000)[:40]] = 1
+    found = with_intervals({"one": rank_U, "other": better_U}, "one")
+    mean, low, high = found["one"]["test"]["hr@10"]
+    assert mean == (rank_U == 1).mean()
+    assert (high - low) / 2 == pytest.approx(1.96 * np.sqrt(0.25 / 4000), rel=0.08)
+    mean, low, high = found["other"]["difference"]["hr@10"]
+    assert mean == pytest.approx(0.01) and 0.006 < low < 0.008 and 0.012 < high < 0.014
+    assert found["one"]["difference"]["mrr"] == [0.0, 0.0, 0.0]
+    for metric in found["other"]["test"]:
+        assert found["other"]["test"][metric][0] == pytest.approx(METRICS[metric](better_U).mean())
+
+
+def test_a_resample_has_as_many_users() -> None:
+    mean_RM = resampled_means(np.ones((7, 2)))
+    assert mean_RM.shape == (2000, 2) and np.allclose(mean_RM, 1)
+
+
+def row(
+    method: str,
+    validation: float,
+    test: float,
+    low: float = 0.0,
+    high: float = 0.0,
+    rising: bool | None = False,
+    high50: float = 0.0,
+    differ: int = 6,
+) -> dict[str, Any]:
+    learned = method in comparing.LEARNED
+    return {
+        "method": method,
+        "learnt": learned,
+        "validation": {"hr@10": validation},
+        "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
+        "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
+        "users_that_differ": differ,
+    } | ({"still_rising": rising} if learned else {})
+
+
+BEHIND = "no learned model is ahead of EASE on validation, and on the test part HSTU, the best of them, is"
+
+
+@pytest.mark.parametrize(
+    ("learned", "said"),
+    [
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, None, -0.1), "HSTU is best on validation, and EASE of the simple"),
+        (
+            row("hstu", 0.3, 0.312, 0.09, 0.13),
+            "HSTU is best on validation, and EASE of the simple methods; on the test part HSTU beats it: HR@10",
+        ),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), "HSTU is best on validation, but not clearly better than EASE"),
+        (
+            row("hstu", 0.3, 0.21, -0.01, 0.03),
+            "HSTU is best on validation, but not clearly better than EASE on the test part",
+        ),
+        (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
+        (row("hstu", 0.1, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
+        (row("hstu", 0.2, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
+        (
+            row("hstu", 0.1, 0.19, -0.03, 0.01, True),
+            f"{BEHIND} not clearly better: HR@10",
+        ),
+        (
+            row("hstu", 0.1, 0.1, -0.13, -0.07),
+            f"{BEHIND} behind: HR@10",
+        ),
+        (
+            row("hstu", 0.1, 0.1, -0.13, -0.07, differ=5),
+            f"{BEHIND} not clearly better: HR@10",
+        ),
+    ],
+)
+def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[str, Any], said: str) -> None:
+    """`dot` would be the best on the test part, but not on validation."""
+    rows = [row("ease", 0.2, 0.2), row("popularity", 0.05, 0.9), learned, row("dot", 0.01, 0.95, 0.7, 0.8)]
+    sentence = verdict(rows, "ease")
+    assert sentence.startswith(said)
+    difference, low, high = learned["difference"]["hr@10"]
+    assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
+    assert ("validation was still rising" in sentence) == (learned["still_rising"] is True)
+    assert ("time for only one evaluation of" in sentence) == (learned["still_rising"] is None)
+    assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learned["difference"]["hr@50"][2] < 0)
+
+
+def test_methods_that_are_all_as_good_are_not_told_apart() -> None:
+    """As where the corpus has no more than 10 items."""
+    rows = [row("popularity", 1, 1), row("dot", 1, 1)]
+    assert verdict(rows, "popularity").startswith("all methods have the same HR@10, 1.000: it does not tell them apart")
+    assert verdict([*rows, row("ease", 1, 0.9)], "popularity").startswith("no learned model is ahead of popularity")
+
+
+TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,
+        "evaluate.every_epochs": 1, "model.loss.negatives": 16, "train.precision": "fp32"}  # fmt: skip
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs that are trained, with small models of two epochs."""
+    names: list[str] = []
+    train_run, config_of = loop.train_run, comparing.config_of
+
+    def counted(config: Config, run: Path, *others: Any) -> dict[str, float]:
+        names.append(run.name)
+        return train_run(config, run, *others)
+
+    monkeypatch.setattr(comparing, "train_run", counted)
+    monkeypatch.setattr(comparing, "config_of", lambda *of: with_settings(config_of(*of), TINY))
+    return names
+
+
+def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_dataset(tmp_path / "data", ring=True), tmp_path / "out"
+    words = ["compare", str(data), "--minutes", "5", "--out", str(out), "--threads", "1"]
+    cli.main([*words, "--methods", "dot", "hstu", "--json"])
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert trained == ["dot", "hstu"] and "[2/2] HSTU trains for 5 minutes" in said.err
+    assert found == json.loads((out / "compare.json").read_text())
+    assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn", "ease", "dot", "hstu"}
+    values = [of["validation"]["hr@10"] for of in found["methods"]]
+    assert values == sorted(values, reverse=True)
+    for of in found["methods"]:
+        rank_U = read_ranks(out / of["method"])
+        assert len(rank_U) == found["users"] == 60
+        for metric, (mean, low, high) in of["test"].items():
+            assert mean == pytest.approx(means(rank_U)[metric]) and low <= mean <= high
+        assert of["parameters"] > 0 and of["minutes"] > 0
+    results = json.loads((out / "dot" / "results.json").read_text())
+    dot = next(of for of in found["methods"] if of["method"] == "dot")
+    for metric, (mean, *_) in dot["test"].items():
+        assert mean == pytest.approx(results[metric])
+
+    (out / "hstu" / "results.json").unlink()  # as if interrupted
+    cli.main(words)
+    said = capsys.readouterr()
+    assert trained == ["dot", "hstu", "mol", "hstu"]
+    assert "[1/3] dot is done" in said.err
+    for word in ("popularity", "item-kNN", "EASE", "MoL", "HSTU", "validation", "HR@50", "still", " to "):
+        assert word in said.out
+    assert (out / "compare.txt").read_text() == said.out
+    seconds = [json.loads((of / "results.json").read_text())["seconds"] for of in (out / "mol", out / "mol" / "start")]
+    mol = next(of for of in json.loads((out / "compare.json").read_text())["methods"] if of["method"] == "mol")
+    assert mol["minutes"] == sum(seconds) / 60
+    with pytest.raises(SystemExit):
+        cli.main(["compare", str(data), "--minutes", "3", "--out", str(out)])
+    assert read_results(out / "ease")["budget"] == 5  # nothing was fitted for the fewer minutes
+    assert "was trained for 5 minutes; give --minutes 5 or more, or another --out" in capsys.readouterr().err
+    rows = {name: read_rows(out / name) for name in ("dot", "mol")}
+    cli.main(["compare", str(data), "--minutes", "6", "--out", str(out), "--methods", "dot", "mol"])
+    assert trained[4:] == ["dot", "mol"]
+    for name, before in rows.items():  # anew, with other times
+        assert [row["step"] for row in before] == [row["step"] for row in read_rows(out / name)]
+        assert before != read_rows(out / name) and read_config(out / name).train.minutes == 6
+    assert read_config(out / "mol" / "start").train.minutes == 3
+
+
+TIME = ["--data.split", "time", "--data.held-out", "0.1", "--evaluate.exclude-history", "no", "--evaluate.users", "0"]
+
+
+def test_the_split_and_the_rules_of_evaluation_hold_for_all_methods(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_late_items(tmp_path / "data"), tmp_path / "out"
+    words = ["compare", str(data), "--minutes", "5", "--out", str(out), "--threads", "1", "--methods", "dot"]
+    cli.main([*words, *TIME])
+    said, found = capsys.readouterr().out, json.loads((out / "compare.json").read_text())
+    assert found["users"] == 40 and found["cold_targets"] == 0.5
+    assert found["settings"]["data.split"] == "time" and found["settings"]["evaluate.exclude_history"] == "no"
+    line = "test part: 50% of the targets are items that training has no action of (targets/cold)"
+    assert line in " ".join(said.split()) and found["beside"][-1].startswith(line)
+    for name in ("popularity", "item_knn", "ease", "dot"):
+        config, users = read_config(out / name), read_test_users(out / name)
+        assert (config.data.split, config.data.held_out, config.evaluate.exclude_history) == ("time", 0.1, "no")
+        assert users == [f"u-{user}" for user in range(40)] and len(read_ranks(out / name)) == 40
+
+    cli.main([*words, *TIME])
+    assert trained == ["dot"]
+    kept = {path: path.read_bytes() for path in out.glob("*/test_ranks.json")}
+    given = {"data.split": "time", "data.held_out": 0.1, "evaluate.exclude_history": "no"}
+    for settings, differs in (
+        ({}, "data.split was time, is leave-one-out"),
+        (given | {"evaluate.users": 20}, "evaluate.users was 0, is 20"),
+        (given | {"data.held_out": 0.2}, "data.held_out was 0.1, is 0.2"),
+        (given | {"evaluate.metric": "mrr"}, "evaluate.metric was hr@10, is mrr"),
+    ):
+        for methods in (["dot"], []):  # without learned ones, the simple ones tell
+            with pytest.raises(ValueError, match=re.escape(differs)):
+                compare(str(data), out, 5, methods, 1, settings)
+    assert trained == ["dot"] and kept == {path: path.read_bytes() for path in out.glob("*/test_ranks.json")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data.validation": False}, "data.validation is false, but compare chooses on validation"),
+        ({"evaluate.every_epochs": 0}, "evaluate.every_epochs is 0, but compare chooses on validation"),
+        ({"model.dim": 8}, "compare has no setting model.dim; it takes those of data and evaluate"),
+        ({"data.path": "elsewhere"}, "compare has no setting data.path"),
+        (
+            {"evaluate.users": 0},
+            "evaluate.users is 0, but of 60 users the simple methods rank 40 at most, with 50 items",
+        ),
+        ({"evaluate.users": 41}, "give --evaluate.users 40 or less"),
+    ],
+)
+def test_settings_with_which_methods_cannot_be_compared_are_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "MOST_SCORES", 40 * ITEMS)
+    data = write_dataset(tmp_path / "data")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        compare(str(data), tmp_path / "out", 5, ["dot"], 1, settings)
+    assert not (tmp_path / "out").exists()
+    config = comparing.config_of("dot", load_dataset(data), 5, 1, {"evaluate.users": 39})
+    assert config.evaluate.users == 39 and comparing.config_of("dot", load_dataset(data), 5, 1).evaluate.users == 40
+
+
+def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def killed(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(loop, "_test", killed)
+        compare(str(data), out, 5, ["mol"], 1)
+    assert checkpoint_paths(out / "mol" / "start") and not checkpoint_paths(out / "mol")
+    with pytest.raises(ValueError, match=r"mol was trained for 5 minutes; give --minutes 5 or more"):
+        compare(str(data), out, 4, ["mol"], 1)
+    (out / "dot" / "checkpoints" / "step-4").mkdir(parents=True)  # what is left where a removal has failed
+    compare(str(data), out, 6, ["dot", "mol"], 1)
+    assert read_config(out / "dot").train.minutes == 6
+    assert read_config(out / "mol").train.minutes == 6 == 2 * read_config(out / "mol" / "start").train.minutes
+
+
+def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, trained: list[str]) -> None:
+    """Not one of another dataset or of `train`, and none where another method had too many minutes."""
+    data, other, out = write_dataset(tmp_path / "data"), write_dataset(tmp_path / "other", seed=1), tmp_path / "out"
+    compare(str(data), out, 5, ["dot"], 1)
+    rows = read_rows(out / "dot")
+    simple = [out / name for name in ("popularity", "item_knn", "ease")]
+    for folder in simple:  # which would be refused first
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"other is not the dataset that .*dot began with"):
+        compare(str(other), out, 6, ["dot"], 1)
+    assert not any(folder.exists() for folder in simple)
+    longer, noted = comparing.config_of("hstu", load_dataset(data), 8, 1), out / "hstu" / "config.toml"
+    noted.parent.mkdir()
+    noted.write_text(dump_toml(longer))
+    with pytest.raises(ValueError, match=r"hstu was trained for 8 minutes; give --minutes 8 or more"):
+        compare(str(data), out, 6, ["dot", "hstu"], 1)
+    by_hand = with_settings(longer, {"train.minutes": 0.0, "dense.lr": 0.25})
+    noted.write_text(dump_toml(by_hand))
+    with pytest.raises(ValueError, match=r"hstu was started with other settings: dense\.lr was 0\.25"):
+        compare(str(data), out, 6, ["hstu"], 1)
+    assert read_rows(out / "dot") == rows and noted.exists()
+
+
+@pytest.mark.parametrize(
+    ("minutes", "changed", "message"),
+    [
+        (5, {"dense.lr": 0.25}, r"dot was started with other settings: dense\.lr was 0\.25"),
+        (5, {"train.threads": 2}, "dot was trained with --threads 2; give the same, or another --out"),
+        (6, {"dense.lr": 0.25}, r"dot was started with other settings: dense\.lr was 0\.25"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
+    tmp_path: Path, trained: list[str], minutes: float, changed: dict[str, Any], message: str, finished: bool
+) -> None:
+    """In other settings, or with other threads and as many minutes."""
+    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    config = comparing.config_of("dot", load_dataset(data), 5, 1)
+    (out / "dot").mkdir(parents=True)
+    (out / "dot" / "config.toml").write_text(dump_toml(with_settings(config, changed)))
+    (out / "dot" / "checkpoints" / "step-4").mkdir(parents=True)
+    shutil.copy(data / "dataset.json", out / "dot")
+    if finished:
+        (out / "dot" / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        compare(str(data), out, minutes, ["dot"], 1)
+    assert trained == [] and not (out / "popularity").exists()
+
+
+def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data"))
+    dot, mol, hstu = (comparing.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
+    assert mol.first == replace(dot, train=replace(dot.train, minutes=2.5))
+    for of in (dot, mol, hstu):
+        assert (of.train.schedule, of.train.patience, of.train.minutes) == ("wsd", 0, 5)
+        # Minutes end it: a small dataset or a fast GPU would come to the 30,000 steps of `auto` before.
+        assert of.train.epochs * -(-dataset.num_users // of.train.batch_size) > 30_000
+
+
+def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
+    """What `compare` returns, and whether what one rank does alone leaves its main thread to tell the other of it."""
+    config_of, aside = comparing.config_of, []
+
+    def noting(action: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            aside.append(threading.current_thread() is not threading.main_thread())
+            return action(*arguments)
+
+        return noted
+
+    comparing.config_of = lambda *of: with_settings(config_of(*of), TINY)
+    comparing._simple_methods, comparing._finish = noting(comparing._simple_methods), noting(comparing._finish)
+    return compare(str(data), out, 5, ["dot", "hstu"], 1), aside
+
+
+def test_two_ranks_return_the_same(tmp_path: Path) -> None:
+    """Two runs, one after another, in one group."""
+    (first, aside), (second, _) = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
+    assert first == second and aside == [True, True]
+    assert [line.partition(": ")[0] for line in first["beside"]] == ["dot on the test part", "HSTU on the test part"]
+    assert all(" at hr@" in line for line in first["beside"])
+    assert len(first["methods"]) == 5 and json.loads((tmp_path / "out" / "compare.json").read_text()) == first
+
+
+def test_ease_keeps_to_its_time_and_its_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its penalty is the best on validation of those that there is time for; nothing is trained here."""
+    data = write_dataset(tmp_path / "data")
+    dataset = load_dataset(str(data))
+    held_out, users = leave_one_out(dataset), ranking_users(dataset, "validation", 5)
+    both_XX = users_of_both(dataset, held_out)
+    tried, exclude = [0.1, 3.0, 1e4], not are_common(dataset.repeated_targets)
+    monkeypatch.setattr(comparing, "PENALTIES", tuple(tried))
+    values = [means(rank_targets(EASE.fit(both_XX, of), users, 50, exclude))["hr@10"] for of in tried]
+    assert max(values) > values[0]
+    long, short = (ease_of(compare(str(data), tmp_path / f"{of}", of, [], 1)) for of in (5, 1e-9))
+    assert long["penalties_tried"] == tried and long["penalty"] == tried[int(np.argmax(values))]
+    assert long["validation"]["hr@10"] == max(values)
+    assert short["penalties_tried"] == tried[:1] and short["penalty"] == tried[0]
+    monkeypatch.setattr(comparing, "MOST_EASE_ITEMS", 49)
+    found = compare(str(data), tmp_path / "without", 5, [], 1)
+    assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn"}
+    assert "nothing was trained" in found["verdict"]
+    left_out = "EASE is left out: the corpus has more than 49 items"
+    assert left_out in capsys.readouterr().err and found["left_out"] == [left_out]
+    assert left_out in (tmp_path / "without" / "compare.txt").read_text()
+
+
+def ease_of(found: dict[str, Any]) -> dict[str, Any]:
+    (ease,) = (of for of in found["methods"] if of["method"] == "ease")
+    return ease
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"methods": ["MoL"]}, "methods is MoL; it must be among dot, mol, hstu"),
+        ({"minutes": 0.0}, "minutes is 0.0; it must be above 0 and finite"),
+        ({"minutes": float("inf")}, "minutes is inf; it must be above 0 and finite"),
+        ({"threads": 0}, "threads is 0; it must be from 1 to "),
+        ({"threads": 10_000}, "threads is 10000; it must be from 1 to "),
+        ({"out": "data/runs"}, "is in the dataset directory"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_fitted(
+    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "data")
+    asked = {"out": "out", "minutes": 1.0, "methods": ["dot"], "threads": 1} | given
+    with pytest.raises(ValueError, match=message):
+        compare("data", Path(asked.pop("out")), **asked)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"] and not (tmp_path / "data" / "runs").exists()
+
+
+def test_a_dataset_that_nothing_can_be_trained_on_is_refused_before_anything_is_fitted(tmp_path: Path) -> None:
+    lines = [f"user{user},item{user + step},{step}" for user in range(4) for step in range(2)]
+    (tmp_path / "two.csv").write_text("\n".join(["user,item,timestamp", *lines]) + "\n")
+    data = tmp_path / "data"
+    words = ["--source", str(tmp_path / "two.csv"), "--out", str(data), "--min-user-actions", "1"]
+    cli.main(["prepare", "table", *words])
+    with pytest.raises(ValueError, match="no user has 2 actions, which one training position takes"):
+        compare(str(data), tmp_path / "out", 1.0, ["dot"], 1)
+    assert not list((tmp_path / "out").glob("*/results.json"))

@@ -1,0 +1,116 @@
+"""`logitmix doctor`: each finding where what it looks for is there, and where it is not."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from logitmix.trainer import cli
+from logitmix.trainer.commands import doctor
+
+SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
+
+
+def test_a_machine_that_passes_the_tests_is_sound() -> None:
+    """As a user calls it: two ranks are started and meet."""
+    words = [sys.executable, "-m", "logitmix.trainer.cli", "doctor", "--json"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert said.returncode == 0, said.stdout + said.stderr
+    report = json.loads(said.stdout)
+    states = {finding["subject"]: finding["state"] for finding in report["findings"]}
+    assert report["broken"] == [] and states["libraries"] == states["ranks"] == states["Python"] == "ok"
+    assert {"compiled C", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
+
+
+def test_every_compiled_part_is_looked_for() -> None:
+    assert SETUP.count("Extension(\n") == len(doctor.PARTS) and all(f'"{part}"' in SETUP for part in doctor.PARTS)
+
+
+def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "compiled_library", lambda module: None if "_mol" in module else object())
+    found = doctor._compiled_parts()
+    assert found.state == "slow" and found.said == "not built: MoL's loss, MoL's scores; plain torch does it"
+
+
+@pytest.mark.parametrize(
+    ("versions", "state", "said"),
+    [
+        ({"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "ok", "fbgemm-gpu-cpu 1.8.0"),
+        ({"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, "ok", "torch 2.11.0+cu130"),
+        ({"torch": "2.13.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.8.0"}, "broken", "not a matching set, which are"),
+        ({"torch": "2.13.0", "torchrec": "1.8.0"}, "broken", "not a matching set"),
+        ({"torch": "2.99.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, "broken", "not a matching set"),
+        ({"torch": "2.13.0"}, "absent", "no torchrec: train, evaluate"),
+    ],
+)
+def test_libraries(versions: dict[str, str], state: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = doctor._libraries()
+    assert found.state == state and said in found.said
+
+
+def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    found = doctor._libraries()
+    assert found.state == "broken" and "torchrec does not load: import of torchrec halted" in found.said
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "count", "state", "said"),
+    [
+        (False, None, 0, "ok", "none: everything runs on the CPU"),
+        (True, None, 0, "broken", "torch is a CPU build"),
+        (True, "13.0", 0, "broken", "torch finds no GPU"),
+        (True, "13.0", 2, "ok", "2 with CUDA 13.0: A card"),
+    ],
+)
+def test_gpus(
+    driver: bool, cuda: str | None, count: int, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: driver or None)
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A card")
+    found = doctor._gpus()
+    assert found.state == state and said in found.said
+
+
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", lambda words, count: 3)
+    found = doctor._ranks()
+    assert found.state == "broken" and "exit status 3" in found.said
+
+
+def test_what_is_broken_shows_in_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine() -> Any:
+        yield doctor.Finding("server", "absent", "no fastapi: serve", "pip install fastapi")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    cli.main(["doctor"])
+    assert capsys.readouterr().out == "absent  server       no fastapi: serve (pip install fastapi)\n"
+    monkeypatch.setattr(doctor, "examine", lambda: iter([doctor.Finding("ranks", "broken", "did not meet")]))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", "--json"])
+    assert stop.value.code == 1 and json.loads(capsys.readouterr().out)["broken"] == ["ranks"]
+
+
+@pytest.mark.parametrize(("state", "meets"), [("ok", True), ("slow", True), ("broken", False)])
+def test_ranks_meet_unless_gpus_are_broken(state: doctor.State, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_libraries", lambda: doctor.Finding("libraries", "ok", ""))
+    monkeypatch.setattr(doctor, "_gpus", lambda: doctor.Finding("GPUs", state, ""))
+    monkeypatch.setattr(doctor, "_ranks", lambda: doctor.Finding("ranks", "ok", ""))
+    assert ("ranks" in [finding.subject for finding in doctor.examine()]) == meets

@@ -1,0 +1,215 @@
+"""The page is well-formed XML after its doctype; what it shows is checked by what the runs hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import cli
+from logitmix.trainer.commands.report import POINTS, Run, chart, thinned, ticks, wilson, write_report
+from logitmix.trainer.config import dump_toml
+from logitmix.trainer.loop import train
+from logitmix.trainer.run.results import beside_baselines
+
+
+def parsed(out: Path) -> ElementTree.Element:
+    text = out.read_text()
+    assert text.startswith("<!DOCTYPE html>\n")
+    for outside in ("http", "<script", "<link", "src=", "@import", "url("):
+        assert outside not in text
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def texts(element: ElementTree.Element, tag: str) -> list[str]:
+    return ["".join(found.itertext()) for found in element.iter(tag)]
+
+
+def made_run(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any], **files: Any) -> Path:
+    """A run directory without training."""
+    path.mkdir()
+    (path / "config.toml").write_text(dump_toml(small_config(path, settings)))
+    (path / "dataset.json").write_text(json.dumps({"name": "a <b> & c", "users": 60, "items": 50, "actions": 700}))
+    if rows:
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def training_row(step: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "loss": 9.0 / step, "time/step": 6.0, "time/forward": 6.0, **more}
+
+
+def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = train(small_config(write_dataset(tmp_path / "data")), tmp_path / "run")
+    cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
+    line, said = beside_baselines(results), capsys.readouterr()
+    assert said.out == f"{tmp_path / 'page.html'}\n"
+    page = parsed(tmp_path / "page.html")
+    assert line and f"test: {line}\n" in said.err and any(text.endswith(f"{line}.") for text in texts(page, "p"))
+    sections = texts(page, "h2")
+    assert sections[:3] == ["Test metrics", "Curves", "Popularity of what is recommended"]
+    assert sections[3:] == ["Time of a step", "The wire", "Use of MoL's components", "Configuration"]
+    low, high = wilson(results["hr@10"], 60)
+    rows = texts(page, "tr")
+    beside = [f"{results[f'{name}/hr@10']:.4f}" for name in ("popularity", "item_knn")]
+    assert f"hr@10{results['hr@10']:.4f} [{low:.4f}, {high:.4f}]{''.join(beside)}" in rows
+    assert any(row.startswith(f"mrr{results['mrr']:.4f}") for row in rows) and "users60" in rows
+    assert "model.similarity.kindmol" in rows
+    charts = texts(page, "figcaption")
+    assert charts[:2] == ["training loss", "training loss"]
+    assert charts[2:8] == [f"validation {name}" for name in ("hr@10", "hr@200", "mrr") for _ in range(2)]
+    assert "gates: entropy" in charts
+    # 8 rows of training, 2 of validation: no chart is empty.
+    curves = [line.attrib["points"].count(",") for line in page.iter("polyline")]
+    assert curves == [8, 8, 2, 2, 2, 2, 2, 2, 8, 8, 8]
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    """One finished, one with a strange name that has not, one that has logged nothing, one that was not evaluated and
+    has no validation part."""
+    wire = {"wire/item/forward/bytes_per_step": 2000.0, "wire/item/forward/fp32_bytes_per_step": 8000.0}
+    rows = [training_row(step, **wire) for step in (1, 2, 4)]
+    validated = {"kind": "validation", "step": 2, "hr@10": 0.5, "mrr": 0.25}
+    finished = {"hr@10": 0.25, "mrr": 0.1, "users": 60, "corpus": 50, "step": 2, "examples_per_second": 7.0}
+    finished |= {"popularity/hr@10": 0.3, "recommended/coverage@10": 0.6}
+    for name, (top_1, top_10) in {"recommended": (0.25, 0.75), "targets": (0.125, 0.5)}.items():
+        finished |= {f"{name}/top_1_percent": top_1, f"{name}/top_10_percent": top_10}
+    runs = [
+        made_run(tmp_path / "done", [*rows, validated], {}, results=finished | {"seconds": 24.0}),
+        made_run(tmp_path / "<i>&'\"", [*rows[:2], validated], {"train.seed": 3}),
+        made_run(tmp_path / "started", [], {}),
+        made_run(
+            tmp_path / "plain",
+            rows,
+            {"evaluate.every_epochs": 0, "data.validation": False},
+            results={"step": 4, "examples_per_second": 5.0, "seconds": 24.0},
+        ),
+    ]
+    write_report(runs, tmp_path / "out.html")
+    page = parsed(tmp_path / "out.html")
+    overview, metrics = list(page.iter("table"))[:2]
+    shown = texts(overview, "tr")[1:]
+    size = "a <b> & c: 60 users, 50 items, 700 actions"
+    assert shown == [
+        f"{runs[0]}{size}finished, 4 steps0.4 min",
+        f"{runs[1]}{size}not finished, 2 steps0.2 min",
+        f"{runs[2]}{size}not finished, 0 steps0.0 min",
+        f"{runs[3]}{size}finished, 4 steps0.4 min",
+    ]
+    assert texts(metrics, "th") == ["metric", *map(str, runs), "popularity"]
+    assert {"hr@100.2500 [0.1578, 0.3723]---0.3000", "examples_per_second7--5-"} < set(texts(metrics, "tr"))
+    assert {"users60---", "items ranked50---", "step of the checkpoint2--4"} < set(texts(metrics, "tr"))
+    note = "Of the best checkpoint on validation (of a run without a validation part: the last), over the whole corpus."
+    assert any(text.startswith(note) for text in texts(page, "p"))
+    assert texts(metrics, "strong") == ["0.2500 [0.1578, 0.3723]", "0.1000"]
+    rows_shown = texts(page, "tr")
+    assert f"{runs[0]}itemforward2.00.250-" in rows_shown
+    assert f"{runs[0]}recommended25.0%50.0%25.0%60.0%" in rows_shown
+    assert f"{runs[0]}test targets12.5%37.5%50.0%-" in rows_shown
+    marks = texts(page, "mark")
+    differing = [row for row in rows_shown if row.startswith(("data.val", "train.seed", "evaluate.every_epochs"))]
+    assert differing == ["data.validationTrueTrueTrueFalse", "train.seed0300", "evaluate.every_epochs1110"]
+    # The path of the data differs as well.
+    assert len(marks) == 4 * 4
+
+
+def test_a_refit_that_is_not_shown_is_named(tmp_path: Path) -> None:
+    """Once it is finished, for the figures of its run are not those of what is exported."""
+    results = {"hr@10": 0.25, "users": 60, "step": 2, "seconds": 24.0}
+    run = made_run(tmp_path / "run", [], {}, results=results)
+    refit = made_run(run / "refit", [], {"data.validation": False})
+    said = []
+    for runs in ([run], [run], [run, refit]):
+        write_report(runs, tmp_path / "out.html")
+        said.append(f"is a run of its own: {refit}." in texts(parsed(tmp_path / "out.html"), "p")[0])
+        (refit / "results.json").write_text(json.dumps(results))
+    assert said == [False, True, False]
+
+
+def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> None:
+    """The first and the third are of one dataset, and the last two have peeked: other figures under one label."""
+    shown = [(0.3, None), (0.4, 0.6), (0.3, 0.5)]
+    runs = []
+    for number, (popular, peeked) in enumerate(shown):
+        results = {"hr@10": 0.25, "users": 60, "step": 2, "seconds": 24.0, "popularity/hr@10": popular}
+        results |= {} if peeked is None else {"peeked/hr@10": peeked}
+        runs.append(made_run(tmp_path / f"run{number}", [], {}, results=results))
+    write_report(runs, tmp_path / "out.html")
+    metrics = list(parsed(tmp_path / "out.html").iter("table"))[1]
+    colors = [[span.attrib["class"] for span in head.iter("span")] for head in metrics.iter("th")]
+    assert texts(metrics, "th")[4:] == ["popularity", "popularity", "peeked: best on test", "peeked: best on test"]
+    assert colors[4:] == [["swatch r0", "swatch r2"], ["swatch r1"], ["swatch r1"], ["swatch r2"]]
+
+
+def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Path) -> None:
+    seconds = {10: 60.0, 20: 1.0, 30: 3.0}
+    rows = [training_row(step, **{"time/forward": spent}) for step, spent in seconds.items()]
+    runs = [made_run(tmp_path / "run", rows, {}), made_run(tmp_path / "one", rows[:1], {})]
+    write_report(runs, tmp_path / "out.html")
+    shown = texts(parsed(tmp_path / "out.html"), "tr")
+    assert f"{runs[0]}2,000.02,000.0" in shown and f"{runs[1]}60,000.060,000.0" in shown
+
+
+def test_without_a_finished_run_there_are_no_test_metrics(tmp_path: Path) -> None:
+    write_report([made_run(tmp_path / "run", [training_row(1)], {})], tmp_path / "out.html")
+    said = texts(parsed(tmp_path / "out.html"), "p")
+    assert "No run has finished yet." in said and "nothing yet" in said
+
+
+def test_time_follows_from_the_seconds_of_the_steps(tmp_path: Path) -> None:
+    rows = [training_row(10, **{"time/step": 6.0}), training_row(20, **{"time/step": 12.0})]
+    run = Run.read(made_run(tmp_path / "run", rows, {}))
+    assert [run.minutes_at(step) for step in (0, 5, 10, 15, 20, 25)] == pytest.approx([0, 0.5, 1, 2, 3, 4])
+
+
+def test_the_time_of_the_run_that_was_trained_first_counts(tmp_path: Path) -> None:
+    first = {"start.model.similarity.kind": "dot"}
+    run = made_run(tmp_path / "run", [training_row(10)], first, results={"seconds": 60.0, "step": 12})
+    none = made_run(tmp_path / "none", [training_row(10)], {}, results={"seconds": 60.0, "step": 12})
+    for path in (run, none):
+        made_run(path / "start", [], {}, results={"seconds": 120.0, "step": 9})
+    assert [Run.read(path).minutes_at(10) for path in (run, none)] == [3.0, 1.0]
+    write_report([run, none], tmp_path / "out.html")
+    page = parsed(tmp_path / "out.html")
+    spent = ["".join(list(row.iter("td"))[-1].itertext()) for row in list(next(page.iter("table")).iter("tr"))[1:]]
+    # What was not logged is known from the results.
+    assert texts(next(page.iter("table")), "tr")[1].count("finished, 12 steps") == 1
+    assert spent == [f"3.0 min, the first 2.0 of them in {run / 'start'}", "1.0 min"]
+    assert "It begins with that of the run that was trained first." in "".join(texts(page, "p"))
+
+
+def test_wilson() -> None:
+    """Brown, Cai and DasGupta (2001) and the closed form at the ends."""
+    assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 3), (0, 0), (-2, 17), (1e-7, 3e-7), (12_345, 99_999)])
+def test_ticks_are_round_and_around_all_values(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 8
+    assert found[0] <= low + 1e-15 and high <= found[-1] + 1e-15
+    step = found[1] - found[0]
+    assert f"{step:.1e}"[0] in "125"
+
+
+def test_a_chart_leaves_out_what_is_not_finite_and_thins_what_is_long() -> None:
+    nan = float("nan")
+    assert chart("t", "step", [[(1, 2.0), (2, nan), (3, 4.0)]]).count("<circle") == 2
+    assert "nothing yet" in chart("t", "step", [[(1, nan)], []])
+    long = [(float(x), float(x % 2)) for x in range(2 * POINTS)]
+    assert thinned(long, POINTS) == [(2 * at + 0.5, 0.5) for at in range(POINTS)]
+    assert thinned(long[:POINTS], POINTS) == long[:POINTS]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (([str(tmp_path)], "is not a run directory"), ([], "report")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["report", *words, "--out", str(tmp_path / "out.html")])
+        assert stop.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()

@@ -1,0 +1,113 @@
+"""What the recipe `auto` makes of a dataset, and what stands above it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitmix.modules.config import MoLConfig
+from logitmix.trainer import api, cli, loop
+from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
+from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
+
+BRAND = {"name": "brand", "owner": "item", "kind": "id", "table": "brand"}
+AGE = {"name": "age", "owner": "user", "kind": "number"}
+
+
+def described(users: int, items: int, actions: int, *features: dict[str, str]) -> dict[str, Any]:
+    """The entries of a dataset.json that count."""
+    item = {"name": "item", "owner": "item", "kind": "id", "table": "item"}
+    return {"users": users, "items": items, "actions": actions, "schema": {"features": [item, *features]}}
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Path:
+    """A folder with a dataset.json of 1,000 users, 500 items and 20,000 actions."""
+    (tmp_path / "clicks").mkdir()
+    (tmp_path / "clicks" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000, BRAND, AGE)))
+    return tmp_path / "clicks"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that training was started with."""
+    configs: list[Config] = []
+    monkeypatch.setattr(loop, "train", lambda config, run: configs.append(config) or {"step": 0})
+    return configs
+
+
+@pytest.mark.parametrize("users", [1, 2, 5, 17, 1000, 40_000, 10**8])
+@pytest.mark.parametrize("length", [1, 3, 9, 40, 1000])
+@pytest.mark.parametrize("items", [1, 10, 2000, 10**8])
+def test_every_size_gives_settings_that_can_be(users: int, length: int, items: int) -> None:
+    config = with_settings(
+        load_recipe(AUTO), {name: value for name, (value, _) in sized(described(users, items, users * length)).items()}
+    )
+    assert config.train.batch_size <= max(users, 1) and config.model.loss.negatives <= 2048
+    # The steps of all epochs are bounded, but for three epochs.
+    steps = -(-users // config.train.batch_size)
+    assert config.train.epochs * steps <= 30_000 or config.train.epochs == 3
+    assert config.evaluate.every_epochs * steps >= 300
+
+
+def test_an_empty_dataset_has_sizes_too() -> None:
+    """Reading it says what is wrong with it."""
+    assert sized(described(0, 0, 0))["train.batch_size"][0] == 1
+
+
+def test_item_features_are_taken_and_no_others() -> None:
+    assert sized(described(10, 10, 100, BRAND, AGE))["model.features"][0] == ["brand"]
+    assert "model.features" not in sized(described(10, 10, 100, AGE))
+
+
+def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
+    assert sized(described(10, 1_000_000, 100))["train.ema"][0] == 0.99
+    assert "train.ema" not in sized(described(10, 1_000_001, 100))
+
+
+def test_what_is_said_stands_above_what_is_sized(
+    clicks: Path, trained: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, said = settled(*load_sized("auto", str(clicks)))
+    assert config.train.epochs != load_recipe("auto").train.epochs and config.model.features == ("brand",)
+    assert said.startswith("auto: ") and f"train.epochs {config.train.epochs} (" in said
+    path = str(clicks)
+    cli.main(["train", "auto", "--data.path", path])
+    assert said in capsys.readouterr().err
+    cli.main(["train", "auto", "--data.path", "nowhere", f"--data.path={path}", "--train.batch-size", "7"])
+    cli.main(["train", "auto", "--data.path", path, "--model.similarity.kind", "mol", "--model.features", "age"])
+    api.train("auto", "run", {"data.path": path})
+    assert said in capsys.readouterr().err
+    api.train("auto", "run", {"data.path": path, "train.batch_size": 7})
+    sizes = with_settings(config, {"data.path": path})
+    assert trained[0] == trained[3] == sizes
+    assert trained[1] == trained[4] == with_settings(sizes, {"train.batch_size": 7})
+    assert trained[2].model.features == ("age",) and isinstance(trained[2].model.similarity, MoLConfig)
+    assert trained[2].train == sizes.train
+
+
+def test_only_what_is_kept_is_said(clicks: Path) -> None:
+    """And items' ids are not dropped where nothing else says what an item is."""
+    config, found = load_sized("auto", str(clicks))
+    said = settled(config, found)[1]
+    assert "features ['brand'] (" in said and "item_id_dropout 0.1 (" in said
+    everything, said = settled(with_settings(config, {"model.features": ["all"], "train.epochs": 2}), found)
+    assert "features ['brand']" not in said and "train.epochs" not in said and "item_id_dropout 0.1 (" in said
+    assert everything.model.features == ("all",) and everything.model.item_id_dropout == 0.1
+    for features in ([], ["age", "user"]):
+        without, said = settled(with_settings(config, {"model.features": features}), found)
+        assert without.model.item_id_dropout == 0 and "dropout" not in said
+    kept, _ = settled(with_settings(config, {"model.features": [], "model.item_id_dropout": 0.3}), found)
+    assert kept.model.item_id_dropout == 0.3
+    assert settled(load_recipe("auto"), {}) == (load_recipe("auto"), "")
+
+
+def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
+    for name in set(recipe_names()) - {"auto"}:
+        assert load_sized(name, str(clicks)) == (load_recipe(name), {})
+    (tmp_path / "broken").mkdir()
+    for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):
+        (tmp_path / "broken" / "dataset.json").write_text(content)
+        assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), {})
+    assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), {})

@@ -1,0 +1,34 @@
+import pytest
+
+from logitmix.trainer.commands.words import parts, whole_numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1193,661", ["1193", "661"]),
+        (" a , b ,,", ["a", "b"]),
+        ('"a,b"', ["a,b"]),
+        ('"a,b", c,"say ""hi""",""', ["a,b", "c", 'say "hi"']),
+        ('" lead","two\nlines"', [" lead", "two\nlines"]),
+        ('5" tube,c', ['5" tube', "c"]),
+        ("[x],'a", ["[x]", "'a"]),
+        ("", []),
+    ],
+)
+def test_ids_on_a_command_line_are_a_row_of_csv(text: str, expected: list[str]) -> None:
+    assert parts("--history", text) == expected
+
+
+@pytest.mark.parametrize("text", ['"a,b', '"a"b,c'])
+def test_quotes_that_do_not_close_are_named(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^--history is .*, which is no row of CSV .* double quotes, as in '\"a,b\",c'"
+    ):
+        parts("--history", text)
+
+
+def test_times_are_whole_numbers_between_commas() -> None:
+    assert whole_numbers("--timestamps", '12, -3,"4"') == [12, -3, 4]
+    with pytest.raises(ValueError, match=r"^--timestamps is 1,x; it must be whole numbers, separated by commas$"):
+        whole_numbers("--timestamps", "1,x")

@@ -1,0 +1,172 @@
+"""Recency: what timestamps say, in training, evaluation and serving."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_data import small_config
+
+from logitmix.modules.features import recency_rows
+from logitmix.modules.schema import RECENCY, RECENCY_VALUES, Feature, Schema, Table
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer import cli
+from logitmix.trainer.data import dataset as dataset_module
+from logitmix.trainer.data.batches import TrainingBatches, ranking_users
+from logitmix.trainer.data.dataset import Column, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import train
+
+LONGEST = 2**64 - 1
+GAPS = {0: 1, 1: 2, 2: 3, 3: 3, 4: 4, 7: 4, 8: 5, 2**40 - 1: 41, 2**40: 42, 2**62: 64, 2**63 - 1: 64, LONGEST: 65}
+
+
+def rows_of(sequences: list[list[int]]) -> list[list[int]]:
+    """Those of some users' times."""
+    lengths = [len(times) for times in sequences]
+    time_T = torch.tensor([time for times in sequences for time in times], dtype=torch.int64)
+    first_B = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    return [part.tolist() for part in recency_rows(time_T, first_B).split(lengths)]
+
+
+@pytest.mark.parametrize(("gap", "row"), GAPS.items())
+def test_rows_are_the_bits_of_the_time_since_the_action_before(gap: int, row: int) -> None:
+    first = -(2**63) if gap == LONGEST else -5 if gap < 2**62 else 0
+    assert rows_of([[first, first + gap]]) == [[0, row]]
+    assert RECENCY_VALUES[row] == str(gap.bit_length())
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1).map(sorted), min_size=1))
+def test_a_row_depends_on_its_action_and_the_one_before_alone(sequences: list[list[int]]) -> None:
+    expected = [[0, *(1 + (time - before).bit_length() for before, time in pairwise(times))] for times in sequences]
+    assert rows_of(sequences) == expected
+
+
+def write(path: Path, lengths: list[int], times: np.ndarray, items: np.ndarray, own: Column | None = None) -> Path:
+    """A dataset; `own` is a column that it calls recency itself, of the values 1 and 2."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    count = int(items.max()) + 1
+    contents = DatasetContents(offsets, items, times, pa.array([f"item-{item}" for item in range(count)]))
+    if own:
+        ids = Schema.of_ids(count)
+        feature, table = Feature(RECENCY, "event", "id", RECENCY), Table(RECENCY, 3)
+        contents = DatasetContents(
+            offsets,
+            items,
+            times,
+            contents.item_ids,
+            schema=Schema((*ids.features, feature), (*ids.tables, table)),
+            columns={RECENCY: own},
+            vocabularies={RECENCY: pa.array([None, "1", "2"])},
+        )
+    write_dataset(path, contents, "demo", users_per_file=3)
+    return path
+
+
+def test_a_dataset_derives_it_when_a_model_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_USERS", 3)
+    lengths, times = [3, 0, 1, 4], np.array([10, 10, 11, 3, 1, 3, 6, 2**40])
+    dataset = load_dataset(write(tmp_path / "data", lengths, times, np.array([0, 1, 2, 0, 1, 2, 0, 1])))
+    assert RECENCY not in columns_of(dataset, dataset.schema)["event"] and "recency" not in vars(dataset)
+    column = columns_of(dataset, dataset.schema.only([RECENCY]))["event"][RECENCY]
+    assert column.values.tolist() == [0, 1, 2, 0, 0, 3, 3, 41] and column.values.dtype == np.int8
+    assert dataset.vocabulary(RECENCY) == ["", *map(str, range(65))]
+    assert RECENCY not in dataset.description()
+
+
+def test_a_datasets_own_recency_counts(tmp_path: Path) -> None:
+    own = Column(np.array([2, 1, 0, 1]))
+    dataset = load_dataset(write(tmp_path / "data", [4], np.arange(4), np.arange(4), own))
+    for schema in (dataset.schema.only([RECENCY]), dataset.schema.only(["all"])):
+        assert columns_of(dataset, schema)["event"][RECENCY].values.tolist() == [2, 1, 0, 1]
+    assert dataset.vocabulary(RECENCY) == ["", "1", "2"]
+
+
+def test_the_first_of_the_last_actions_knows_the_one_before(tmp_path: Path) -> None:
+    times = np.cumsum(2 ** np.arange(8))
+    dataset = load_dataset(write(tmp_path / "data", [8], times, np.arange(8)))
+    batches = TrainingBatches(
+        dataset, dataset.schema.only([RECENCY]), batch_size=4, max_length=3, negatives=1, share="batch", seed=0
+    )
+    batch = batches.at(0)
+    # Positions 0 to 4 have a target that is trained on.
+    assert batch.ids[RECENCY][batch.features.values[RECENCY].values].tolist() == [2 + place for place in (2, 3, 4)]
+
+
+AFTER_SHORT, AFTER_LONG = 1, 5
+"""Items that follow an action soon after the one before, and one long after it."""
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whether an action came soon after the one before decides which item follows; the items alone do not tell."""
+    random, users, length = np.random.default_rng(0), 200, 10
+    soon = random.random((users, length)) < 0.5
+    gaps = np.where(soon, random.integers(1, 8, soon.shape), random.integers(1000, 5000, soon.shape))
+    items = random.integers(0, 12, soon.shape)
+    items[:, 2:] = np.where(soon, AFTER_SHORT, AFTER_LONG)[:, 1:-1]
+    folder = tmp_path_factory.mktemp("paced")
+    write(folder / "data", [length] * users, np.cumsum(gaps, axis=1).ravel(), items.ravel())
+    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2, "train.epochs": 5, "evaluate.every_epochs": 5}
+    settings |= {"train.precision": "fp32"}
+    for name, features in (("with", [RECENCY]), ("without", [])):
+        settings |= {"model.features": features, "evaluate.exclude_history": "no", "model.loss.negatives": 12}
+        train(small_config(folder / "data", settings), folder / name)
+        export(folder / name, folder / f"{name}.served")
+    return folder
+
+
+def hit_rate(run: Path) -> float:
+    return json.loads((run / "results.json").read_text())["hr@1"]
+
+
+def test_a_model_learns_what_timestamps_alone_tell(paced: Path) -> None:
+    """Without them, each of two items is right for half of the users."""
+    assert hit_rate(paced / "with") > 0.8 > 0.65 > hit_rate(paced / "without")
+
+
+def test_requests_with_timestamps_are_answered_as_in_evaluation(paced: Path) -> None:
+    dataset, retriever = load_dataset(paced / "data"), Retriever.load(paced / "with.served")
+    users, names = ranking_users(dataset, "test", 12), dataset.raw_ids()
+    requests: list[Request] = []
+    for first, place in zip(users.first, users.place, strict=True):
+        times = dataset.timestamps_flat[first:place].tolist()
+        requests.append({"history": [names[item] for item in dataset.items_flat[first:place]], "timestamps": times})
+    found = retriever.recommend(requests, 1)
+    hits = [row["id"] == names[target] for (row,), target in zip(found, users.target, strict=True)]
+    assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
+
+
+def test_the_command_line_takes_timestamps(paced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def best(model: str, *words: str) -> str:
+        history = ["--history", "item-1,item-5,item-1", "-k", "1", "--json"]
+        cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
+        return json.loads(capsys.readouterr().out)[0]["id"]
+
+    assert best("with", "--timestamps", "10,13, 16") == f"item-{AFTER_SHORT}"
+    assert best("with", "--timestamps", "10,13,2016") == f"item-{AFTER_LONG}"
+    assert best("without", "--timestamps", "10,13,16") == best("without", "--timestamps", "10,13,2016")
+    with pytest.raises(SystemExit):
+        best("with", "--timestamps", "10,x,16")
+    assert "--timestamps is 10,x,16; it must be whole numbers, separated by commas" in capsys.readouterr().err
+
+
+def test_a_recency_of_the_datasets_own_is_not_taken_from_timestamps(tmp_path: Path) -> None:
+    own = Column(np.random.default_rng(0).integers(0, 3, 40))
+    data = write(tmp_path / "data", [8] * 5, np.arange(40), np.arange(40) % 12, own)
+    train(small_config(data, {"model.features": ["all"], "train.epochs": 1}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "served")
+    request: Request = {"history": ["item-0", "item-1"], "events": [{RECENCY: 1}, {RECENCY: 2}]}
+    timed: list[Request] = [{**request, "timestamps": [3, later]} for later in (4, 400)]
+    bare: list[Request] = [{"history": request["history"]}, {"history": request["history"], "timestamps": [3, 4]}]
+    (expected, *found), (unknown, ignored) = (
+        Retriever.load(tmp_path / "served").recommend(requests, 3) for requests in ([request, *timed], bare)
+    )
+    assert found == [expected] * 2 and unknown == ignored != expected

@@ -1,0 +1,185 @@
+"""An encoder that sees times: trained, exported and asked."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_data import small_config
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import Schema
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer import cli
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.run.checkpoint import load_saved
+
+ITEMS, L = 12, 8
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Soon after an action comes its item again, and after a long pause the next item. So who does not see times is
+    right for half of the users."""
+    random, users = np.random.default_rng(0), 200
+    lengths = random.integers(6, 15, users)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    soon = random.random(offsets[-1]) < 0.5
+    times = np.where(soon, random.integers(1, 8, len(soon)), random.integers(1000, 5000, len(soon))).cumsum()
+    items = random.integers(0, ITEMS, len(soon))
+    for start, end in pairwise(offsets):
+        for action in range(start + 2, end):
+            items[action] = items[action - 1] if soon[action] else (items[action - 1] + 1) % ITEMS
+    folder = tmp_path_factory.mktemp("paced")
+    names = [f"item-{item}" for item in range(ITEMS)]
+    write_dataset(folder / "data", DatasetContents(offsets, items, times, names, schema=Schema.of_ids(ITEMS)), "demo")
+    for name, seen in (("with", True), ("without", False)):
+        settings = {
+            "model.dim": 16,
+            "dense.lr": 1e-2,
+            "tables.lr": 1e-2,
+            "train.epochs": 30 if seen else 1,
+            "train.batch_size": 8,
+            "evaluate.every_epochs": 30,
+            "train.precision": "fp32",
+            "model.encoder.dropout": 0.0,
+        }
+        settings |= {"evaluate.exclude_history": "no", "model.loss.negatives": 12, "model.encoder.max_length": L}
+        settings |= {"model.encoder.kind": "hstu", "model.encoder.blocks": 2, "model.encoder.times": seen}
+        train(small_config(folder / "data", settings), folder / name)
+        export(folder / name, folder / f"{name}.served")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(paced: Path) -> Dataset:
+    return load_dataset(paced / "data")
+
+
+def hit_rate(run: Path) -> float:
+    return json.loads((run / "results.json").read_text())["hr@1"]
+
+
+def test_a_model_learns_what_times_alone_tell(paced: Path) -> None:
+    assert hit_rate(paced / "with") > 0.75
+
+
+def test_batches_have_the_times_of_actions_and_of_the_next_ones(dataset: Dataset) -> None:
+    batches = TrainingBatches(
+        dataset, dataset.schema, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True
+    )
+    batch = batches.at(0)
+    time_T, asked_T = batch.packing.time_T, batch.packing.asked_T
+    assert time_T is not None and asked_T is not None and len(time_T) == len(asked_T) == len(batch.input_T)
+    for start, end in pairwise(batch.packing.bounds):
+        assert torch.equal(asked_T[start : end - 1], time_T[start + 1 : end])
+        item, target = batch.id_V[batch.input_T[start:end]], batch.id_V[batch.target_T[start:end]]
+        # An action that comes soon repeats the one before.
+        soon = asked_T[start:end] - time_T[start:end] < 100
+        assert torch.equal(item[1:][soon[1:]], target[1:][soon[1:]])
+
+
+def requests_of(dataset: Dataset, users: RankingUsers) -> list[Request]:
+    names, requests = dataset.raw_ids(), list[Request]()
+    for first, place in zip(users.first, users.place, strict=True):
+        history = [names[item] for item in dataset.items_flat[first:place]]
+        times = dataset.timestamps_flat[first : place + 1].tolist()
+        requests.append({"history": history, "timestamps": times[:-1], "time": times[-1]})
+    return requests
+
+
+@torch.no_grad()
+def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
+    """Of each user with each item, by the trained model from its tables."""
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks:
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
+        queries = model.tower.query_sides(embedder.queries(users))
+        items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
+    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
+
+
+def scores(retriever: Retriever, requests: list[Request]) -> Tensor:
+    """[B, X]."""
+    found = retriever.recommend(requests, ITEMS, exclude_history=False)
+    by_id = [{row["id"]: row["score"] for row in rows} for rows in found]
+    return torch.tensor([[of[f"item-{item}"] for item in range(ITEMS)] for of in by_id])
+
+
+def test_requests_are_scored_as_in_evaluation(paced: Path, dataset: Dataset) -> None:
+    """Their histories are shorter and longer than what the model sees."""
+    users, retriever = ranking_users(dataset, "test", L), Retriever.load(paced / "with.served")
+    requests = requests_of(dataset, users)
+    assert {len(request["history"]) > L for request in requests} == {False, True}
+    expected = trained_scores(paced / "with", dataset, users)
+    torch.testing.assert_close(scores(retriever, requests), expected, rtol=0, atol=2e-4)
+    best = [rows[0]["id"] for rows in retriever.recommend(requests, 1, exclude_history=False)]
+    hits = [name == f"item-{target}" for name, target in zip(best, users.target, strict=True)]
+    assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
+
+
+def test_left_out_items_take_their_times_with_them(paced: Path) -> None:
+    retriever = Retriever.load(paced / "with.served")
+    plain: Request = {"history": ["item-3", "item-5", "item-1"], "timestamps": [10, 3000, 3005], "time": 3007}
+    more: Request = {
+        "history": ["new", "item-3", "new", "new", "item-5", "item-1", "new"],
+        "timestamps": [1, 10, 11, 2999, 3000, 3005, 3006],
+        "time": 3007,
+    }
+    torch.testing.assert_close(*(scores(retriever, [request]) for request in (more, plain)), rtol=0, atol=1e-5)
+    moved = scores(retriever, [{**plain, "timestamps": [10, 11, 3005]}])
+    assert float((moved - scores(retriever, [plain])).abs().max()) > 1e-3
+
+
+def test_without_times_all_is_at_once(paced: Path) -> None:
+    retriever = Retriever.load(paced / "with.served")
+    history = ["item-3", "item-5", "item-1"]
+    at_once: Request = {"history": history, "timestamps": [7, 7, 7]}
+    bare: list[Request] = [{"history": history}, {"history": history, "time": 10**6}, {**at_once, "time": 7}]
+    found = scores(retriever, [at_once, *bare])
+    torch.testing.assert_close(found[1:], found[:1].expand(3, -1), rtol=0, atol=1e-5)
+    items = torch.tensor([[int(name.removeprefix("item-")) for name in history]])
+    by_index = retriever.retrieve(items.tolist(), ITEMS, exclude_history=False)
+    torch.testing.assert_close(found[0][by_index.items[0]], by_index.scores[0], rtol=0, atol=1e-5)
+    # Only the last action's time is the default of the request's.
+    timed: Request = {"history": history, "timestamps": [7, 8, 9]}
+    same, other = (scores(retriever, [{**timed, "time": time}]) - scores(retriever, [timed]) for time in (9, 5000))
+    assert float(same.abs().max()) <= 1e-5 and float(other.abs().max()) > 1e-2
+
+
+def test_the_command_line_takes_the_time(paced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(model: str, *words: str) -> list[dict[str, Any]]:
+        history = ["--history", "item-1,item-5,item-1", "--timestamps", "10,3000,6000", "-k", "3", "--json"]
+        cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
+        return json.loads(capsys.readouterr().out)
+
+    request: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 3000, 6000], "time": 6004}
+    assert told("with", "--time", "6004") == Retriever.load(paced / "with.served").recommend([request], 3)[0]
+    assert told("with", "--time", "6004") != told("with", "--time", "9000") != told("with")
+    assert told("without", "--time", "6004") == told("without", "--time", "9000") == told("without")
+    with pytest.raises(SystemExit):
+        told("with", "--time", "5999")
+    assert "request 0: its time is 5999; its last action was at 6000" in capsys.readouterr().err
+    (tmp_path / "asked.jsonl").write_text('["item-1"]\n')
+    with pytest.raises(SystemExit):
+        files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), "--time", "0"]
+        cli.main(["retrieve", str(paced / "with.served"), *files])
+    assert "--time is for one request; beside --histories say it in the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", [1.5, "now", 2**63, [5]])
+def test_a_time_that_is_no_whole_number_is_refused(paced: Path, time: object) -> None:
+    retriever = Retriever.load(paced / "with.served")
+    for request in ({"history": ["item-1"], "time": time}, {"history": ["item-1"], "timestamps": [3], "time": time}):
+        with pytest.raises(ValueError, match=r"^request 0: its time is .*; it must be a whole number of 64 bits$"):
+            retriever.recommend([request], 1)  # type: ignore[list-item]

@@ -1,0 +1,375 @@
+"""A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
+
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import two_ranks
+from rich.console import Console
+from small_data import ITEMS, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.features import Embedded
+from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
+from logitmix.serving.retriever import Request, Retriever
+from logitmix.trainer.data.batches import RankingUsers, ranking_users
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export import update as update_module
+from logitmix.trainer.export.export import export
+from logitmix.trainer.export.update import update_items
+from logitmix.trainer.loop import train
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.tensor_files import SavedTensors
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    data = write_dataset(folder / "data", features=True)
+    settings = {"model.features": ["all", RECENCY], "model.item_id_dropout": 0.2, "tables.brand.dim": 4}
+    train(small_config(data, settings | {"dense.lr": 0.02, "tables.lr": 0.05}), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def dataset(run: Path) -> Dataset:
+    return load_dataset(run.parent / "data")
+
+
+@pytest.fixture(params=[True, False], ids=["cached", "computed"])
+def served(run: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    assert export(run, tmp_path / "served", item_cache=request.param)["item_cache"] == request.param
+    return tmp_path / "served"
+
+
+def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
+    """The value as the source had it."""
+    values = dataset.vocabulary(feature.table) if feature.sparse else []
+    match feature.kind:
+        case "id":
+            return values[column.values[row]] or None
+        case "ids":
+            assert column.offsets is not None
+            return [values[of] or "?" for of in column.values[column.offsets[row] : column.offsets[row + 1]]]
+        case "number":
+            return float(column.values[row])
+        case _:
+            return column.values[row].tolist()
+
+
+def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
+    names = dataset.raw_ids()
+    actions = range(users.first[place], users.place[place])
+    schema, user = dataset.schema, int(users.user[place])
+    return {
+        "history": [names[dataset.items_flat[action]] for action in actions],
+        "timestamps": [int(dataset.timestamps_flat[action]) for action in actions],
+        "user": {f.name: raw(dataset, f, dataset.user_features[f.name], user) for f in schema.of("user")},
+        "events": [
+            {f.name: raw(dataset, f, dataset.event_features[f.name], action) for f in schema.of("event")}
+            for action in actions
+        ],
+    }
+
+
+def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
+    return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in dataset.schema.of("item")}
+
+
+@torch.no_grad()
+def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
+    """Of each user with each item, by the trained model from its tables."""
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks:
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
+        queries = model.tower.query_sides(embedder.queries(users))
+        items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
+    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
+
+
+def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Dataset, served: Path) -> None:
+    users = ranking_users(dataset, "test", 12)
+    scores = trained_scores(run, dataset, users)
+    retriever, place_of = Retriever.load(served), {name: place for place, name in enumerate(dataset.raw_ids())}
+    requests = [request_of(dataset, users, place) for place in range(len(users))]
+    found = retriever.recommend(requests, ITEMS, exclude_history=False)
+    for ranking, score_X in zip(found, scores, strict=True):
+        assert len(ranking) == ITEMS
+        got = torch.tensor([row["score"] for row in ranking])
+        torch.testing.assert_close(got, score_X[[place_of[row["id"]] for row in ranking]], rtol=0, atol=2e-4)
+    # And what is known of users and events matters.
+    for left_out in ("user", "events", "timestamps"):
+        bare: list[Request] = [{key: of for key, of in request.items() if key != left_out} for request in requests]  # type: ignore[misc]
+        assert retriever.recommend(bare, 5, exclude_history=False) != [ranking[:5] for ranking in found]
+
+
+def test_recency_is_that_of_the_whole_history(served: Path) -> None:
+    """Also of an item after an unknown one, and of the first of the last L items; an event may say it itself."""
+    retriever = Retriever.load(served)
+    assert retriever.config.encoder.max_length == 12
+    items = [f"item-{place}" for place in range(15)]
+    long: Request = {"history": items, "timestamps": [10 + 2**place for place in range(15)]}
+    events: list[Request] = [
+        {"history": items, "events": [{RECENCY: bits} for bits in (None, 1, 2, third, *range(4, 15))]}
+        for third in (3, None)
+    ]
+    expected, unknown, *found = retriever.recommend([*events, long, {**events[0], "timestamps": [0] * 15}], 5)
+    assert found[0] == found[1] == expected != unknown
+    short: Request = {"history": ["new", "item-1"], "timestamps": [7, 11]}
+    alone: list[Request] = [{"history": ["item-1"], "events": [{RECENCY: bits}]} for bits in (3, None)]
+    found_short, expected, unknown = retriever.recommend([short, *alone], 5)
+    assert found_short == expected != unknown
+
+
+def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(run, tmp_path / "whole")
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 2**12)
+    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 16)
+    export(run, tmp_path / "parts")
+    request: Request = {"history": ["item-3", "item-4"], "user": {"country": "country-1"}}
+    whole, parts = (Retriever.load(tmp_path / name).recommend([request], ITEMS)[0] for name in ("whole", "parts"))
+    for left, right in zip(whole, parts, strict=True):
+        assert left["score"] == pytest.approx(right["score"], abs=2e-4)
+
+
+def export_in_files(run: Path, out: Path, file_bytes: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The manifest, and the most bytes of each table that this rank read at once."""
+    export_module.SHARD_BYTES = file_bytes
+    read_rows, most = checkpoint._read_rows, Counter[str]()
+
+    def counted(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> Tensor:
+        rows = read_rows(tensors, schema, prefix, table, start, stop)
+        most[table] = max(most[table], rows.nbytes)
+        return rows
+
+    checkpoint._read_rows = counted
+    return export(run, out), dict(most)
+
+
+def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
+    run: Path, dataset: Dataset, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_read_rows", checkpoint._read_rows)
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 100)
+    alone, most = export_in_files(run, tmp_path / "alone", 100)
+    tables = [of["tensors"] for name, of in alone["files"].items() if name.startswith("tables-")]
+    assert [[(name, of["shape"][0]) for name, of in tensors.items()] for tensors in tables] == [
+        [("item", 1), ("brand", 4)], [("brand", 3), ("tags", 1)], *[[("tags", 3)]] * 3, [("tags", 1), ("country", 2)],
+        [("country", 2), ("type", 1)], [("type", 2), ("recency", 1)], *[[("recency", 3)]] * 21, [("recency", 2)],
+    ]  # fmt: skip
+    # A file of items has at least a block of the INT8 corpus.
+    most_bytes = dict.fromkeys([*(table.name for table in dataset.schema.tables), RECENCY], 100)
+    most_bytes["item"] = 16 * 4 * tables[0]["item"]["shape"][1]
+    assert most.keys() == most_bytes.keys() and all(read <= most_bytes[name] for name, read in most.items())
+    for manifest, of_rank in two_ranks.run(export_in_files, run, tmp_path / "together", 100):
+        assert manifest == alone and all(read <= most_bytes[name] for name, read in of_rank.items())
+
+    users = ranking_users(dataset, "test", 12)
+    requests = [request_of(dataset, users, place) for place in range(len(users))]
+    new = {f"new-{item}": item_record(dataset, item) for item in (4, 7)}
+    (tmp_path / "new.csv").write_text(csv_of(new))
+    found = []
+    for path in (served, tmp_path / "together"):
+        update_items(path, str(tmp_path / "new.csv"))
+        found.append(Retriever.load(path).recommend(requests, ITEMS + 2, exclude_history=False))
+    for left, right in zip(*found, strict=True):
+        scores = {row["id"]: row["score"] for row in right}
+        assert len(scores) == ITEMS + 2
+        assert {row["id"]: pytest.approx(row["score"], abs=2e-4) for row in left} == scores
+
+
+def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path) -> None:
+    retriever = Retriever.load(served)
+    young, old = ({"history": [], "user": {"age": age, "country": "country-2"}} for age in (-5.0, 5.0))
+    first, second = retriever.recommend([young, old], 5)  # type: ignore[list-item]
+    assert len(first) == len(second) == 5 and first != second
+    known: Request = {"history": ["item-1"], "events": [{"rating": 5}]}
+    mixed: Request = {"history": ["new", "item-1"], "events": [{"rating": 1}, {"rating": 5}]}
+    skipped, expected = retriever.recommend([mixed, known], 5)
+    assert skipped == expected
+    (kept,) = retriever.recommend([mixed], 5, unknown="unknown")
+    assert kept != expected
+    with pytest.raises(ValueError, match=r"^request 0: no item of \w+ has the id 'new'"):
+        retriever.recommend([mixed], 5, unknown="refuse")
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, timestamps, time, user, events"),
+        ({"history": ["item-1"], "events": [{}, {}]}, "request 0 has 2 events for 1 items of its history"),
+        ({"history": ["a", "b"], "timestamps": [5]}, "request 0 has 1 timestamps for 2 items of its history"),
+        ({"history": ["a", "b"], "timestamps": [5, 4]}, "request 0: its timestamps fall, from 5 to 4; they must be"),
+        ({"history": ["a"], "timestamps": [0.5]}, "request 0: one of its timestamps is "),
+        ({"history": ["a"], "timestamps": [2**63]}, "request 0: one of its timestamps is "),
+        ({"user": {"aeg": 3}}, "request 0: the model has no user feature 'aeg' (did you mean age?)"),
+        ({"history": ["item-1"], "events": [{"rating": "x"}]}, "request 0, an event: feature rating is 'x'; it must"),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line(served: Path, request_: Request, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Retriever.load(served).recommend([request_], 5)
+    assert str(error.value).startswith(said)
+
+
+def csv_of(records: dict[str, dict[str, Any]]) -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return "|".join(str(part) for part in value)
+        return "" if value is None else str(value)
+
+    names = list(next(iter(records.values())))
+    lines = [",".join([raw_id, *(cell(record[name]) for name in names)]) for raw_id, record in records.items()]
+    return "\n".join([",".join(["item", *names]), *lines]) + "\n"
+
+
+def test_new_items_are_those_of_their_features_and_the_old_stay(
+    run: Path, dataset: Dataset, served: Path, tmp_path: Path
+) -> None:
+    """A new item with an old one's features is the old one with an unknown id."""
+    before = Retriever.load(served)
+    request: Request = {"history": ["item-3", "item-9"], "user": {"country": "country-1"}}
+    (old,) = before.recommend([request], ITEMS, exclude_history=False)
+    records = {f"new-{item}": item_record(dataset, item) | {"title": f"Title {item}"} for item in (4, 7, 30)}
+    records["item-5"] = item_record(dataset, 6) | {"title": "not taken"}
+    # prepare would call the feature price, too.
+    (tmp_path / "new.csv").write_text(csv_of(records).replace("price", "price!", 1))
+    assert update_items(served, str(tmp_path / "new.csv")) == {"added": 3, "known": 1, "num_items": ITEMS + 3}
+
+    after = Retriever.load(served)
+    (found,) = after.recommend([request], ITEMS + 3, exclude_history=False)
+    scores = {row["id"]: row["score"] for row in found}
+    assert {row["id"]: row["score"] for row in old} == {name: scores[name] for name in scores if name[:3] != "new"}
+    assert {row["id"]: row["title"] for row in found if row["id"][:3] == "new"} == {
+        f"new-{item}": f"Title {item}" for item in (4, 7, 30)
+    }
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks, torch.no_grad():
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
+        tower, rows = model.tower, {ITEM: model.read_rows(ITEM, ITEMS, ITEMS + 1)}
+        for item in (4, 7, 30):
+            known = embedder.items(np.array([item]))
+            own = model.read_rows(ITEM, item, item + 1)
+            vector = known.vector_RD - own + rows[ITEM]
+            side = tower.item_sides(Embedded(vector, known.groups))
+            query = before._queries([before._asked(request, 0, "refuse")])
+            score = tower.similarity.all_pairs(query.similarity, side.similarity)
+            assert scores[f"new-{item}"] == pytest.approx(float(score), abs=2e-4)
+    # New items may stand in histories, and come again.
+    assert after.recommend([{"history": ["new-4", "item-3"]}], 5, unknown="refuse")[0]
+    assert update_items(served, str(tmp_path / "new.csv")) == {"added": 0, "known": 4, "num_items": ITEMS + 3}
+
+
+def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = json.loads((served / "manifest.json").read_text())
+    (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
+    with pytest.raises(ValueError, match="feature price has the value 'much', which is no number"):
+        update_items(served, str(tmp_path / "new.csv"))
+    monkeypatch.setattr(update_module, "CHUNK_ITEMS", 2)
+    for name, value, said in (
+        ("price", "3e38", "item 'c': a number among its features is too large"),
+        ("image", "1|2", "feature image has lists of 2 numbers, not 3"),
+    ):
+        (tmp_path / "new.csv").write_text(f"item,{name}\na,\nb,\nc,{value}\n")
+        with pytest.raises(ValueError, match=said):
+            update_items(served, str(tmp_path / "new.csv"))
+    pq.write_table(pa.table({"item": ["new"], "title": [["a", "list"]]}), tmp_path / "new.csv")
+    with pytest.raises(ValueError, match="column title of the items is of type list"):
+        update_items(served, str(tmp_path / "new.csv"))
+    with pytest.raises(ValueError, match="no file or folder at nowhere"):
+        update_items(served, "nowhere")
+    assert json.loads((served / "manifest.json").read_text()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "served"]
+
+
+def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> threading.Thread:
+    """Has another command begin once an update has read the export, with time to end before the update goes on."""
+    read, thread = update_module._read, threading.Thread(target=other)
+
+    def reading(*given: Any) -> Any:
+        monkeypatch.setattr(update_module, "_read", read)
+        thread.start()
+        thread.join(5)
+        return read(*given)
+
+    monkeypatch.setattr(update_module, "_read", reading)
+    return thread
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_commands_that_replace_an_export_at_once_do_so_in_turn(
+    run: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.csv").write_text(f"item,price\n{name},1\n")
+    thread = during(monkeypatch, lambda: update_items(served, str(tmp_path / "other.csv")))
+    assert update_items(served, str(tmp_path / "one.csv"))["num_items"] == ITEMS + 1
+    thread.join()
+    assert list(Retriever.load(served).raw_ids)[ITEMS:] == ["one", "other"]
+
+    (tmp_path / "one.csv").write_text("item,price\nthird,1\n")
+    thread = during(monkeypatch, lambda: export(run, served, overwrite=True))
+    assert update_items(served, str(tmp_path / "one.csv"))["num_items"] == ITEMS + 3
+    thread.join()
+    assert Retriever.load(served).num_items == ITEMS
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
+    (tmp_path / "current").symlink_to("served")
+    update_items(tmp_path / "current", str(tmp_path / "new.csv"))
+    assert (tmp_path / "current").is_symlink() and Retriever.load(served).num_items == ITEMS + 1
+    assert {path.name for path in tmp_path.iterdir()} == {"current", "new.csv", "served"}
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_what_a_killed_command_left_goes(run: Path, served: Path, tmp_path: Path) -> None:
+    """And what it was about to replace comes back."""
+    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
+    commands: list[Callable[[], object]] = [
+        lambda: update_items(served, str(tmp_path / "new.csv")),
+        lambda: export(run, served, overwrite=True),
+    ]
+    for command in commands:
+        shutil.copytree(served, tmp_path / ".served.01234567.part")
+        served.rename(tmp_path / ".served.01234567.old")
+        command()
+        assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "served"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "exported", "updated"),
+    [
+        ({"model.features": ["brand"]}, "without item-id dropout", "without item-id dropout"),
+        ({"model.features": ["brand"], "model.item_id_dropout": 0.1}, "", ""),
+        ({"model.features": ["country"]}, "", "uses no features of items"),
+    ],
+)
+def test_a_model_that_cannot_rank_new_items_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], exported: str, updated: str
+) -> None:
+    quick = {"train.epochs": 1, "evaluate.every_epochs": 0}
+    train(small_config(run.parent / "data", settings | quick), tmp_path / "run")
+    capsys.readouterr()
+    export(run=tmp_path / "run", out=tmp_path / "served")
+    (tmp_path / "new.csv").write_text("item,brand\nnew,brand-1\n")
+    for said, work in ((exported, None), (updated, update_items)):
+        if work:
+            work(tmp_path / "served", str(tmp_path / "new.csv"), said=Console(stderr=True))
+        err = capsys.readouterr().err
+        assert said in err and (" hardly be recommended" in err) == bool(said)

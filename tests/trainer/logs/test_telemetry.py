@@ -1,0 +1,270 @@
+import json
+import math
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_data import in_memory, small_config, write_dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from logitmix.comm.config import WireConfig
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.trainer.config import Config, TrainConfig, with_settings
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.logs import board, telemetry
+from logitmix.trainer.logs.board import Board
+from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, start_block
+from logitmix.trainer.loop import train
+from logitmix.trainer.parallel.plan import TablePlan
+from logitmix.trainer.quiet import quietly
+from logitmix.trainer.run.metrics import RunProgress, append_row, read_rows
+from logitmix.trainer.step.pipeline import Pipeline
+
+PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
+
+
+def some_model(world_size: int = 1, comm: WireConfig | None = None, **settings: Any) -> Any:
+    ranks = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"))
+    config = Config(train=TrainConfig(**settings), comm=comm or WireConfig())
+    return SimpleNamespace(config=config, ranks=ranks, plan=PLAN, tower=torch.nn.Linear(3, 5))
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
+    dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
+    said = start_block(dataset, some_model(precision="bf16")).splitlines()
+    assert said[:-1] == [
+        "dataset     made: 2 users, 7 items, 5 actions",
+        "parameters  28 in tables, 20 in the tower",
+        "ranks       1 on cpu with 1 thread each",
+        "precision   " + ("BF16 autocast" if has_bf16 else "FP32 (this CPU has no BF16 arithmetic)"),
+        "wire        one rank sends nothing",
+    ]
+    assert said[-1].startswith("table item  7 x 4  row_wise")
+    two = start_block(dataset, some_model(2, WireConfig(backward="bf16"), precision="fp32"))
+    assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
+    chosen = start_block(dataset, some_model(precision="fp32"), "as the run began")
+    assert "precision   FP32 (as the run began)\n" in chosen
+
+
+def test_the_start_block_says_what_cannot_be_exported() -> None:
+    dataset, model = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7), some_model()
+    schema = Schema((*dataset.schema.features, Feature("last", "user", "id", ITEM)), dataset.schema.tables)
+    dataset = replace(dataset, schema=schema)
+    said = "export      not possible: last and the item ids share a table"
+    assert said not in start_block(dataset, model).splitlines()
+    model.config = with_settings(model.config, {"model.features": ("last",)})
+    assert said in start_block(dataset, model).splitlines()
+
+
+def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 of 10 steps before this process; then a step takes 20 s, and evaluation as much again."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for minutes, remaining in ((math.inf, "0:02:40"), (2.0, "0:00:40"), (1.0, "0:00:00"), (60.0, "0:02:40")):
+        now[0] = 100.0
+        pace = Pace(TrainConfig(epochs=5), RunProgress(step=4, seconds=60), 10, minutes)
+        now[0] = 180.0
+        line = pace.line(6, 100, 2.5, "loss 1  ")
+        # Where the minutes end the run, it does not come to the last step.
+        place = "epoch 3  step 6" if minutes < 60 else "epoch 3/5  step 6/10"
+        assert line == f"{place}  loss 1  0:01:20 elapsed  {remaining} remaining"
+    early = Pace(TrainConfig(epochs=5, stop_after_epochs=3.5), RunProgress(), 10)
+    assert early.line(6, 100, 2.5, "").startswith("epoch 3/4  step 6/10")
+
+
+def test_without_a_terminal_lines_come_seldom_and_the_last_one_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Telemetry, "_log_training", lambda self, pipeline, counts, epoch: None)
+    with Telemetry(tmp_path, some_model(), RunProgress(), 40) as telemetry:
+        for step in range(1, 36):
+            now[0] += 2
+            logged = torch.zeros(1) if step % 5 == 0 else None
+            telemetry.log_step(SimpleNamespace(step=step, wire_counts=logged, clock=SimpleNamespace(total=now[0])), 1)
+    said = capsys.readouterr().err.splitlines()
+    # Logged steps are 10 s apart, so every second one is at least 15 s after the line before it.
+    assert [int(re.findall(r"step (\d+)/40", line)[0]) for line in said] == [10, 20, 30, 35]
+
+
+def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1})
+    train(config, tmp_path / "run")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        f"dataset     demo: 60 users, 50 items, {len(load_dataset(config.data.path).items_flat)} actions"
+    )
+    assert re.search(
+        r"^epoch 1/1  step 4/4  loss [\d.]+  [\d,]+ examples/s  0:00:\d\d elapsed  0:00:00 remaining$", err, re.M
+    )
+    assert telemetry.SECONDS_BETWEEN_LINES >= 15
+
+
+def events_of(run: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def test_the_board_draws_what_changes_and_nothing_else(tmp_path: Path) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.warmup_steps": 2, "train.projector": True})
+    results = train(config, tmp_path / "run")
+    events = events_of(tmp_path / "run")
+    curves = set(events.Tags()["scalars"])
+    assert {tag.split("/")[0] for tag in curves} == {
+        "loss", "metrics", "metrics_hindexer", "metrics_test", "optimizer", "similarity", "speed",
+    }  # fmt: skip
+    assert {"loss/total", "loss/similarity", "metrics/hr@10", "optimizer/learning_rate/dense"} < curves
+    assert {"speed/examples_per_second", "speed/seconds_per_step/forward", "similarity/gates/entropy"} < curves
+    assert not [tag for tag in curves if tag.endswith(("users", "corpus", "repeated_targets", "epoch"))]
+    assert "item_knn/mrr" in results and not [tag for tag in curves if "item_knn" in tag or "popularity" in tag]
+    assert [point.value for point in events.Scalars("metrics_test/mrr")] == [pytest.approx(results["mrr"])]
+    assert [point.step for point in events.Scalars("loss/total")] == list(range(1, 9))
+    texts = events.Tensors("configuration/text_summary")
+    assert b"warmup_steps = 2" in texts[0].tensor_proto.string_val[0]
+    hyperparameters = events.summary_metadata
+    assert {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"} < set(hyperparameters)
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 5, "no run beside the run"
+
+    vectors, titles = ((tmp_path / "run/tensorboard" / name).read_text().splitlines() for name in TSV)
+    assert len(vectors) == 50 and len(vectors[0].split("\t")) == 8
+    assert titles[0] == "title\tid\tactions" and len(titles) == 51
+    counts = np.bincount(load_dataset(config.data.path).items_flat)
+    assert [int(line.split("\t")[2]) for line in titles[1:]] == counts.tolist()
+
+
+TSV = ("items.tsv", "titles.tsv")
+
+
+def test_a_constant_learning_rate_and_what_one_rank_sends_are_no_curves(tmp_path: Path) -> None:
+    writer = Board(tmp_path, Config(), 1)
+    for step in (1, 2):
+        writer.add_row("train", step, {"loss": 1.0, "learning_rate/dense": 0.1, "wire/bytes_per_step": 0.0})
+        wire = {"wire/bytes_per_step": 8.0, "wire/item/forward/bytes_per_step": 3.0, "wire/share_of_fp32": 0.5}
+        writer.add_row("train", 2 + step, wire | {"wire/item/forward/fp32_bytes_per_step": 6.0})
+    writer.close()
+    events = events_of(tmp_path)
+    curves = {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert curves == {
+        "loss/total": [1, 2],
+        "wire/bytes_per_step": [3, 4],
+        "wire/share_of_fp32": [3, 4],
+        "wire_by_table/item/forward/bytes_per_step": [3, 4],
+    }
+
+
+def test_the_projector_shows_the_most_frequent_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "PROJECTED_ITEMS", 3)
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.projector": True})
+    train(config, tmp_path / "run")
+    counts = np.bincount(load_dataset(config.data.path).items_flat)
+    rows = (tmp_path / "run/tensorboard/titles.tsv").read_text().splitlines()[1:]
+    assert sorted(int(row.split("\t")[2]) for row in rows) == sorted(counts.tolist())[-3:]
+
+
+def test_a_profile_holds_the_steps_after_the_warm_up_and_changes_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 3, "evaluate.every_epochs": 0})
+    for name, steps in (("plain", 0), ("traced", 1), ("longer", 100)):
+        train(replace(config, train=replace(config.train, profile=steps)), tmp_path / name)
+    plain, traced = ([row["loss"] for row in read_rows(tmp_path / name)] for name in ("plain", "traced"))
+    assert plain == traced and len(plain) == 12
+    assert not (tmp_path / "plain/profile").exists()
+    said = capsys.readouterr().err
+    for name, last in (("traced", 11), ("longer", 12)):
+        (file,) = (tmp_path / name / "profile").iterdir()
+        assert file.name == f"steps-11-{last}.json" and f"profile of steps 11 to {last}: {file}" in said
+        events = json.loads(file.read_text())["traceEvents"]
+        traced_steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+        # The profiler counts the steps of this process from 0; one that the run's end cuts short has no other step.
+        assert {f"ProfilerStep#{step}" for step in range(10, last)} <= traced_steps
+        assert any(event["name"] == "aten::mm" for event in events)
+
+
+def test_a_run_too_short_for_its_profile_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.profile": 3})
+    train(config, tmp_path / "run")
+    assert "no profile: it begins after 10 steps, and there were 4" in capsys.readouterr().err
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike() -> None:
+    noise = np.random.default_rng(0).normal(4.0, 0.1, 300)
+    spikes = Spikes()
+    assert not any(spikes.note(float(loss)) for loss in noise)
+    assert spikes.note(4.5) == ""
+    assert re.match(r"the loss, 6.0000, is a spike: the median of the last 100 rows is (3\.9|4\.0)", spikes.note(6.0))
+
+
+def test_the_first_losses_are_no_spikes() -> None:
+    spikes = Spikes()
+    assert not any(spikes.note(loss) for loss in [1.0] * (LEAST_LOSSES - 1) + [9.0])
+    assert spikes.note(9.0)
+
+
+def test_last_batches_are_compared_where_no_others_are_logged() -> None:
+    """As with train.log_every 10 and 5 steps an epoch."""
+    only_last = Spikes()
+    assert not any(only_last.note(1.0, ends_epoch=True) for _ in range(LEAST_LOSSES))
+    assert only_last.note(9.0, ends_epoch=True)
+    assert only_last.note(1.0) == only_last.note(9.0, ends_epoch=True) == ""
+
+
+def test_clean_runs_have_no_spike_and_a_loss_that_is_doubled_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last batch of each epoch has one sequence, and the others 32."""
+    settings = {"train.batch_size": 32, "train.epochs": 15, "train.checkpoint_every": 60, "train.precision": "fp32"}
+    settings |= {"evaluate.every_epochs": 0, "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+    settings |= {"dense.lr": 1e-4, "tables.lr": 1e-4}
+    config = small_config(write_dataset(tmp_path / "data", users=97), settings)
+    of_step = Pipeline.loss
+
+    def doubled(pipeline: Pipeline) -> None:
+        of_step(pipeline)
+        if pipeline.step == 58:
+            pipeline.losses["loss"] = pipeline.losses["loss"] * 2
+
+    def spikes_of(name: str, seed: int) -> list[str]:
+        train(replace(config, train=replace(config.train, seed=seed)), tmp_path / name)
+        return re.findall(r"^step (\d+): the loss, [\d.]+, is a spike", capsys.readouterr().err, re.M)
+
+    assert [spikes_of(f"clean-{seed}", seed) for seed in range(5)] == [[]] * 5
+    monkeypatch.setattr(Pipeline, "loss", doubled)
+    assert spikes_of("doubled", 1) == ["58"]
+
+
+def test_a_full_disk_is_named_by_the_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes in a thread of its own, whose errors come with the next row."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with quietly(), Telemetry(tmp_path, some_model(), RunProgress(), 4) as telemetry:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(telemetry.board.writer._get_file_writer().event_writer._async_writer._writer), "write", full
+            )
+            with pytest.raises(OSError, match="No space left on device") as error:
+                for step in range(20):
+                    telemetry._write("train", step, {"loss": 1.0})
+                    time.sleep(0.05)
+        assert error.value.filename == str(tmp_path / "tensorboard")
+        telemetry.board.writer._get_file_writer().event_writer._async_writer._worker.exception = None
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(IsADirectoryError) as of_rows:
+        (tmp_path / "no" / "metrics.jsonl").mkdir(parents=True)
+        append_row(tmp_path / "no", "train", 1, {})
+    assert of_rows.value.filename == str(tmp_path / "no/metrics.jsonl")

@@ -1,0 +1,300 @@
+"""Training with many tables and features: what batches name, and two processes against one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import two_ranks
+from small_data import gather_table, small_config, write_dataset
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.batch import Bags
+from logitmix.modules.model import SampledLosses
+from logitmix.modules.schema import ITEM
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of, look_up
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.parallel.plan import TablePlan
+from logitmix.trainer.step.pipeline import Pipeline
+
+EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
+SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": SGD,
+    "adam": {},
+    "rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad"},
+    "column_wise": SGD | {"tables.sharding": "column_wise"},
+    "mixed": SGD | {"tables.item.sharding": "row_wise", "tables.brand.sharding": "table_wise", "tables.brand.lr": 0.3},
+    "widths": SGD | {"tables.brand.dim": 4, "tables.type.dim": 12},
+    "parts": SGD | {"comm.parts": 3},
+    "dot": SGD | {"model.similarity.kind": "dot"},
+    "hstu": SGD | {"model.encoder.kind": "hstu", "model.encoder.times": True, "model.encoder.blocks": 2},
+    "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
+    "recency": SGD | {"model.features": ["all", "recency"]},
+    "in batch": SGD | {"model.loss.in_batch": 6},
+    "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
+    "groups": SGD | {"model.loss.in_batch": 6, "model.loss.share": "group", "model.loss.group_positions": 30},
+    "mutual information": SGD | {"model.similarity.mutual_information": 0.5},
+    "user": SGD | {"model.features": ["all", "user"]},
+    "user component": SGD | {"model.features": ["all", "user"], "model.similarity.user_component": True},
+    "id dropout": SGD | {"model.item_id_dropout": 0.4},
+}
+BAGS = {
+    f"bags {sharding} {optimizer}": SETTINGS[optimizer] | {"tables.tags.pooled": True, "tables.tags.sharding": sharding}
+    for sharding in ("row_wise", "table_wise", "column_wise")
+    for optimizer in ("sgd", "adam", "rowwise_adagrad")
+    if (sharding, optimizer) != ("column_wise", "rowwise_adagrad")
+}
+"""The tags are pooled by the owners of their rows."""
+SETTINGS |= BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
+CLIP = {"train.clip": 4.0, "tables.eps": 0.001, "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+CLIPPED: dict[str, dict[str, Any]] = {
+    "clip sgd": CLIP | {"tables.optimizer": "sgd", "comm.parts": 3},
+    "clip adam": CLIP | {"tables.optimizer": "adam", "tables.sharding": "column_wise"},
+    "clip rowwise_adagrad": CLIP | {"tables.optimizer": "rowwise_adagrad", "tables.tags.sharding": "table_wise"},
+    "clip bags sgd": CLIP | BAGS["bags row_wise sgd"],
+    "clip bags adam": CLIP | BAGS["bags column_wise adam"],
+    "clip nothing": CLIP | SGD | {"train.clip": 1e6},
+}
+SETTINGS |= CLIPPED
+FP8 = CLIP | SGD | {"comm.forward": "fp8", "comm.backward": "fp8", "comm.parts": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small", features=True)
+
+
+@dataclass
+class Seen:
+    """Of one rank: its own part of the losses; the rest is global."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    named: dict[str, set[int]]
+    plan: Mapping[str, TablePlan]
+    tower: dict[str, Tensor]
+    norm: Tensor | None
+
+
+def train_steps(config: Config, steps: int) -> Seen:
+    dataset = load_dataset(config.data.path)
+    with process_group("cpu", 60) as ranks:
+        batches, model = training_batches(config, dataset, ranks), parallelize(dataset.schema, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        before = {name: gather_table(model, name) for name in model.shards()}
+        losses, named = [], {name: set[int]() for name in before}
+        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
+            for _ in range(steps):
+                pipeline.receive_rows()
+                for name, ids in pipeline.batch.ids.items():
+                    named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
+                pipeline.loss()
+                pipeline.backward()
+                pipeline.check_gradients()
+                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+                pipeline.apply_gradients()
+                losses.append(pipeline.losses["loss"].detach())
+        after = {name: gather_table(model, name) for name in before}
+        tower = {name: parameter.detach() for name, parameter in model.tower.named_parameters()}
+        return Seen(losses, gradients, before, after, named, model.plan, tower, pipeline.total_norm)
+
+
+def train_all(configs: list[Config], steps: int) -> list[Seen]:
+    return [train_steps(config, steps) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
+    """By name: both ranks of two, and one process alone, after a step."""
+    configs = [small_config(data, EXACT | settings) for settings in (*SETTINGS.values(), FP8)]
+    pairs = zip(*two_ranks.run(train_all, configs, 1), strict=True)
+    return {
+        name: (*pair, train_steps(config, 1))
+        for name, config, pair in zip((*SETTINGS, "fp8"), configs, pairs, strict=True)
+    }
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """In the norm of the whole tensor: single elements may be zero but for rounding."""
+    assert (actual - expected).norm() <= relative * expected.norm()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_ranks_do_what_one_process_does(trained: dict[str, tuple[Seen, Seen, Seen]], name: str) -> None:
+    first, second, alone = trained[name]
+    assert_close(first.losses[0] + second.losses[0], alone.losses[0], 1e-5)
+    for key, expected in alone.gradients.items():
+        assert torch.equal(first.gradients[key], second.gradients[key])
+        assert_close(first.gradients[key], expected, 1e-5)
+    for table, before in alone.before.items():
+        assert torch.equal(first.before[table], before) and torch.equal(first.after[table], second.after[table])
+        moved = (alone.after[table] != before).any(1).nonzero().flatten().tolist()
+        assert moved and set(moved) <= alone.named[table] == first.named[table] | second.named[table]
+        # Adam divides by a root of small numbers, where a rounding weighs more.
+        relative = 1e-3 if name.endswith("adam") else 1e-5
+        assert_close(first.after[table] - before, alone.after[table] - before, relative)
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_bags_that_their_owners_pool_train_like_those_that_the_tower_pools(
+    trained: dict[str, tuple[Seen, Seen, Seen]], name: str
+) -> None:
+    by_tower = trained[name.split()[-1]][2]
+    for pooled in trained[name]:
+        if pooled is trained[name][2]:
+            assert_close(pooled.losses[0], by_tower.losses[0], 1e-5)
+        assert pooled.plan["tags"].pooled and not by_tower.plan["tags"].pooled
+        for key, expected in by_tower.gradients.items():
+            assert_close(pooled.gradients[key], expected, 1e-5)
+        for table, before in by_tower.before.items():
+            relative = 1e-3 if name.endswith("adam") else 1e-5
+            assert_close(pooled.after[table] - before, by_tower.after[table] - before, relative)
+
+
+@dataclass
+class Clipped:
+    norm: Tensor
+    """Before clipping."""
+    gradients: dict[str, Tensor]
+    """Of whole tables, clipped."""
+    tower: dict[str, Tensor]
+    """Weights after a step of SGD at a rate of 0.1."""
+
+
+def clipped_by_torch(config: Config) -> Clipped:
+    """A step of the same model whose tables are dense parameters of one process."""
+    dataset = load_dataset(config.data.path)
+    with process_group("cpu", 60) as ranks:
+        model, batch = parallelize(dataset.schema, config, ranks), training_batches(config, dataset, ranks).at(0)
+        tables = {name: gather_table(model, name).requires_grad_() for name in model.shards()}
+        tower = model.tower
+        rows = {
+            name: F.embedding_bag(ids.values, tables[name], ids.offsets[:-1], mode="mean")
+            if isinstance(ids, Bags)
+            else tables[name][ids]
+            for name, ids in batch.ids.items()
+        }
+        SampledLosses(tower)(rows, batch)["loss"].backward()
+        norm = clip_grad_norm_([*tables.values(), *tower.parameters()], config.train.clip)
+        stepped = {name: (weight - 0.1 * weight.grad).detach() for name, weight in tower.named_parameters()}
+        return Clipped(norm, {name: table.grad for name, table in tables.items()}, stepped)
+
+
+def first_change(optimizer: str, gradient_RD: Tensor) -> Tensor:
+    """Of rows in the first step, at the rate and eps of CLIP."""
+    square_RD = gradient_RD.square()
+    if optimizer == "rowwise_adagrad":
+        return -0.1 * gradient_RD / (square_RD.mean(1, keepdim=True).sqrt() + 0.001)
+    return -0.1 * gradient_RD / (1 if optimizer == "sgd" else square_RD.sqrt() + 0.001)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_that_of_a_model_with_dense_tables(
+    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]], name: str
+) -> None:
+    """On one rank and on two, where a row has gradients of both."""
+    config = small_config(data, EXACT | SETTINGS[name])
+    expected = clipped_by_torch(config)
+    assert bool(expected.norm > config.train.clip) == (name != "clip nothing")
+    for seen in trained[name]:
+        torch.testing.assert_close(seen.norm, expected.norm, rtol=1e-5, atol=0)
+        for table, gradient_RD in expected.gradients.items():
+            change_RD = first_change(config.tables.optimizer, gradient_RD)
+            assert_close(seen.after[table] - seen.before[table], change_RD, 1e-4)
+        for key, weight in expected.tower.items():
+            torch.testing.assert_close(seen.tower[key], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_with_an_fp8_wire_the_norm_is_that_of_the_gradients_that_arrive(
+    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]]
+) -> None:
+    first, second, _ = trained["fp8"]
+    expected = clipped_by_torch(small_config(data, EXACT | FP8))
+    assert torch.equal(first.norm, second.norm)
+    # E5M2 rounds each number by up to an eighth, up or down.
+    torch.testing.assert_close(first.norm, expected.norm, rtol=0.02, atol=0)
+    for table, gradient_RD in expected.gradients.items():
+        assert torch.equal(first.after[table], second.after[table])
+        assert_close(first.after[table] - first.before[table], -0.1 * gradient_RD, 0.1)
+    for key, weight in first.tower.items():
+        assert torch.equal(weight, second.tower[key])
+
+
+def test_a_table_learns_at_its_own_rate(trained: dict[str, tuple[Seen, Seen, Seen]]) -> None:
+    slow, fast = trained["sgd"][2], trained["mixed"][2]
+    assert_close(fast.after["brand"] - fast.before["brand"], 3 * (slow.after["brand"] - slow.before["brand"]), 1e-5)
+    assert torch.equal(fast.after["tags"], slow.after["tags"])
+
+
+def value_of(column: Column, row: int) -> Any:
+    if column.offsets is None:
+        return column.values[row]
+    return column.values[column.offsets[row] : column.offsets[row + 1]]
+
+
+def test_lookups_name_each_row_once_and_every_value(data: Path) -> None:
+    dataset, random = load_dataset(data), np.random.default_rng(1)
+    rows = {
+        "item": np.sort(random.choice(dataset.num_items, 9, replace=False)),
+        "user": random.integers(0, dataset.num_users, 4),
+        "event": random.integers(0, len(dataset.items_flat), 11),
+    }
+    schema, item_V = dataset.schema, rows["item"]
+    found = look_up(columns_of(dataset, schema), schema, item_V, item_V, rows["user"], rows["event"])
+    assert found.features.item_row_V is None and torch.equal(found.ids[ITEM], torch.from_numpy(rows["item"]))
+    for id_V in found.ids.values():
+        assert torch.equal(id_V, id_V.unique())
+    columns = {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}
+    for feature in dataset.schema.features:
+        if feature.name == ITEM:
+            continue
+        of = found.features.values[feature.name]
+        values = found.ids[feature.table][of.values] if feature.sparse else of.values
+        pieces = values if of.offsets is None else values.tensor_split(of.offsets[1:-1])
+        assert len(pieces) == len(rows[feature.owner])
+        for row, piece in zip(rows[feature.owner], pieces, strict=True):
+            np.testing.assert_array_equal(piece.numpy(), value_of(columns[feature.owner][feature.name], row))
+
+
+def dropped(
+    dataset: Dataset, config: Config, step: int, rank: int = 0, world_size: int = 1
+) -> tuple[set[int], set[int]]:
+    """Items of a batch that are replaced, and all."""
+    from logitmix.trainer.data.batches import TrainingBatches
+
+    loss = config.model.loss
+    batches = TrainingBatches(
+        dataset, dataset.schema.only([]), batch_size=16, max_length=12, negatives=loss.negatives, share="sequence",
+        seed=0, item_id_dropout=config.model.item_id_dropout, rank=rank, world_size=world_size,
+    )  # fmt: skip
+    batch = batches.at(step)
+    row_V = batch.id_V if batch.features.item_row_V is None else batch.ids[ITEM][batch.features.item_row_V]
+    replaced = row_V != batch.id_V
+    assert (row_V[replaced] == dataset.num_items).all()
+    return set(batch.id_V[replaced].tolist()), set(batch.id_V.tolist())
+
+
+def test_ids_are_dropped_at_their_rate_alike_on_all_ranks_and_anew_each_step(data: Path) -> None:
+    dataset, config = load_dataset(data), small_config(data, {"model.item_id_dropout": 0.4})
+    alone = [dropped(dataset, config, step) for step in range(20)]
+    shares = [len(gone) / len(named) for gone, named in alone]
+    # 20 batches of some 40 items: 3 standard deviations of their mean.
+    assert abs(np.mean(shares) - 0.4) < 3 * (0.24 / 800) ** 0.5
+    assert len({frozenset(gone) for gone, _ in alone}) == 20
+    for step in range(3):
+        parts = [dropped(dataset, config, step, rank, 2) for rank in range(2)]
+        assert set.union(*(gone for gone, _ in parts)) == alone[step][0]
+    assert not dropped(dataset, small_config(data), 0)[0]

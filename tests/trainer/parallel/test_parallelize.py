@@ -1,0 +1,268 @@
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import two_ranks
+from small_data import ITEMS, gather_table, small_config, write_dataset
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel import parallelize as parallelizing
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import autocast, embedding_tables, model_schema, parallelize
+from logitmix.trainer.step.pipeline import Pipeline
+
+SHARDINGS = ["row_wise", "table_wise", "column_wise"]
+COMPUTE = {"train.precision": "fp32"}
+FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", **COMPUTE}
+SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+
+
+@dataclass
+class Seen:
+    """What one rank saw; losses and rows are its own part, the rest is global."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    before: Tensor
+    after: Tensor
+    touched: Tensor
+    wire_bytes: float
+    shards: list[tuple[int, ...]]
+
+
+def train_steps(config: Config, steps: int) -> Seen:
+    dataset = load_dataset(config.data.path)
+    with process_group(config.train.device, 60) as ranks:
+        batches = training_batches(config, dataset, ranks)
+        model = parallelize(dataset.schema, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items + 1, dtype=torch.bool)
+        gradients, wire_bytes = {}, 0.0
+        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
+            for _ in range(steps):
+                pipeline.receive_rows()
+                pipeline.loss()
+                pipeline.backward()
+                pipeline.check_gradients()
+                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+                pipeline.apply_gradients()
+                losses.append(pipeline.losses["loss"].detach())
+                touched[pipeline.batch.id_V.cpu()] = True
+                wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
+        after = gather_table(model)
+        shards = [tuple(shard.shard_sizes) for shard in model.shards()[ITEM].metadata().shards_metadata]
+        return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
+
+
+def train_all(configs: list[Config], steps: int) -> list[Seen]:
+    return [train_steps(config, steps) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """In the norm of the whole tensor: single elements may be zero but for rounding."""
+    assert (actual - expected).norm() <= relative * expected.norm()
+
+
+@pytest.fixture(scope="module")
+def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
+    """By name: both ranks of two, and one process alone, after one SGD step."""
+    configs = {sharding: small_config(data, SGD | FP32 | {"tables.sharding": sharding}) for sharding in SHARDINGS}
+    for sharding in SHARDINGS:
+        settings = SGD | FP32 | {"tables.sharding": sharding, "comm.parts": 3}
+        configs[f"{sharding} in parts"] = small_config(data, settings)
+    configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
+    configs["batch"] = small_config(data, SGD | FP32 | {"model.loss.share": "batch"})
+    for kind in ("softmax", "bce"):
+        settings = SGD | FP32 | {"model.loss.share": "position", "model.loss.kind": kind}
+        configs[f"position, {kind}"] = small_config(data, settings)
+    configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
+    configs["bf16 dense"] = small_config(data, SGD | FP32 | {"comm.dense": "bf16"})
+    configs["fp8"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True})
+    configs["fp8 dot"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True, "model.similarity.kind": "dot"})
+    pairs = zip(*two_ranks.run(train_all, list(configs.values()), 1), strict=True)
+    return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SHARDINGS,
+        *(f"{name} in parts" for name in SHARDINGS),
+        *("dot", "batch", "position, softmax", "position, bce", "uneven"),
+    ],
+)
+def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
+    first, second, alone = sharded[name]
+    assert torch.equal(first.before, alone.before)
+    assert_close(first.losses[0] + second.losses[0], alone.losses[0], 1e-5)
+    for key, expected in alone.gradients.items():
+        assert torch.equal(first.gradients[key], second.gradients[key])
+        assert_close(first.gradients[key], expected, 1e-5)
+    assert (alone.after != alone.before).any()
+    assert_close(first.after - first.before, alone.after - alone.before, 1e-5)
+    assert torch.equal(first.after, second.after)
+
+
+def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
+    """Rows of a batch that were sent while those of the batch before were updated, and the same rows of the table."""
+    pairs = []
+    for config in configs:
+        with process_group(config.train.device, 60) as ranks:
+            dataset = load_dataset(config.data.path)
+            batches, model = (
+                training_batches(config, dataset, ranks),
+                parallelize(dataset.schema, config, ranks),
+            )
+            optimizer = dense_optimizer(model.tower, config.dense)
+            with Pipeline(model, optimizer, batches.at, 2) as pipeline:
+                pipeline.train_step()
+                pipeline.receive_rows()
+                pairs.append((pipeline.rows[ITEM].detach(), gather_table(model)[pipeline.batch.id_V]))
+    return pairs
+
+
+def test_the_next_rows_are_those_of_the_table_once_moved(data: Path) -> None:
+    options = [{"tables.sharding": sharding, "comm.parts": parts} for sharding in SHARDINGS for parts in (1, 3)]
+    configs = [small_config(data, SGD | FP32 | option) for option in options]
+    for results in (*two_ranks.run(rows_that_follow, configs), rows_that_follow(configs)):
+        for option, (sent, moved) in zip(options, results, strict=True):
+            assert torch.equal(sent, moved), option
+
+
+def test_dense_gradients_in_bf16(sharded: dict) -> None:
+    """The sum over the ranks rounds each part and the sum to 8 bits; one process rounds once. Tables are left alone."""
+    first, second, alone = sharded["bf16 dense"]
+    for key, exact in sharded["row_wise"][2].gradients.items():
+        assert torch.equal(first.gradients[key], second.gradients[key])
+        assert_close(first.gradients[key], exact, 2**-7)
+        assert torch.equal(first.gradients[key].bfloat16().float(), first.gradients[key])
+        assert_close(alone.gradients[key], exact, 2**-8)
+    assert any((first.gradients[key] != exact).any() for key, exact in sharded["row_wise"][2].gradients.items())
+    assert_close(first.after, sharded["row_wise"][0].after, 1e-6)
+
+
+def test_dense_gradients_keep_their_order(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks are three or more, gloo rounds a sum by its place: a run that is resumed must sum as before."""
+    orders = []
+
+    def noting(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        orders.append([id(weight) for weight in bucket.parameters()])
+        return bf16_compress_hook(group, bucket)
+
+    monkeypatch.setattr(parallelizing, "_bf16_gradients", noting)
+    train_steps(small_config(data, {"comm.dense": "bf16"}), 3)
+    first, *later = orders
+    assert len(later) == 2 and all(order == first for order in later)
+
+
+def test_tables_are_cut_as_told(sharded: dict) -> None:
+    rows = ITEMS + 1
+    cuts = {"row_wise": [(26, 8), (25, 8)], "table_wise": [(rows, 8)], "column_wise": [(rows, 4)] * 2}
+    assert {name: sharded[name][0].shards for name in cuts} == cuts
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 dot"])
+def test_the_fp8_wire_rounds_as_the_codec_does_and_no_more(sharded: dict, name: str) -> None:
+    """Beside one process that applies the codec's rounding itself: each row is rounded once on its way out, so losses
+    agree; on the way back each rank's part of a gradient is rounded by itself, by at most 2^-3 (E5M2)."""
+    first, second, alone = sharded[name]
+    assert first.wire_bytes > 0
+    assert_close(first.losses[0] + second.losses[0], alone.losses[0], 1e-5)
+    error = (first.after - first.before) - (alone.after - alone.before)
+    assert 1e-3 < error.norm() / (alone.after - alone.before).norm() < 2**-3
+
+
+def test_what_fp8_costs_a_dot_product(sharded: dict) -> None:
+    """Beside FP32: rows off by up to 2^-4 of themselves (E4M3), gradients by 2^-3 and by what the rows' error does.
+    (MoL at its start amplifies it: its components are directions of vectors near zero.)"""
+    rounded, exact = sharded["fp8 dot"][2], sharded["dot"][2]
+    assert 0 < abs(rounded.losses[0] / exact.losses[0] - 1) < 2**-4
+    error = (rounded.after - rounded.before) - (exact.after - exact.before)
+    assert 1e-3 < error.norm() / (exact.after - exact.before).norm() < 2**-4 + 2**-3
+
+
+def test_weights_come_from_the_seed_alone(data: Path) -> None:
+    once, again, other = (train_steps(small_config(data, FP32 | {"train.seed": seed}), 1) for seed in (1, 1, 2))
+    assert torch.equal(once.after, again.after) and once.losses[0] == again.losses[0]
+    assert not torch.equal(once.before, other.before)
+    assert abs(float(once.before.std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma
+
+
+@pytest.mark.parametrize(
+    ("device", "optimizer", "parts", "refused"),
+    [("cuda", "adam", 2, True), ("cuda", "adam", 1, False), ("cuda", "sgd", 2, False), ("cpu", "adam", 2, False)],
+)
+def test_parts_are_refused_where_each_would_count_as_a_step(
+    data: Path, device: str, optimizer: str, parts: int, refused: bool
+) -> None:
+    config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
+    with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
+        embedding_tables([Table(ITEM, ITEMS)], config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tables.itme.lr": 1.0}, r"^tables\.itme: no table itme \(did you mean item\?\); there are: item, zip$"),
+        ({"tables.zip.precision": "fp16"}, r"^the precision of table zip is fp16, which FBGEMM trains on CUDA only"),
+    ],
+)
+def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zip_code = Feature("zip", "user", "id", "zip")
+        schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
+        config = small_config(data, {"model.features": ["zip"]} | settings)
+        embedding_tables(model_schema(schema, config).tables, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "bf16"),
+    [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)],
+)
+def test_a_cpu_without_bf16_computes_in_fp32(
+    data: Path, monkeypatch: pytest.MonkeyPatch, precision: str, has_bf16: bool, bf16: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
+    x = torch.ones(2, 2)
+    with autocast(small_config(data, {"train.precision": precision}), torch.device("cpu")):
+        assert (x @ x).dtype == (torch.bfloat16 if bf16 else torch.float32)
+
+
+def test_adam_moves_the_rows_that_a_batch_touches_and_no_other(data: Path) -> None:
+    seen = train_steps(small_config(data, FP32 | {"train.batch_size": 2}), 1)
+    assert 0 < seen.touched.sum() < ITEMS
+    moved = (seen.after != seen.before).any(1)
+    assert torch.equal(moved, seen.touched)
+
+
+@pytest.mark.gpu
+def test_the_next_rows_on_a_gpu(data: Path) -> None:
+    settings = SGD | FP32 | {"train.device": "cuda"}
+    for sent, moved in rows_that_follow([small_config(data, settings | {"comm.parts": parts}) for parts in (1, 3)]):
+        assert torch.equal(sent, moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", "sgd"])
+def test_a_gpu_does_what_the_cpu_does(data: Path, optimizer: str) -> None:
+    settings = FP32 | {"tables.optimizer": optimizer}
+    on_cpu, on_gpu = (train_steps(small_config(data, settings | {"train.device": d}), 3) for d in ("cpu", "cuda"))
+    assert torch.equal(on_gpu.before.cpu(), on_cpu.before)
+    for gpu, cpu in zip(on_gpu.losses, on_cpu.losses, strict=True):
+        assert_close(gpu.cpu(), cpu, 1e-4)
+    # Sums in another order.
+    assert_close((on_gpu.after - on_gpu.before).cpu(), on_cpu.after - on_cpu.before, 1e-3)

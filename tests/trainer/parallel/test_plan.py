@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+from small_data import small_config
+
+from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
+from logitmix.trainer.config import TablesConfig
+from logitmix.trainer.parallel.plan import (
+    Devices,
+    ShardPlace,
+    TablePlan,
+    _constraints,
+    bytes_by_rank,
+    plan_summary,
+    plan_tables,
+)
+
+TABLES = [EmbeddingTable("item", 1000, 8), EmbeddingTable("brand", 400, 8), EmbeddingTable("city", 9, 8)]
+
+
+EITHER = "row_wise table_wise"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "expected"),
+    [
+        # A share of all bytes is half of 1,409 rows; of four, a quarter.
+        (2, {}, ["row_wise", EITHER, EITHER]),
+        (4, {}, ["row_wise", "row_wise", "table_wise"]),
+        (1, {}, [EITHER, EITHER, EITHER]),
+        # Nine rows for four ranks are three each, and none for the last; for five, two each but the last.
+        (5, {"sharding": "row_wise"}, ["row_wise", "row_wise", "row_wise"]),
+        (4, {"sharding": "row_wise"}, ["row_wise", "row_wise", "table_wise"]),
+        (2, {"sharding": "column_wise"}, ["column_wise", "column_wise", "column_wise"]),
+        (
+            2,
+            {"sharding": "table_wise", "by_name": {"city": {"sharding": "row_wise"}}},
+            ["table_wise", "table_wise", "row_wise"],
+        ),
+        # Adam's moments make the brands larger than the items.
+        (2, {"optimizer": "sgd", "by_name": {"brand": {"optimizer": "adam"}}}, [EITHER, "row_wise", EITHER]),
+    ],
+)
+def test_the_planner_may_choose_what_balances(world_size: int, settings: dict, expected: list[str]) -> None:
+    found = _constraints(TABLES, TablesConfig(**settings), Devices(world_size, world_size, "cpu"))
+    assert [" ".join(found[torchrec_name(table.name)].sharding_types) for table in TABLES] == expected
+
+
+def test_rows_that_a_gpu_has_no_room_for_are_not_planned_for_its_host(tmp_path: Path) -> None:
+    tables = [EmbeddingTable("item", 10**7, 64)]
+    config = small_config(tmp_path, {"tables.optimizer": "sgd"})
+    plan_tables(tables, config, Devices(2, 2, "cuda", 2 * 2**30))
+    with pytest.raises(ValueError, match="the planner cannot place the tables"):
+        plan_tables(tables, config, Devices(2, 2, "cuda", 2**30))
+
+
+def test_a_plan_is_a_line_for_each_table() -> None:
+    plan = {
+        "item": TablePlan(1000, 64, "row_wise", "adam", "fp32", False, 3 * 2**20, (_place(0), _place(1))),
+        "zip": TablePlan(9, 16, "table_wise", "sgd", "fp32", True, 576, (_place(1),)),
+    }
+    assert plan_summary(plan).splitlines() == [
+        "table item  1,000 x 64  row_wise on 2 ranks, adam, 3.0 MiB",
+        "table zip   9 x 16  table_wise on rank 1, pooled, sgd, 0.0 MiB",
+    ]
+
+
+def test_a_rank_holds_its_rows_and_columns() -> None:
+    halves = (ShardPlace(0, 0, 100, 0, 4), ShardPlace(2, 0, 100, 4, 4))
+    plan = {
+        "item": TablePlan(100, 8, "column_wise", "adam", "fp32", False, 100 * 8 * 12, halves),
+        "zip": TablePlan(9, 8, "table_wise", "sgd", "fp32", False, 9 * 8 * 4, (ShardPlace(1, 0, 9, 0, 8),)),
+    }
+    assert bytes_by_rank(plan, 4) == [100 * 4 * 12, 9 * 8 * 4, 100 * 4 * 12, 0]
+
+
+def _place(rank: int) -> ShardPlace:
+    return ShardPlace(rank, 0, 9, 0, 16)

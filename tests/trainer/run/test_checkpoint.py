@@ -1,0 +1,382 @@
+import concurrent.futures
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from small_data import ITEMS, gather_table, move_tables, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.collectives import barrier, broadcast_object
+from logitmix.comm.process_group import process_group
+from logitmix.modules.schema import ITEM, Feature, Schema, Table
+from logitmix.trainer.config import Config, dump_toml
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.run import checkpoint, folder
+from logitmix.trainer.run.checkpoint import Saver
+from logitmix.trainer.run.folder import checkpoint_paths
+from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.run.tensor_files import SavedTensors
+
+ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
+ADAGRAD = ADAM | {"tables.optimizer": "rowwise_adagrad", "tables.sharding": "table_wise"}
+MIXED = ADAM | {
+    "model.features": ["all"],
+    "tables.brand.sharding": "column_wise",
+    "tables.zip.optimizer": "rowwise_adagrad",
+    "tables.zip.dim": 16,
+    "tables.flag.optimizer": "sgd",
+    "tables.flag.dim": 16,
+    "tables.zip.pooled": True,
+    "tables.tags.pooled": True,
+}
+COLUMNS = {"tables.sharding": "column_wise", "tables.zip.sharding": "row_wise", "tables.brand.sharding": "table_wise"}
+TABLES = (Table("brand", 9), Table("zip", 20), Table("flag", 2), Table("tags", 12))
+SCHEMA = Schema(
+    (Feature(ITEM, "item", "id", ITEM), *(Feature(table.name, "user", "id", table.name) for table in TABLES)),
+    (Table(ITEM, ITEMS), *TABLES),
+)
+SETTINGS = {"adam": ADAM, "adagrad": ADAGRAD, "mixed": MIXED}
+
+
+def step(model: ParallelModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One update of table and tower by gradients that follow from the seed, the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = {name: torch.randperm(of.rows, generator=generator)[:15].sort().values for name, of in model.plan.items()}
+    gradients = {name: torch.randn(len(ids[name]), of.dim, generator=generator) for name, of in model.plan.items()}
+    model.table_optimizers.begin_step(1.0)
+    # Every rank looks up the same rows: the owners average what the ranks send.
+    move_tables(model, ids, gradients)
+    for parameter in model.tower.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {name: value.clone() for name, value in model.tower.state_dict().items()}
+    return state | {f"table {name}": gather_table(model, name) for name in model.plan}
+
+
+def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
+    """State two steps after the checkpoint of `steps`."""
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for seed in range(steps):
+            step(model, optimizer, seed)
+        Saver(run, model, optimizer).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
+        for seed in range(steps, steps + 2):
+            step(model, optimizer, seed)
+        return snapshot(model, optimizer)
+
+
+def resume(run: Path, config: Config) -> dict[str, Tensor]:
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        done = checkpoint.restore(run, model, optimizer)
+        for seed in range(done.step, done.step + 2):
+            step(model, optimizer, seed)
+        return snapshot(model, optimizer)
+
+
+def whole(run: Path) -> dict[str, Tensor]:
+    """All tensors of a run's checkpoint."""
+    (path,) = (run / "checkpoints").iterdir()
+    tensors, found = SavedTensors(path.glob("*.safetensors")), {}
+    for name, pieces in tensors.pieces.items():
+        ends = [[a + n for a, n in zip(piece.place, piece.values.shape, strict=True)] for piece in pieces]
+        found[name] = torch.full([max(of) for of in zip(*ends, strict=True)], torch.nan)
+        tensors.read(name, [0] * found[name].ndim, found[name])
+    return found
+
+
+Jobs = list[tuple[Path | None, Config, Path]]
+
+
+def save_all(jobs: Jobs) -> None:
+    """Saves as it was loaded what another run has saved, or what three steps give."""
+    for source, config, out in jobs:
+        with process_group("cpu", 60) as ranks:
+            model = parallelize(SCHEMA, config, ranks)
+            optimizer = dense_optimizer(model.tower, config.dense)
+            if source:
+                assert checkpoint.restore(source, model, optimizer).step == 3
+            else:
+                for seed in range(3):
+                    step(model, optimizer, seed)
+            Saver(out, model, optimizer).save(RunProgress(3))
+
+
+def assert_same_content(run: Path, other: Path) -> None:
+    first, second = whole(run), whole(other)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert torch.equal(values, second[name]), name
+
+
+def save_and_resume(
+    jobs: list[tuple[Path, Config]], others: list[tuple[Path, Config]], again: Jobs
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    for run, config in jobs:
+        train_and_save(run, config, 3)
+    save_all(again)
+    return [resume(run, config) for run, config in jobs + others], fail_on_the_second_rank(*jobs[0])
+
+
+def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
+    """What a rank says where the second one has a full disk, and then a broken one; and where that one breaks in the
+    background, while this one cannot write for a long time."""
+    said = []
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for code in (errno.ENOSPC, errno.EIO):
+            with broken_writes(ranks.rank == 1, code), pytest.raises(OSError) as caught:
+                Saver(run, model, optimizer).save(RunProgress(16))
+            said.append(str(caught.value))
+        background = replace(model, config=replace(config, train=replace(config.train, save_in_background=True)))
+        with Saver(run, background, optimizer) as saver, pytest.raises(OSError) as caught:
+
+            def abandoned() -> None:
+                assert saver._pending and saver._pending.abandoned.wait(60)
+
+            with broken_writes(ranks.rank == 1, errno.EIO, abandoned):
+                saver.save(RunProgress(20), wait=False)
+                assert saver._pending and saver._pending.written
+                if ranks.rank == 1:
+                    concurrent.futures.wait([saver._pending.written])
+                barrier(ranks)
+                saver.poll()
+        said.append(str(caught.value))
+        said += [upload_slowly(run.with_name(f"room-{room}"), background, optimizer, room) for room in (3, 2)]
+    return said
+
+
+def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, room: int) -> str:
+    """What is on disk when an upload in the background ends that waits for the third checkpoint, or until there is no
+    room for it, and then fails; and after another upload. One checkpoint less than there is room for is kept."""
+    found: list[list[str]] = []
+    full = threading.Event()
+
+    def disk_usage(path: Path) -> Any:
+        has_room = len(checkpoint_paths(run)) < room
+        if not has_room:
+            full.set()
+        return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
+
+    def push(run: Path) -> None:
+        until = time.monotonic() + 5
+        while not found and len(checkpoint_paths(run)) < 3 and not full.is_set() and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append([path.name for path in checkpoint_paths(run)])
+        if len(found) == 1:
+            raise OSError("gone")
+
+    run.mkdir(exist_ok=True)
+    (run / "dataset.json").touch()
+    settings = replace(model.config.train, on_save_failure="continue", keep=room - 1)
+    model = replace(model, config=replace(model.config, train=settings))
+    with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
+        patch.setattr(shutil, "disk_usage", disk_usage)
+        for module in (checkpoint, folder):
+            patch.setattr(module, "is_copy", lambda path: True)
+            patch.setattr(module, "push", push)
+        for number in (1, 2, 3):
+            saver.save(RunProgress(number), wait=number == 3)
+    return str(broadcast_object(found, model.ranks))
+
+
+@contextmanager
+def broken_writes(fails: bool, code: int, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Writes fail on one rank; on the others they wait."""
+    write = os.write
+
+    def broken(descriptor: int, content: memoryview) -> int:
+        if fails:
+            raise OSError(code, os.strerror(code))
+        wait()
+        return write(descriptor, content)
+
+    os.write = broken  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.write = write
+
+
+def new_run(folder: Path, name: str, config: Config) -> Path:
+    run = folder / name
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.toml").write_text(dump_toml(config))
+    (run / "dataset.json").write_text(
+        json.dumps({"name": "small", "users": 3, "items": ITEMS, "actions": 9, "schema": SCHEMA.to_mapping()})
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) -> None:
+    configs = {name: small_config(data, settings) for name, settings in SETTINGS.items()}
+    alone = {name: new_run(tmp_path, f"alone-{name}", config) for name, config in configs.items()}
+    paired = {name: new_run(tmp_path, f"paired-{name}", config) for name, config in configs.items()}
+    expected = {name: train_and_save(alone[name], config, 3) for name, config in configs.items()}
+    jobs = [(paired[name], configs[name]) for name in configs]
+    others = [(alone[name], configs[name]) for name in configs]
+    again: Jobs = [(alone[name], of, new_run(tmp_path, f"again-{name}", of)) for name, of in configs.items()]
+    columns = small_config(data, MIXED | COLUMNS)
+    again += [
+        (alone["mixed"], columns, new_run(tmp_path, "columns", columns)),
+        (tmp_path / "columns", configs["mixed"], new_run(tmp_path, "rows", configs["mixed"])),
+    ]
+    first, second = two_ranks.run(save_and_resume, jobs, others, again)
+    for source, _, out in again:
+        assert source and len(whole(out)) > 40
+        assert_same_content(source, out)
+    for resumed, _ in (first, second):
+        for name, actual in zip([*configs, *configs], resumed, strict=True):
+            assert_equal(actual, expected[name])
+    # A save that fails on one rank fails on all, and nothing of it stays.
+    (full, broken, later, *uploaded), of_second = first[1], second[1]
+    out = paired["adam"] / "checkpoints" / "step-16"
+    assert full.startswith(f"no room for {out}: it needs ") and of_second[0].startswith(full.partition(" and ")[0])
+    assert broken == of_second[1] == f"{out} could not be written (Input/output error); nothing of it was kept"
+    # In the background too, in the next step, though the other rank had not written its part.
+    assert later == of_second[2] == broken.replace("step-16", "step-20")
+    assert [path.name for path in out.parent.iterdir()] == ["step-3"]
+    # Both commit what was saved before they wait for an upload, and drop nothing if that fails; or they wait first, and
+    # drop what leaves no room.
+    assert (
+        uploaded
+        == of_second[3:]
+        == [
+            str([["step-1", "step-2", "step-3"], ["step-2", "step-3"]]),
+            str([["step-1", "step-2"], ["step-3"]]),
+        ]
+    )
+    for name, config in configs.items():
+        assert_equal(resume(alone[name], config), expected[name])
+        assert_equal(resume(paired[name], config), expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_any_ranks_load_what_any_ranks_saved(tmp_path: Path, data: Path, optimizer: str) -> None:
+    """One to four ranks, each sharding: the weights and the optimizers' states of all tables, bit for bit."""
+    shardings = ["row_wise", "table_wise"] + (["column_wise"] if optimizer == "adam" else [])
+    settings = ADAM | {"model.features": ["all"], "tables.optimizer": optimizer, "tables.tags.pooled": True}
+    # As many columns as every rank can have some of.
+    settings |= {"model.dim": 16, "tables.flag.dim": 32}
+    configs = {sharding: small_config(data, settings | {"tables.sharding": sharding}) for sharding in shardings}
+    sources: list[Path] = []
+    for count in range(1, 5):
+        runs = {of: new_run(tmp_path, f"{count}-{of}", configs[of]) for of in shardings}
+        two_ranks.run(save_all, [(None, configs[of], run) for of, run in runs.items()], world_size=count)
+        sources += runs.values()
+    for count in range(1, 5):
+        jobs: Jobs = [
+            (source, configs[of], new_run(tmp_path, f"{source.name} on {count}-{of}", configs[of]))
+            for source in sources
+            for of in shardings
+        ]
+        two_ranks.run(save_all, jobs, world_size=count)
+        for source, _, out in jobs:
+            assert source
+            assert_same_content(source, out)
+
+
+def test_what_is_written_in_the_background_is_the_step_that_was_saved(tmp_path: Path, data: Path) -> None:
+    config = small_config(data, ADAM | {"train.save_in_background": True})
+    run, may_write = new_run(tmp_path, "run", config), threading.Event()
+    with process_group("cpu", 60) as ranks, broken_writes(False, 0, lambda: require(may_write.wait(60))):
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        with Saver(run, model, optimizer) as saver:
+            step(model, optimizer, 0)
+            saver.save(RunProgress(1), wait=False)
+            saved = snapshot(model, optimizer)
+            step(model, optimizer, 1)
+            saver.poll()
+            assert checkpoint_paths(run) == []
+            may_write.set()
+            while saver._pending:
+                saver.poll()
+            assert [path.name for path in checkpoint_paths(run)] == ["step-1"]
+        saved_model = checkpoint.load_saved(run)
+        assert_equal(saved_model.tower.state_dict(), {name: saved[name] for name in saved_model.tower.state_dict()})
+        assert torch.equal(saved_model.read_rows(ITEM, 0, ITEMS), saved[f"table {ITEM}"])
+        # What is not committed when the block ends, by an error perhaps, is removed.
+        may_write.clear()
+        with pytest.raises(KeyError), Saver(run, model, optimizer) as saver:
+            saver.save(RunProgress(2), wait=False)
+            may_write.set()
+            raise KeyError
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
+
+
+def require(condition: bool) -> None:
+    assert condition
+
+
+@pytest.fixture
+def run(tmp_path: Path, data: Path) -> Path:
+    config = small_config(data, ADAM)
+    run = new_run(tmp_path, "run", config)
+    train_and_save(run, config, 3)
+    return run
+
+
+def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
+    model = checkpoint.load_saved(run)
+    assert not torch.distributed.is_initialized()
+    assert (model.step, model.config) == (3, small_config(data, ADAM))
+    with process_group("cpu", 60) as ranks:
+        sharded = parallelize(SCHEMA, model.config, ranks)
+        checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
+        assert torch.equal(model.read_rows(ITEM, 0, ITEMS), gather_table(sharded))
+        for name, value in sharded.tower.state_dict().items():
+            assert torch.equal(model.tower.state_dict()[name], value)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
+    config = small_config(data, ADAM)
+    run = new_run(tmp_path, "run", config)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(SCHEMA, config, ranks)
+        optimizer = dense_optimizer(model.tower, config.dense)
+        for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
+            metrics = {} if rate is None else {"hr@10": rate}
+            Saver(run, model, optimizer).save(RunProgress(number, 0.0, 0, metrics))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
+    assert checkpoint.load_saved(run).step == 2
+    assert checkpoint.load_saved(run, "last").step == 6
+
+
+def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ValueError, match="is not a run directory"):
+        checkpoint.load_saved(tmp_path)
+    run = new_run(tmp_path, "run", small_config(data))
+    with pytest.raises(ValueError, match="no complete checkpoint yet; train it first"):
+        checkpoint.load_saved(run)

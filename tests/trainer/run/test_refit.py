@@ -1,0 +1,205 @@
+"""A run's refit: trained anew on the validation actions too, for as many epochs as the best checkpoint had."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import cli
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.batches import leave_one_out, split_by_time
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluation.evaluate import evaluate_run
+from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import read_config
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.stages import final_run
+
+FP32 = {"train.precision": "fp32", "evaluate.baselines": False}
+SGD = FP32 | {"tables.optimizer": "sgd", "dense.optimizer": "sgd", "comm.forward": "fp32", "comm.backward": "fp32"}
+# The first epoch is the best: later ones barely move, at this rate.
+EARLY = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "tables.lr": 1e-20, "dense.lr": 1e-20}
+
+
+def results(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "results.json").read_text())
+    return found
+
+
+def rows(run: Path) -> torch.Tensor:
+    saved = load_saved(run)
+    return saved.read_rows("item", 0, saved.num_items)
+
+
+def test_a_refit_is_a_run_of_the_best_epochs_that_holds_out_the_test_part_alone(tmp_path: Path) -> None:
+    """Bit for bit what these settings would train by themselves."""
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "train.refit": True}
+    tested = train(small_config(data, settings), run)
+    assert tested == results(run / "refit") != results(run)
+    by_hand = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "data.validation": False}
+    epochs = results(run)["step"] / 4
+    train(small_config(data, by_hand | {"train.stop_after_epochs": epochs}), tmp_path / "by hand")
+    assert results(tmp_path / "by hand")["hr@10"] == tested["hr@10"]
+    torch.testing.assert_close(rows(run / "refit"), rows(tmp_path / "by hand"), rtol=0, atol=0)
+    assert not torch.equal(rows(run), rows(run / "refit"))
+    assert read_rows(run / "refit", "validation") == []
+
+
+def test_it_trains_for_the_epochs_of_the_best_checkpoint(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    train(small_config(data, EARLY | {"train.refit": True}), run)
+    assert [row["step"] for row in read_rows(run, "validation")] == [4, 8, 12]
+    assert (results(run)["step"], results(run / "refit")["step"]) == (4, 4)
+    assert read_config(run / "refit").train.stop_after_epochs == 1
+
+
+def test_rates_that_fell_with_the_time_fall_over_as_many_epochs(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    timed = {"train.epochs": 9000, "train.minutes": 0.02, "train.schedule": "linear", "train.log_every": 1}
+    train(small_config(data, FP32 | timed | {"train.refit": True}), run)
+    rates = [row["learning_rate/dense"] for row in read_rows(run, "train")]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
+    of_refit, done = read_config(run / "refit").train, read_rows(run)[-1]["epoch"]
+    assert of_refit.minutes == 0 and of_refit.stop_after_epochs <= done <= of_refit.epochs < done + 1
+
+
+def test_export_and_the_test_take_the_refit_and_validation_the_run(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    train(small_config(data, FP32 | {"train.epochs": 2, "train.refit": True}), run)
+    assert final_run(run) == run / "refit"
+    assert evaluate_run(run, "test", None, None, "cpu", 1)["hr@10"] == results(run / "refit")["hr@10"]
+    assert evaluate_run(run, "validation", None, None, "cpu", 1)["step"] == results(run)["step"]
+    export(run, tmp_path / "out")
+    export(run / "refit", tmp_path / "same")
+    assert (tmp_path / "out" / "tower.safetensors").read_bytes() == (
+        tmp_path / "same" / "tower.safetensors"
+    ).read_bytes()
+    with pytest.raises(ValueError, match="was trained on the validation actions"):
+        evaluate_run(run / "refit", "validation", None, None, "cpu", 1)
+
+
+def test_a_refit_starts_from_the_refit_that_its_run_did_not_start_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, start, run = write_dataset(tmp_path / "data"), tmp_path / "start", tmp_path / "run"
+    train(small_config(data, FP32 | {"train.refit": True}), start)
+    train(small_config(data, FP32 | {"train.refit": True, "warm_start": str(start)}), run)
+    warm = [line.split()[3] for line in capsys.readouterr().err.splitlines() if line.startswith("warm start from")]
+    assert warm == [f"{start},", f"{start / 'refit'},"]
+
+
+def test_a_refit_that_is_not_finished_is_not_used_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    config = small_config(data, FP32 | {"train.epochs": 2})
+    train(config, run)
+    assert final_run(run) == run
+    cli.main(["train", "--refit", str(run), "--json"])
+    whole = results(run / "refit")
+    assert json.loads(capsys.readouterr().out)["hr@10"] == whole["hr@10"]
+    (run / "refit" / "results.json").unlink()
+    for use in (lambda: export(run, tmp_path / "out"), lambda: evaluate_run(run, "test", None, None, "cpu", 1)):
+        with pytest.raises(ValueError, match=r"refit is not finished: go on with `logitmix train --refit"):
+            use()
+    cli.main(["train", f"--refit={run}"])
+    assert results(run / "refit")["hr@10"] == whole["hr@10"]
+
+
+def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = FP32 | {"tables.lr": 0.01, "evaluate.metric": "mrr", "train.refit": True}
+    train(small_config(data, settings | {"train.epochs": 1}), run)
+    longer = settings | {"train.epochs": 8}
+    train(small_config(data, longer | {"train.refit": False}), run)
+    for use in (
+        lambda: train(small_config(data, longer), run),
+        lambda: export(run, tmp_path / "out"),
+        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+    ):
+        with pytest.raises(ValueError, match=r"is a refit of 1 epochs, but .* is now best after \d; remove .*refit"):
+            use()
+
+
+def test_stopping_after_less_than_a_step_trains_one(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data")
+    assert train(small_config(data, FP32 | {"train.stop_after_epochs": 0.01}), tmp_path / "run")["step"] == 1
+
+
+def refitted(configs: Mapping[str, Config], folder: Path) -> dict[str, float]:
+    return {name: train(config, folder / name)["hr@10"] for name, config in configs.items()}
+
+
+def test_two_ranks_refit_as_one(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", ring=True)
+    configs = {"run": small_config(data, SGD | {"train.epochs": 2, "train.refit": True})}
+    first, second = two_ranks.run(refitted, configs, tmp_path / "two")
+    assert first == second
+    refitted(configs, tmp_path / "one")
+    one, two = (rows(tmp_path / name / "run" / "refit") for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+
+
+def test_without_a_validation_part_its_actions_are_trained_on_and_the_test_part_is_the_same(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data"))
+    for split in (leave_one_out, lambda dataset, validation=True: split_by_time(dataset, 0.2, validation)):
+        with_it, without = split(dataset), split(dataset, validation=False)
+        assert set(without.targets) == {"test"}
+        assert (without.targets["test"] == with_it.targets["test"]).all()
+        assert (without.train_end >= with_it.train_end).all() and (without.train_end > with_it.train_end).any()
+        there = without.targets["test"] >= 0
+        assert (without.train_end[there] <= without.targets["test"][there]).all()
+    assert (leave_one_out(dataset, validation=False).train_end == dataset.offsets[1:] - 1).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.refit": True, "data.validation": False}, "train.refit needs the validation actions"),
+        ({"train.patience": 2, "data.validation": False}, "train.patience needs the validation actions"),
+        ({"train.refit": True, "evaluate.every_epochs": 0}, "so no checkpoint is chosen"),
+        ({"train.epochs": 2, "train.stop_after_epochs": 2.5}, "from 0 to train.epochs"),
+    ],
+)
+def test_settings_that_contradict_each_other(tmp_path: Path, settings: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        small_config(tmp_path, settings)
+
+
+def test_refit_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.toml").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (["--refit"], ["--refit="], ["--refit", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            cli.main(["train", *words])
+        assert "--refit needs a run directory" in capsys.readouterr().err
+
+
+def test_peeking_at_the_test_part_is_said_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best epoch on the test part stands beside the one that validation chose, which is the same as without."""
+    data = write_dataset(tmp_path / "data", ring=True)
+    plain = train(small_config(data, FP32 | {"train.epochs": 3}), tmp_path / "plain")
+    capsys.readouterr()
+    peeked = train(small_config(data, FP32 | {"train.epochs": 3, "evaluate.peek_test": True}), tmp_path / "peeked")
+    found = {row["step"]: row for row in read_rows(tmp_path / "peeked", "peeked")}
+    assert list(found) == [4, 8, 12] and "epoch 2, step 8: peeked hr@10" in capsys.readouterr().err
+    best = max(found.values(), key=lambda row: row["hr@10"])
+    assert (peeked["peeked/hr@10"], peeked["peeked/mrr"]) == (best["hr@10"], best["mrr"])
+    assert found[peeked["step"]]["hr@10"] == peeked["hr@10"] == plain["hr@10"] and peeked["step"] == plain["step"]
+    cli._show_metrics(peeked, "test", False)
+    assert "peeked: best on test" in capsys.readouterr().out
+    alone = FP32 | {"train.epochs": 2, "evaluate.peek_test": True, "data.validation": False}
+    assert "peeked/hr@10" in train(small_config(data, alone), tmp_path / "alone")
+    with pytest.raises(ValueError, match=r"evaluate.peek_test is set, but evaluate.every_epochs is 0"):
+        small_config(data, {"evaluate.peek_test": True, "evaluate.every_epochs": 0})

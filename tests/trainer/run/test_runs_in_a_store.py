@@ -1,0 +1,777 @@
+"""Runs, datasets and exports at URLs: the promises of docs/reliability.md, on fsspec's memory, with several hosts that
+have a cache each. tests/integration/test_s3.py has the commands on S3."""
+
+import concurrent.futures
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_data import small_config, write_dataset
+from stores import Memory
+
+from logitmix.comm import collectives
+from logitmix.comm.process_group import _Place, process_group
+from logitmix.common import storage
+from logitmix.common.files import file_digest
+from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push
+from logitmix.launch.processes import Stopped
+from logitmix.serving import live
+from logitmix.serving.live import LiveExport
+from logitmix.serving.programs import load_program
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import api, cli
+from logitmix.trainer.commands.report import write_report
+from logitmix.trainer.config import Config
+from logitmix.trainer.data import prepare as preparing
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.export import export as exporting
+from logitmix.trainer.export import update as updating
+from logitmix.trainer.logs.telemetry import Telemetry
+from logitmix.trainer.loop import train
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.checkpoint import Saver, load_saved
+from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock
+from logitmix.trainer.run.metrics import RunProgress, read_rows
+from logitmix.trainer.run.results import read_test_users
+from logitmix.trainer.run.stages import final_run
+
+DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
+PART = "part-00000-of-00001.safetensors"
+SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
+SETTINGS |= {"evaluate.exclude_history": "no", "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+SETTINGS |= {"train.keep": 1}
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset, data, and an undisturbed run of three epochs on it, run, on a disk: steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("local")
+    train(small_config(write_dataset(folder / "data"), SETTINGS | {"train.keep": 3}), folder / "run")
+    return folder
+
+
+def put(local: Path, url: str) -> Path:
+    """Puts a directory there, and the copy of this host."""
+    path = path_of(url)
+    shutil.copytree(local, path, ignore=shutil.ignore_patterns(".lock"))
+    push(path)
+    return path
+
+
+def config(**settings: Any) -> Config:
+    return small_config(Path("unused"), SETTINGS | {"data.path": DATA} | settings)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ended_as(undisturbed: Path, run: Path) -> None:
+    """Weights, optimizers' states and rows of metrics."""
+    last = "checkpoints/step-12"
+    assert file_digest(run / last / PART) == file_digest(undisturbed / last / PART)
+    kept = ("kind", "step", "loss", "hr@10", "mrr", "gradient_norm")
+
+    def rows(of: Path) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in kept if name in row} for row in read_rows(of)]
+
+    assert rows(run) == rows(undisturbed)
+    results = [json.loads((of / "results.json").read_text()) for of in (run, undisturbed)]
+    assert results[0]["step"] == results[1]["step"] and results[0]["mrr"] == results[1]["mrr"]
+
+
+def test_a_run_goes_on_elsewhere_bit_equal(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+
+    def killed(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
+        if pipeline.step == 10:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Telemetry, "log_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    results = train(config(), path_of(RUN))
+    assert f"continuing {RUN} after step 8" in capsys.readouterr().err.replace("\n", "")
+    memory.host("third")
+    run = fetched_run(RUN)
+    assert json.loads((run / "results.json").read_text()) == results
+    assert 'path = "memory://bucket/data/small"' in (run / "config.toml").read_text()
+    # The first rows came without a log, see above.
+    last = "checkpoints/step-12"
+    assert file_digest(run / last / PART) == file_digest(local / "run" / last / PART)
+
+
+def test_what_could_not_be_uploaded_is_with_the_next_start(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with (
+        memory.watched(lambda number, name, file: name == "put_file" and "step-8" in file),
+        pytest.raises(OSError) as caught,
+    ):
+        train(config(), path_of(RUN))
+    assert str(caught.value) == f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}"
+    assert not any("step-8" in name for name in memory.files("bucket/runs/a"))
+    train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+def test_training_goes_on_without_the_store_if_told_so(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda number, name, file: name == "put_file" and "step-8" in file):
+        train(config(**{"train.on_save_failure": "continue"}), path_of(RUN))
+    said = f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}; training goes on\n"
+    assert said in capsys.readouterr().err
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+def test_a_store_that_takes_nothing_from_start_to_end(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each failure is said; the results are there, and the same command uploads the run."""
+    put(local / "data", DATA)
+    settings = config(**{"train.on_save_failure": "continue", "train.epochs": 2, "train.refit": True})
+    with memory.watched(lambda number, name, file: name in ("put_file", "pipe_file")):
+        results = train(settings, path_of(RUN))
+    said = [line for line in capsys.readouterr().err.splitlines() if "could not be written" in line]
+    assert said[0].endswith(f"(the store is gone); what it lacks is in {path_of(RUN)}; training goes on")
+    at_the_end = f"{said[0].removesuffix('training goes on')}the run is finished there, and the same command uploads it"
+    # Of the run and of its refit.
+    assert said.count(at_the_end) == 2 and said[-1] == at_the_end and memory.files("bucket/runs/a") == {}
+    assert train(settings, path_of(RUN))["mrr"] == results["mrr"]
+    memory.host("elsewhere")
+    run = fetched_run(RUN)
+    assert (run / "results.json").exists() and load_saved(final_run(run)).step == results["step"]
+
+
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved in the background is uploaded before the next step ends."""
+    poll = Saver.poll
+
+    def until_uploaded(saver: Saver) -> None:
+        poll(saver)
+        while saver._pending or saver._upload:
+            poll(saver)
+
+    monkeypatch.setattr(Saver, "poll", until_uploaded)
+
+
+def test_uploads_in_the_background(memory: Memory, local: Path, step_by_step: None) -> None:
+    put(local / "data", DATA)
+    threads: dict[str, str] = {}
+
+    def watch(number: int, name: str, file: str) -> bool:
+        if name == "put_file":
+            threads.setdefault(file.removeprefix("/bucket/runs/a/"), threading.current_thread().name)
+        return False
+
+    with memory.watched(watch):
+        train(config(**{"train.save_in_background": True}), path_of(RUN))
+    assert [threads[f"checkpoints/step-{step}/{PART}"].partition("_")[0] for step in (4, 8, 12)] == [
+        "upload",
+        "upload",
+        "MainThread",
+    ]
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_upload_in_the_background_that_fails(
+    memory: Memory, local: Path, step_by_step: None, capsys: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    put(local / "data", DATA)
+    settings = {"train.save_in_background": True, "train.on_save_failure": "continue" if goes_on else "stop"}
+    said = f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}"
+    fails = memory.watched(lambda number, name, file: name == "put_file" and "step-8" in file)
+    with fails, nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
+        train(config(**settings), path_of(RUN))
+    assert (f"{said}; training goes on\n" in capsys.readouterr().err) == goes_on
+    train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    ended_as(local / "run", fetched_run(RUN))
+
+
+@pytest.fixture
+def savers(memory: Memory, local: Path) -> Iterator[Callable[..., Saver]]:
+    """Makes a Saver of a run there with these settings, which saves in the background."""
+    with process_group("cpu", 60) as ranks, ExitStack() as held:
+
+        def saver(**settings: Any) -> Saver:
+            of = config(**{"train.save_in_background": True}, **settings)
+            model = parallelize(load_dataset(local / "data").schema, of, ranks)
+            path_of(RUN).mkdir(parents=True, exist_ok=True)
+            (path_of(RUN) / "dataset.json").touch()
+            return held.enter_context(Saver(path_of(RUN), model, dense_optimizer(model.tower, of.dense)))
+
+        yield saver
+
+
+def saved(saver: Saver) -> list[str]:
+    return [path.name for path in checkpoint_paths(saver.run)]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_is_on_disk_before_an_upload_has_ended(memory: Memory, savers: Callable[..., Saver], wait: bool) -> None:
+    """On a signal too, it does not wait for one that is under way; and nothing is removed during an upload."""
+    saver, during = savers(), []
+
+    def slow(number: int, name: str, file: str) -> bool:
+        until = time.monotonic() + 5
+        while not during and len(saved(saver)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        during.append(saved(saver))
+        return False
+
+    with memory.watched(slow):
+        # The second save begins the upload of the first step.
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        assert saver.save(RunProgress(3), wait)
+    assert during[0] == ["step-1", "step-2", "step-3"] and saved(saver) == ["step-3"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_upload_that_fails_drops_no_checkpoint(
+    memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    """Neither that which is written meanwhile, nor that which is saved next."""
+    settings = {"train.keep": 3, "train.on_save_failure": "continue" if goes_on else "stop"}
+    saver, said = savers(**settings), f"{RUN} could not be written (the store is gone); what it lacks is in"
+    with memory.watched(lambda *_: True):
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        assert saver._upload and saver._pending
+        concurrent.futures.wait([saver._upload])
+    with nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
+        assert saver.save(RunProgress(3))
+    assert capsys.readouterr().err.count(said) == goes_on
+    assert saved(saver) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_step_that_cannot_be_saved_does_not_hide_an_upload_that_fails(
+    memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = savers(**{"train.on_save_failure": "continue"})
+    with memory.watched(lambda *_: True):
+        saver.save(RunProgress(1), wait=False)
+        while not saver._upload:
+            saver.poll()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+        assert not saver.save(RunProgress(2))
+    full, gone = capsys.readouterr().err.splitlines()
+    assert full.startswith("no room for ") and gone.startswith(f"{RUN} could not be written (the store is gone)")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("wait", [True, False])
+def test_where_there_is_no_room_during_an_upload_it_is_waited_for(
+    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, wait: bool, fails: bool
+) -> None:
+    """The step is saved once older ones are removed, though the upload fails."""
+    saver, full = savers(), threading.Event()
+
+    def disk_usage(path: Path) -> Any:
+        has_room = len(saved(saver)) < 2
+        if not has_room:
+            full.set()
+        return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with memory.watched(lambda *_: full.wait(5) and fails):
+        for step in (1, 2):
+            saver.save(RunProgress(step), wait=False)
+        with pytest.raises(OSError, match="the store is gone") if fails else nullcontext():
+            assert saver.save(RunProgress(3), wait)
+    assert full.is_set() and saved(saver)[-1] == "step-3" and "step-1" not in saved(saver)
+
+
+def test_a_step_whose_name_could_not_be_synced_is_uploaded(
+    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    saver = savers(**{"train.on_save_failure": "continue"})
+    saver.save(RunProgress(1))
+    monkeypatch.setattr(checkpoint, "sync", broken)
+    assert not saver.save(RunProgress(2))
+    said, folder = capsys.readouterr().err, saver.run / "checkpoints"
+    assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (broken)\n"
+    assert saved(saver) == ["step-2"]
+    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
+        f"checkpoints/step-2/{name}" for name in ("checkpoint.json", PART)
+    }
+
+
+def test_where_the_store_takes_nothing_no_step_is_trained(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=RUN):
+        train(config(), path_of(RUN))
+    assert not path_of(RUN).exists()
+
+
+def test_a_job_that_fails_before_there_is_anything_to_keep_leaves_nothing(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(local / "data", DATA)
+    monkeypatch.setattr(Telemetry, "__init__", None)
+    with memory.watched() as done, pytest.raises(TypeError):
+        train(config(), path_of(RUN))
+    assert any(of.endswith("config.toml") for of in done)
+    assert memory.files("bucket/runs/a") == {}
+
+
+def test_where_the_store_does_not_answer_nothing_begins(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    with memory.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
+        train(config(), path_of(RUN))
+    assert not path_of(RUN).exists()
+
+
+def upload(memory: Memory, local: Path) -> Path:
+    """A run with steps 4 and 8 in the store; the copy of this host has steps 8 and 12."""
+    run = path_of(RUN)
+    shutil.copytree(local / "run", run, ignore=shutil.ignore_patterns(".lock"))
+    shutil.move(run / "checkpoints" / "step-12", memory.folder)
+    push(run)
+    shutil.move(memory.folder / "step-12", run / "checkpoints")
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    return run
+
+
+OPERATIONS = 8
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(OPERATIONS))
+def test_whatever_fails_the_checkpoint_before_stays_in_the_store(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str], at: int, late: bool
+) -> None:
+    run = upload(memory, local)
+    with memory.watched(lambda number, *_: number == at, late) as done, pytest.raises(OSError, match=RUN):
+        push(run)
+    assert len(done) == at + 1
+    memory.host("elsewhere")
+    other = fetched_run(RUN)
+    capsys.readouterr()
+    assert load_saved(other, "last").step in (8, 12)
+    assert all(manifest for manifest, _ in checkpoint._manifests(other).values())
+    assert capsys.readouterr().err == ""
+    memory.host("here")
+    fetch_run(run)
+    # What was not yet removed there has come back, and the next start removes it (checkpoint.prune).
+    shutil.rmtree(run / "checkpoints" / "step-4", ignore_errors=True)
+    push(run)
+    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
+        f"checkpoints/step-{step}/{name}" for step in (8, 12) for name in ("checkpoint.json", PART)
+    }
+
+
+def test_these_are_all_operations(memory: Memory, local: Path) -> None:
+    run = upload(memory, local)
+    with memory.watched() as done:
+        push(run)
+    assert len(done) == OPERATIONS
+
+
+def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
+    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    name = f"bucket/runs/a/checkpoints/step-12/{PART}"
+    content = bytearray(memory.files()[name])
+    content[-1] ^= 1
+    memory.write(name, bytes(content))
+    memory.host("elsewhere")
+    train(config(), path_of(RUN))
+    said = capsys.readouterr().err
+    assert f"{RUN}/checkpoints/step-12/{PART} is damaged (its SHA-256" in said
+    assert f"(kept in {RUN}/checkpoints/damaged-step-12), and training continues from step 8" in said
+    memory.host("third")
+    run = fetched_run(RUN)
+    assert (run / "checkpoints" / "damaged-step-12" / PART).read_bytes() == bytes(content)
+    ended_as(local / "run", run)
+
+
+def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
+    """The second one does not touch the copy, and is refused; where nobody trains, the store counts again."""
+    put(local / "data", DATA)
+    run = put(local / "run", RUN)
+    with process_group("cpu", 60) as ranks, run_lock(run, ranks):
+        (run / "new").write_text("")
+        memory.write("bucket/runs/a/metrics.jsonl", b"another host's")
+        # Others read what there is.
+        assert fetched_run(RUN) == run and (run / "new").exists()
+        with pytest.raises(ValueError, match="another job is training"), run_lock(run, ranks):
+            pass
+    assert fetched_run(RUN) == run and not (run / "new").exists()
+
+
+def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(local / "data", DATA)
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    require_one_host(Path("runs/a"))
+    said = "is written by ranks on one host alone; with several hosts, give a directory"
+    for write in (
+        lambda: api.train("auto", RUN, {"data.path": DATA}),
+        lambda: api.export(local / "run", EXPORT),
+        lambda: api.compare(DATA, RUN, 1),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"^memory://.* {said}"):
+            patch.setattr("logitmix.comm.process_group._place_from", lambda environment: _Place())
+            write()
+    assert not path_of(RUN).exists()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    require_one_host(path_of(RUN))
+
+
+# Datasets and exports
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two datasets."""
+    folder = tmp_path_factory.mktemp("demos")
+    return [write_dataset(folder / f"demo{seed}", seed=seed) for seed in (0, 1)]
+
+
+def test_flipped_bits_in_the_store_are_found(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    files = memory.files("bucket/data/small")
+    memory.host("elsewhere")
+    for name, content in files.items():
+        broken = bytearray(content)
+        broken[len(broken) // 2] ^= 4
+        memory.write(f"bucket/data/small/{name}", bytes(broken))
+        with pytest.raises(ValueError, match=f"^{DATA}: {name} is damaged .* --out {DATA} --ov"), naming_urls():
+            load_dataset(DATA)
+        memory.write(f"bucket/data/small/{name}", content)
+    load_dataset(DATA)
+
+
+def test_a_dataset_that_is_replaced_while_it_is_read(memory: Memory, demos: list[Path]) -> None:
+    """Between any two operations of its writer, a reader on another host gets the old dataset or an error."""
+    put(demos[0], DATA)
+    old, said, readers = load_dataset(DATA).description(), [], iter(range(100))
+    memory.host("writer")
+    out = fetched(DATA)
+    shutil.rmtree(out)
+    shutil.copytree(demos[1], out)
+    reading = False
+
+    def read(number: int, name: str, file: str) -> bool:
+        nonlocal reading
+        if not reading:
+            reading = True
+            memory.host(f"reader {next(readers)}")
+            try:
+                said.append(load_dataset(DATA).description())
+            except ValueError as error:
+                said.append(str(error))
+            memory.host("writer")
+            reading = False
+        return False
+
+    with memory.watched(read):
+        push(out)
+    assert said[0] == old
+    assert all(text.startswith(f"an upload to {DATA} has not ended") for text in said[1:]) and len(said) > 4
+    memory.host("elsewhere")
+    assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
+
+
+def test_a_dataset_that_is_replaced_while_it_is_fetched(memory: Memory, demos: list[Path]) -> None:
+    """The writer begins after the reader has looked for it: the reader looks again."""
+    put(demos[0], DATA)
+    memory.host("elsewhere")
+    new = {path.relative_to(demos[1]).as_posix(): path.read_bytes() for path in demos[1].rglob("*.*")}
+
+    def replace(number: int, name: str, file: str) -> bool:
+        if name == "get_file" and file.endswith("dataset.json"):
+            while new:
+                part, content = new.popitem()
+                memory.write(f"bucket/data/small/{part}", content)
+        return False
+
+    with memory.watched(replace) as done:
+        assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
+    assert sum(of.startswith("get_file") and "items.parquet" in of for of in done) == 2
+
+
+def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where something is; an upload that fails leaves nothing that passes for a dataset, and is made up for."""
+    with memory.watched(lambda number, name, file: file.endswith("items.parquet")), pytest.raises(OSError) as caught:
+        api.prepare("demo", out=DATA)
+    said = f"{DATA} could not be written (the store is gone); what it lacks is in {path_of(DATA)}"
+    assert str(caught.value) == said
+    memory.host("elsewhere")
+    with pytest.raises(ValueError, match=f"^an upload to {DATA} has not ended"):
+        load_dataset(DATA)
+    memory.host("here")
+    made = api.prepare("demo", out=DATA)
+    memory.host("elsewhere")
+    assert json.loads(load_dataset(DATA).description()) == made
+    memory.host("third")
+    with pytest.raises(ValueError, match=f"^there is a dataset at {DATA} already; replace it with --overwrite"):
+        api.prepare("demo", out=DATA)
+    other = api.prepare("demo", out=DATA, overwrite=True, seed=1)
+    memory.host("elsewhere")
+    assert json.loads(load_dataset(DATA).description()) == other != made
+    memory.write("bucket/mine/notes.txt", b"mine")
+    with pytest.raises(ValueError, match=r"^memory://bucket/mine exists and is not only a dataset"):
+        api.prepare("demo", out="memory://bucket/mine", overwrite=True)
+    assert memory.files("bucket/mine") == {"notes.txt": b"mine"}
+
+
+def test_nobody_fetches_between_writing_and_uploading(
+    memory: Memory, local: Path, demos: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another process would put the old files into the copy again, and those would be uploaded."""
+    held: list[str] = []
+
+    def watch(module: Any, name: str, path: Path) -> None:
+        original = getattr(module, name)
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            with (path.parent / "lock").open("w") as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, checked)
+
+    put(write_dataset(tmp_path / "data", features=True), DATA)
+    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
+    watch(exporting, "publish", path_of(EXPORT))
+    api.export(RUN, EXPORT)
+    watch(updating, "_write", path_of(EXPORT))
+    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
+    updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
+    watch(preparing, "whole_directory", path_of(DATA))
+    api.prepare("demo", out=DATA, overwrite=True)
+    assert held == ["publish", "_write", "whole_directory"]
+
+
+def test_a_run_that_is_taken_for_a_dataset_stays(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    (path_of(RUN) / "ahead").write_text("")
+    for mistake in (
+        lambda: api.train("auto", "memory://bucket/runs/b", {"data.path": RUN}),
+        lambda: Retriever.load(RUN),
+        lambda: api.prepare("demo", out=RUN, overwrite=True),
+        lambda: api.export(RUN, RUN, overwrite=True),
+    ):
+        with pytest.raises(ValueError):
+            mistake()
+        assert (path_of(RUN) / "ahead").exists()
+
+
+def test_a_signal_saves_there(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(local / "data", DATA)
+
+    def end(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Telemetry, "log_step", end)
+    with pytest.raises(Stopped, match=rf"after step \d, which is saved in {RUN}$"):
+        train(config(), path_of(RUN))
+    memory.host("elsewhere")
+    assert load_saved(fetched_run(RUN), "last").step in (1, 2)
+
+
+def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    api.export(RUN, EXPORT)
+    memory.host("elsewhere")
+    with pytest.raises(ValueError, match=f"^{EXPORT} exists already; give --overwrite"):
+        api.export(RUN, EXPORT)
+    retriever = Retriever.load(EXPORT)
+    assert retriever.source.run == "a" and len(retriever.rows(["item-1", "item-2"], 5)) == 5
+    assert api.evaluate(RUN)["step"] == 4
+    (path_of(EXPORT) / "tower.safetensors").write_bytes(b"")
+    push(path_of(EXPORT))
+    for load in (lambda: Retriever.load(EXPORT), lambda: load_program(EXPORT, "query_tower", trust=True)):
+        with pytest.raises(ValueError, match=f"^{EXPORT}[ /]"):
+            load()
+
+
+def test_a_server_takes_over_what_is_exported_there(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    api.export(RUN, EXPORT)
+    memory.host("server")
+    said: list[str] = []
+    looked: list[str] = []
+
+    def look(path: Path) -> None:
+        looked.append(threading.current_thread().name)
+        fetch(path)
+
+    monkeypatch.setattr(live, "STORE_SECONDS", 0.01)
+    export = LiveExport(path_of(EXPORT), said.append)
+    before = export.retriever.rows(["item-1"], 3)
+    with memory.watched(lambda *_: True) as done:
+        until(lambda: len(done) > 3)
+    assert not export.refresh()
+    assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
+    monkeypatch.setattr(live, "fetch", look)
+    memory.host("elsewhere")
+    exporting.export(fetched_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
+    until(export.refresh)
+    assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
+    assert export._found() == export.retriever.digest
+    # Only there, where neither the server's end nor another process waits for the store.
+    assert set(looked) == {"store"}
+    # Another look would fetch what is removed next.
+    export._ended.set()
+    until(lambda: "store" not in {thread.name for thread in threading.enumerate()})
+    (export._directory / "tower.safetensors").unlink()
+    (export._directory / "manifest.json").touch()
+    assert not export.refresh() and said[-1].startswith(f"the new export is not used: {EXPORT}/tower.safetensors")
+    export.release()
+
+
+def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tmp_path: Path) -> None:
+    put(write_dataset(tmp_path / "data", features=True), DATA)
+    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
+    api.export(RUN, EXPORT)
+    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
+    memory.host("elsewhere")
+    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=EXPORT):
+        updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
+    assert updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["known"] == 1
+    memory.host("third")
+    assert Retriever.load(EXPORT).num_items == 51
+
+
+def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None:
+    put(local / "data", DATA)
+    compared = "memory://bucket/compared"
+    api.compare(DATA, compared, minutes=0.002, methods=["dot"])
+    memory.host("elsewhere")
+    found = api.compare(DATA, compared, minutes=0.002, methods=["dot"])
+    assert found["dataset"] == DATA
+    run = fetched_run(compared) / "dot"
+    assert f'path = "{DATA}"' in (run / "config.toml").read_text()
+    for name in ("dot", "popularity"):
+        assert len(read_test_users(fetched_run(compared) / name)) == found["users"]
+    write_report([fetched_run(f"{compared}/dot")], tmp_path / "report.html")
+    assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
+
+
+def test_a_warm_start_from_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    memory.host("elsewhere")
+    train(config(**{"train.epochs": 1, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
+    assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
+
+
+def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(local / "data", DATA)
+    settings = {"train.epochs": 1, "start.train.epochs": 2, "train.refit": True}
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logitmix.trainer.loop.warm_start", interrupted)
+        train(config(**settings), path_of(RUN))
+    memory.host("elsewhere")
+    train(config(**settings), path_of(RUN))
+    assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
+    memory.host("a third one")
+    run = fetched_run(RUN)
+    assert load_saved(final_run(run)).step == 4 and load_saved(run / "refit" / "start").step in (4, 8)
+    assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
+
+
+def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None:
+    run = put(local / "run", RUN)
+    remove_run(run)
+    assert not fetched_run(RUN).exists()
+    memory.host("elsewhere")
+    assert not (fetched_run(RUN) / "config.toml").exists()
+
+
+def interrupted(*_: Any) -> str:
+    raise KeyboardInterrupt
+
+
+def test_a_refit_there(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(local / "data", DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
+    ranks: list[list[str]] = []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(cli, "run_ranks", lambda words, *_, **__: ranks.append(words))
+        cli.main(["train", "--refit", RUN, "--processes", "2"])
+    # They say how to go on.
+    assert ranks == [["train", "--refit", RUN, "--processes", "2"]]
+    capsys.readouterr()
+    cli.main(["train", "--refit", RUN])
+    said = capsys.readouterr().err
+    assert said.startswith(f"training {RUN}/config.toml on {DATA} with 1 process, run directory {RUN}\n")
+    memory.host("elsewhere")
+    assert load_saved(final_run(fetched_run(RUN))).step == 4
+
+
+def test_what_one_rank_fetches_the_others_wait_for_at_length(
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the host may hold a copy for longer than the ranks wait for each other otherwise."""
+    put(local / "data", DATA)
+    put(local / "run", RUN)
+    acts, waits, acting, held = collectives._outcome, storage._Copy.locked, [False], []
+
+    def outcome(action: Callable[[], Any]) -> Any:
+        acting[0] = True
+        try:
+            return acts(action)
+        finally:
+            acting[0] = False
+
+    def locked(copy: Any) -> Any:
+        assert not acting[0], copy.url
+        held.append(copy.url)
+        return waits(copy)
+
+    monkeypatch.setattr(collectives, "_outcome", outcome)
+    monkeypatch.setattr(storage._Copy, "locked", locked)
+    train(config(**{"train.epochs": 1, "train.refit": True, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
+    api.export("memory://bucket/runs/b", EXPORT)
+    assert {RUN, EXPORT} <= set(held)

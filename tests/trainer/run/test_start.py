@@ -1,0 +1,389 @@
+"""A run that is trained first and gives another its first weights: the section [start]."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+from small_data import small_config, write_dataset
+
+from logitmix.trainer import api, cli, loop
+from logitmix.trainer.config import (
+    Config,
+    dump_toml,
+    flatten,
+    load_recipe,
+    load_toml,
+    recipe_names,
+    with_settings,
+    with_start,
+)
+from logitmix.trainer.loop import train
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import checkpoint_paths, read_config
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.stages import final_run, own_minutes
+from logitmix.trainer.step.pipeline import Pipeline
+
+BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
+DOT = {"model.similarity.kind": "dot", "model.hindexer.weight": 0.0, "dense.lr": 0.003}
+START = {f"start.{name}": value for name, value in DOT.items()}
+KNOWN = {"model.features": ["all", "user"], "model.similarity.user_component": True}
+
+
+def weights(run: Path) -> list[torch.Tensor]:
+    saved = load_saved(run)
+    return [*saved.tower.parameters(), saved.read_rows("item", 0, saved.num_items)]
+
+
+def same(run: Path, other: Path) -> bool:
+    return all(torch.equal(*pair) for pair in zip(weights(run), weights(other), strict=True))
+
+
+def metrics(run: Path) -> dict[str, Any]:
+    found = json.loads((run / "results.json").read_text())
+    return {name: value for name, value in found.items() if "second" not in name}
+
+
+def by_hand(data: Path, folder: Path) -> None:
+    """The two runs one after the other, and then their refits."""
+    refit = {"train.refit": True}
+    train(small_config(data, BOTH | DOT | refit), folder / "dot")
+    train(small_config(data, BOTH | {"warm_start": str(folder / "dot")} | refit), folder / "mol")
+
+
+def test_it_is_as_trained_by_hand_and_so_is_the_refit(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    by_hand(data, tmp_path)
+    tested = train(small_config(data, BOTH | START | {"train.refit": True}), run)
+    for ours, theirs in (("", "mol"), ("refit", "mol/refit"), ("start", "dot"), ("refit/start", "dot/refit")):
+        assert same(run / ours, tmp_path / theirs) and metrics(run / ours) == metrics(tmp_path / theirs)
+    assert tested["hr@10"] == metrics(run / "refit")["hr@10"]
+    assert read_config(run / "start").model.similarity.kind == "dot"
+    assert {path.name for path in run.iterdir() if path.is_dir()} == {"checkpoints", "refit", "start", "tensorboard"}
+
+
+def test_a_refit_goes_on_where_run_and_dataset_have_been_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    train(small_config(data, BOTH | START), run)
+    data.rename(tmp_path / "moved")
+    words = ["train", "--data.path", str(tmp_path / "moved"), "--train.keep", "1"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(loop, "warm_start", interrupted)
+        cli.main([words[0], "--refit", str(run), *words[1:]])
+    run.rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    cli.main([words[0], "--refit", "elsewhere", *words[1:]])
+    assert "warm start from elsewhere/refit/start, step" in capsys.readouterr().err
+    refit = read_config(tmp_path / "elsewhere" / "refit")
+    assert refit.first and refit.first.train.keep == 1
+    assert not refit.data.validation and not refit.first.data.validation
+    by_hand(tmp_path / "moved", tmp_path)
+    assert same(tmp_path / "elsewhere" / "refit", tmp_path / "mol" / "refit")
+
+
+def interrupted(*_: Any) -> str:
+    raise KeyboardInterrupt
+
+
+def test_two_ranks_train_the_same(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", ring=True)
+    plain = {"comm.forward": "fp32", "comm.backward": "fp32", "tables.optimizer": "sgd", "dense.optimizer": "sgd"}
+    config = small_config(data, BOTH | START | plain | {"model.encoder.dropout": 0.0})
+    of_two, other = two_ranks.run(train, config, tmp_path / "two")
+    train(config, tmp_path / "one")
+    assert of_two["hr@10"] == other["hr@10"]
+    for pair in zip(weights(tmp_path / "one"), weights(tmp_path / "two"), strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
+
+
+def killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Steps have no end from this one on."""
+    apply = Pipeline.apply_gradients
+
+    def killed(pipeline: Pipeline, prefetch: bool = True) -> None:
+        if pipeline.step == step:
+            raise KeyboardInterrupt
+        apply(pipeline, prefetch)
+
+    patch.setattr(Pipeline, "apply_gradients", killed)
+
+
+def test_an_interrupted_start_goes_on_and_is_not_needed_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    config = small_config(data, BOTH | START)
+    train(config, tmp_path / "undisturbed")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(6, patch)
+        train(config, run)
+    assert [path.name for path in checkpoint_paths(run / "start")] == ["step-4"] and not checkpoint_paths(run)
+    assert read_config(run).start == config.start
+    capsys.readouterr()
+    train(config, run)
+    said = capsys.readouterr().err
+    assert f"continuing {run}/start after step 4" in said and f"warm start from {run}/start, step" in said
+    assert same(run, tmp_path / "undisturbed")
+    (run / "start").rename(tmp_path / "gone")
+    train(config, run)
+    assert "warm start" not in capsys.readouterr().err and not (run / "start").exists()
+
+
+def test_other_settings_are_refused_before_the_files_of_the_run_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = BOTH | START | {"train.precision": "auto"}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(6, patch)
+        train(small_config(data, settings), run)
+    noted = [(run / name).read_bytes() for name in ("config.toml", "dataset.json")]
+    other = write_dataset(tmp_path / "other", seed=1)
+    for config, said in (
+        (
+            small_config(data, settings | {"start.dense.lr": 0.25}),
+            r"start was started with other settings: dense\.lr was",
+        ),
+        (small_config(other, settings), r"other is not the dataset that .*start began with"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(config, run)
+        assert noted == [(run / name).read_bytes() for name in ("config.toml", "dataset.json")]
+    train(small_config(data, settings), run)
+    assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
+
+
+def test_a_refit_whose_first_run_is_not_finished_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    train(small_config(data, BOTH | START), run)
+    assert final_run(run) == run
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(6, patch)
+        train(small_config(data, BOTH | START | {"train.refit": True}), run)
+    assert (run / "refit" / "start" / "config.toml").exists() and not checkpoint_paths(run / "refit")
+    with pytest.raises(ValueError, match="refit is not finished: go on with"):
+        final_run(run)
+
+
+def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "parallelize", interrupted)
+        train(small_config(data, BOTH | START), run)
+    assert not run.exists()
+
+
+def test_a_refit_stays_that_of_a_run_that_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the best epoch is the same as before."""
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = BOTH | START | {"train.schedule": "constant", "train.refit": True}
+    results = train(small_config(data, settings), run)
+    best = dict(read_rows(run, "validation")[0])
+    monkeypatch.setattr("logitmix.trainer.run.metrics.evaluations_since_best", lambda *_: (3, best))
+    shutil.rmtree(run / "refit")
+    results = train(small_config(data, settings), run)
+    assert read_config(run / "refit").train.stop_after_epochs == 1
+    assert train(small_config(data, settings | {"train.epochs": 4}), run) == results
+
+
+def test_without_the_first_run_nobody_knows_what_is_left_of_the_minutes(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    config = small_config(data, BOTH | START | {"train.schedule": "constant", "train.minutes": 5.0})
+    train(config, run)
+    (run / "start").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"run/start is gone, whose results say how much of train\.minutes is left"):
+        train(config, run)
+
+
+def test_each_has_half_of_the_minutes(tmp_path: Path) -> None:
+    minutes = {"train.minutes": 10.0}
+    config = with_settings(Config(), minutes | START)
+    run = tmp_path / "run"
+    assert config.first and config.first.train.minutes == 5
+    share = with_settings(config, {"start.train.minutes": 4.0})
+    assert share.first and share.first.train.minutes == 4
+    assert own_minutes(run, with_settings(Config(), START)) == math.inf
+    first_alone = with_settings(Config(), START | {"start.train.minutes": 4.0})
+    assert first_alone.first and (first_alone.first.train.minutes, own_minutes(run, first_alone)) == (4, math.inf)
+    # The schedule follows the time: the rates of both fall to 0.
+    timed = BOTH | START | {"train.epochs": 9000, "train.minutes": 0.06, "train.log_every": 1}
+    train(small_config(write_dataset(tmp_path / "data"), timed | {"train.schedule": "linear"}), run)
+    for each in (run / "start", run):
+        rates = [row["learning_rate/dense"] for row in read_rows(each, "train")]
+        assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
+    spent = [json.loads((each / "results.json").read_text())["seconds"] for each in (run / "start", run)]
+    assert spent[0] >= 1.8 and 3.6 <= sum(spent) < 5.3
+
+
+def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) -> None:
+    config = with_settings(Config(), {"train.minutes": 10.0} | START)
+    (tmp_path / "start").mkdir()
+    for seconds, left in ((90.0, 8.5), (700.0, 0.0)):
+        (tmp_path / "start" / "results.json").write_text(json.dumps({"seconds": seconds}))
+        assert own_minutes(tmp_path, config) == left
+    data, run, settings = write_dataset(tmp_path / "data"), tmp_path / "run", BOTH | START
+    settings |= {"train.schedule": "constant", "start.train.minutes": 4e-7}
+    train(small_config(data, settings | {"train.epochs": 1}), run)
+    # None is left: it ends before another step.
+    train(small_config(data, settings | {"train.epochs": 9, "train.minutes": 1e-6}), run)
+    assert [row["step"] for row in read_rows(run, "validation")] == [4]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"start.model.dim": 16}, "model.dim was 16, is 8"),
+        ({"start.model.encoder.heads": 2}, "model.encoder.heads was 2, is 1"),
+        (
+            {"start.model.features": ["recency"]},
+            "event feature recency (id of table recency) is not used",
+        ),
+    ],
+)
+def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(
+    setting: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    with pytest.raises(ValueError) as raised:
+        train(small_config(data, BOTH | START | setting), run)
+    assert str(raised.value) == f"the weights of the run that is trained first would not fit: {said}"
+    assert not run.exists()
+
+
+def test_a_first_run_keeps_its_precision(tmp_path: Path) -> None:
+    """Also where the run itself has chosen another one since."""
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    settings = BOTH | START | {"train.epochs": 1}
+    train(small_config(data, settings | {"train.refit": True}), run)
+    shutil.rmtree(run / "checkpoints")
+    train(small_config(data, settings | {"train.precision": "bf16"}), run)
+    assert read_config(run).train.precision == "bf16" and read_config(run / "start").train.precision == "fp32"
+
+
+@pytest.mark.parametrize("before", [{}, START, {"start.model.similarity.kind": "dot"}, START | KNOWN])
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"model.similarity.kind": "dot", "model.similarity.temperature": 0.2},
+        {"model.similarity.kind": "mlp", "model.similarity.dropout": 0.2},
+        {"model.similarity.kind": "mol", "model.encoder.kind": "pooled"},
+        {"train.epochs": 40},
+        {},
+    ],
+)
+def test_it_has_the_settings_that_it_is_given(before: dict[str, Any], first: dict[str, Any]) -> None:
+    config = with_settings(load_recipe("demo-mol"), before | {"model.similarity.temperature": 0.2})
+    given = with_settings(config.inherited(), first)
+    assert with_start(config, given).first == given
+
+
+def test_it_does_not_know_a_user_who_is_a_component_of_the_run_itself() -> None:
+    """It would learn queries with the user added, which the run itself has without."""
+    for start in (START, {"start.train.epochs": 1}):
+        first = with_settings(load_recipe("demo-mol"), start | KNOWN).first
+        assert first and first.model.features == ("all",)
+        assert not getattr(first.model.similarity, "user_component", False)
+    first = with_settings(load_recipe("demo-mol"), START | KNOWN | {"model.similarity.user_component": False}).first
+    assert first and first.model.features == ("all", "user")
+
+
+def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
+    config = with_settings(
+        load_recipe("demo-mol"), START | {"train.seed": 3, "train.epochs": 5, "train.stop_after_epochs": 2.0}
+    )
+    first = config.first
+    assert first
+    changed = {name for name, value in flatten(first).items() if flatten(config).get(name, value) != value}
+    assert changed == {*DOT, "train.stop_after_epochs", "evaluate.baselines"}
+    assert (first.train.seed, first.train.epochs, first.train.stop_after_epochs) == (3, 5, 0)
+    assert load_toml(dump_toml(config), "here") == config
+    assert with_settings(config, {"warm_start": "runs/other"}).first is None
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"start.model.dimm": 8}, "start: unknown key model.dimm (did you mean dim?)"),
+        ({"start.data.path": "other"}, "start is data; it must be settings of model, tables, dense, train, evaluate"),
+        ({"start.train.threads": 2}, "start.train.threads is 2; it must be that of the run itself (1)"),
+        ({"start.train.epochs": 0}, "start: train.epochs is 0; it must be from 1 to 2,147,483,647"),
+        (
+            {"train.minutes": 3.0, "start.train.minutes": 3.0},
+            "start.train.minutes is 3.0; it must be above 0 and below train.minutes (3)",
+        ),
+        (
+            {"train.minutes": 3.0, "start.train.minutes": 0.0},
+            "start.train.minutes is 0.0; it must be above 0 and below train.minutes (3)",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        with_settings(Config(), settings)
+    assert str(raised.value).endswith(said)
+
+
+def test_the_command_line_changes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
+    recipe.write_text(dump_toml(small_config(data, BOTH | START)))
+    words = ["train", str(recipe), "--run", str(tmp_path / "run"), "--train.seed", "4", "--train.epochs", "1"]
+    cli.main([*words, "--start.train.epochs", "3", "--start.model.encoder.dropout=0.25", "--start.tables.item.lr=0.5"])
+    main, first = read_config(tmp_path / "run"), read_config(tmp_path / "run" / "start")
+    assert (main.train.seed, main.train.epochs, main.model.encoder.dropout) == (4, 1, 0.2)
+    assert (first.train.seed, first.train.epochs, first.model.encoder.dropout) == (4, 3, 0.25)
+    assert first.model.similarity.kind == "dot" and first.dense.lr == 0.003
+    assert (first.tables.of("item").lr, main.tables.of("item").lr) == (0.5, main.tables.lr)
+
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "cold"), "--no-start"])
+    assert not (tmp_path / "cold" / "start").exists() and read_config(tmp_path / "cold").start == {}
+
+    recipe.write_text(dump_toml(small_config(data, BOTH | START | {"train.minutes": 6.0, "start.train.minutes": 4.0})))
+    less = ["--train.epochs", "1", "--train.minutes", "4", "--start.train.minutes", "2"]
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "less"), *less])
+    assert read_config(tmp_path / "less" / "start").train.minutes == 2
+
+    bare = small_config(data, BOTH)
+    recipe.write_text(dump_toml(bare))
+    cli.main(["train", str(recipe), "--run", str(tmp_path / "other"), "--start.model.similarity.kind", "dot"])
+    assert read_config(tmp_path / "other" / "start").model.similarity.kind == "dot"
+    capsys.readouterr()
+    for given, said in (
+        (["--start.train.epoch", "3"], "--start: unknown option --train.epoch (did you mean --train.epochs?)"),
+        (["--start.train.epochs", "x"], "--start: "),
+        (["--start.train.epochs", "0"], "--start: train.epochs is 0; it must be"),
+        (["--start.model.similarity.kind", "dott"], "did you mean dot?"),
+        (["--start.train.epochs", "3", "--no-start"], "--no-start leaves out the run that --start has settings of"),
+        (["--start.data.path", "other"], "start is data; it must be settings of model"),
+        (["--start.train.epochs", "3", "--warm-start", "runs/a"], "in place of --warm-start: give only one"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["train", str(recipe), "--run", str(tmp_path / "none"), *given])
+        assert said in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_from_python(tmp_path: Path) -> None:
+    data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
+    recipe.write_text(dump_toml(small_config(data, BOTH)))
+    api.train(str(recipe), tmp_path / "run", START | {"start.train.epochs": 1})
+    assert read_config(tmp_path / "run" / "start").train.epochs == 1
+
+
+def test_the_recipes_start_as_the_dot_products_recipes_train() -> None:
+    starting = {name: load_recipe(name).first for name in recipe_names()}
+    pairs = {"ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu", "amazon-mol": "amazon-dot"}
+    assert {name for name, first in starting.items() if first} == pairs.keys()
+    for name, dot in pairs.items():
+        first, alone = flatten(starting[name]), flatten(load_recipe(dot))
+        differ = {setting for setting in first if first[setting] != alone.get(setting)} - {"evaluate.baselines"}
+        assert differ == ({"train.epochs", "evaluate.every_epochs"} if name == "ml-1m-mol" else set())

@@ -1,0 +1,256 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from small_data import gather_table, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.modules.batch import Batch
+from logitmix.modules.schema import ITEM
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.run.checkpoint import Saver
+from logitmix.trainer.run.folder import checkpoint_paths
+from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.step import pipeline as pipelining
+from logitmix.trainer.step.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
+
+ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
+
+
+@contextmanager
+def a_pipeline(config: Config, total: int, done: RunProgress | None = None) -> Iterator[Pipeline]:
+    dataset = load_dataset(config.data.path)
+    with process_group(config.train.device, 60) as ranks:
+        model = parallelize(dataset.schema, config, ranks)
+        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
+        with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
+            yield pipeline
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+@pytest.mark.parametrize("called", range(len(ORDER)))
+def test_another_order_is_an_error_that_names_the_state(data: Path, called: int, first_step: bool) -> None:
+    states = {"receive_rows": "rows sent", "loss": "rows received", "backward": "loss computed"}
+    states |= {"check_gradients": "gradients computed", "apply_gradients": "gradients checked"}
+    with a_pipeline(small_config(data), 3) as pipeline:
+        if not first_step:
+            pipeline.train_step()
+        for name in ORDER[:called]:
+            getattr(pipeline, name)()
+        state = "no rows sent" if first_step and called == 0 else states[ORDER[called]]
+        for name in ORDER:
+            if name != ORDER[called]:
+                with pytest.raises(AssertionError, match=f"^{name} was called in state '{state}'; it needs '"):
+                    getattr(pipeline, name)()
+        # What was refused has changed nothing.
+        for name in ORDER[called:]:
+            getattr(pipeline, name)()
+        assert pipeline.step == (1 if first_step else 2)
+
+
+def test_there_is_no_step_after_the_last(data: Path) -> None:
+    with a_pipeline(small_config(data), 2) as pipeline:
+        for _ in range(2):
+            pipeline.train_step()
+        with pytest.raises(AssertionError, match="all 2 steps are done"):
+            pipeline.receive_rows()
+
+
+def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
+    made: list[int] = []
+    with a_pipeline(small_config(data), 6, RunProgress(step=2, seconds=5.0, examples=100)) as pipeline:
+        make_batch = pipeline.make_batch
+
+        def noted(step: int) -> Batch:
+            made.append(step)
+            return make_batch(step)
+
+        pipeline.make_batch = noted
+        pipeline.train_step()
+        assert made[:2] == [2, 3]
+        assert torch.equal(pipeline.batch.id_V, make_batch(2).id_V)
+        while pipeline.step < pipeline.total:
+            pipeline.train_step()
+        assert made == [2, 3, 4, 5]
+        progress = pipeline.progress
+    assert (progress.step, progress.validation) == (6, {})
+    assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_positions for i in range(2, 6))
+
+
+def losses_and_table(config: Config, prefetch: bool) -> tuple[list[Tensor], Tensor]:
+    with a_pipeline(config, 4) as pipeline:
+        losses = []
+        while pipeline.step < pipeline.total:
+            for name in ORDER[:-1]:
+                getattr(pipeline, name)()
+            pipeline.apply_gradients(prefetch)
+            losses.append(pipeline.losses["loss"].detach())
+        return losses, gather_table(pipeline.model)
+
+
+def prefetched_and_not(config: Config) -> bool:
+    (losses, table), (expected_losses, expected) = (losses_and_table(config, prefetch) for prefetch in (True, False))
+    return torch.equal(torch.stack(losses), torch.stack(expected_losses)) and torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_prefetched_rows_train_as_rows_sent_after_the_update(data: Path, parts: int) -> None:
+    config = small_config(data, {"comm.parts": parts})
+    assert prefetched_and_not(config)
+    assert two_ranks.run(prefetched_and_not, config) == [True, True]
+
+
+def left_with_rows_in_flight(config: Config) -> bool:
+    """Whether they have all arrived."""
+    with a_pipeline(config, 3) as pipeline:
+        pipeline.train_step()
+        assert pipeline._next
+        batch, rows = pipeline._next
+        rows.rows[ITEM].fill_(torch.nan)
+        pipeline.__exit__(None, None, None)
+        pipeline._next = None
+        return torch.equal(rows.rows[ITEM], gather_table(pipeline.model)[batch.id_V])
+
+
+def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
+    """As where a checkpoint cannot be saved."""
+    config = small_config(data, {"comm.forward": "fp32", "comm.parts": 2})
+    assert two_ranks.run(left_with_rows_in_flight, config) == [True, True]
+
+
+def whole_state(pipeline: Pipeline) -> list[Tensor]:
+    """Copies of all that a step may change: weights, moments, counts of updates."""
+    model = pipeline.model
+    tables = [shard.tensor for weight in model.shards().values() for shard in weight.local_shards()]
+    moments = [shard.tensor for of_table in model.table_optimizers.state_dict().values()
+               for moment in of_table.values() for shard in moment.local_shards()]  # fmt: skip
+    dense = [value for of in pipeline.optimizer.state.values() for value in of.values()]
+    counts = [torch.tensor(touched.steps) for touched in model.table_optimizers.adam.values()]
+    return [each.detach().clone() for each in (*tables, *moments, *model.tower.parameters(), *dense, *counts)]
+
+
+def break_step(pipeline: Pipeline, where: str) -> None:
+    """The next step's, on this rank, after the backward."""
+    for name in ORDER[:3]:
+        getattr(pipeline, name)()
+    if where == "loss":
+        pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
+    elif where == "rows":
+        pipeline.rows[ITEM].grad[0, 0] = torch.inf
+    elif where == "dense":
+        next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
+
+
+def saved(pipeline: Pipeline, run: Path) -> dict[str, bytes]:
+    """A new checkpoint's tensors, of all ranks."""
+    (run / "dataset.json").touch()
+    Saver(run, pipeline.model, pipeline.optimizer).save(pipeline.progress)
+    return {part.name: part.read_bytes() for part in checkpoint_paths(run)[-1].glob("part-*")}
+
+
+def a_broken_step(config: Config, where: str, breaks: int, run: Path) -> tuple[bool, int, int, list[Tensor]]:
+    """Of a pipeline whose second step is broken on rank `breaks`: whether the whole state was as before, in memory and
+    in a checkpoint, what the progress says, and the table at the end."""
+    with a_pipeline(config, 4) as pipeline:
+        pipeline.train_step()
+        before, saved_before = whole_state(pipeline), saved(pipeline, run)
+        assert len(saved_before) == pipeline.model.ranks.world_size
+        break_step(pipeline, where if pipeline.model.ranks.rank == breaks else "nowhere")
+        pipeline.check_gradients()
+        broken = pipeline.broken_rank
+        pipeline.apply_gradients()
+        unchanged = all(map(torch.equal, whole_state(pipeline), before)) and saved(pipeline, run) == saved_before
+        for _ in range(2):
+            pipeline.train_step()
+        assert not pipeline.skipping and not all(map(torch.equal, whole_state(pipeline), before))
+        return unchanged, broken, pipeline.progress.skipped, [gather_table(pipeline.model)]
+
+
+@pytest.mark.parametrize("where", ["loss", "rows", "dense"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_what_is_not_finite_skips_the_step(data: Path, tmp_path: Path, where: str, clip: float) -> None:
+    config = small_config(data, {"train.log_every": 1, "train.clip": clip, "comm.parts": 2})
+    unchanged, broken, skipped, _ = a_broken_step(config, where, 0, tmp_path)
+    assert unchanged and (broken, skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("where", ["loss", "rows"])
+def test_all_ranks_skip_what_is_not_finite_on_one(data: Path, tmp_path: Path, where: str) -> None:
+    """Without agreement, the other rank would send gradients that nobody takes."""
+    config = small_config(data, {"comm.parts": 2, "comm.timeout_seconds": 20})
+    (first, *others), (second, *same) = (
+        (table, unchanged, broken, skipped)
+        for unchanged, broken, skipped, table in two_ranks.run(a_broken_step, config, where, 1, tmp_path)
+    )
+    assert others == same == [True, 1, 1]
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_loss_that_stays_not_finite_ends_the_run(data: Path) -> None:
+    with a_pipeline(small_config(data), 12) as pipeline:
+        for broken in range(SKIPPED_IN_A_ROW):
+            if broken == SKIPPED_IN_A_ROW - 1:
+                # One in between begins a new row.
+                pipeline.train_step()
+            break_step(pipeline, "loss")
+            pipeline.check_gradients()
+            pipeline.apply_gradients()
+        for _ in range(SKIPPED_IN_A_ROW - 2):
+            break_step(pipeline, "loss")
+            pipeline.check_gradients()
+            pipeline.apply_gradients()
+        break_step(pipeline, "loss")
+        with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 10, nor in the 4 before"):
+            pipeline.check_gradients()
+
+
+def test_learning_rates_follow_the_schedule(data: Path) -> None:
+    settings = {"train.schedule": "cosine", "train.warmup_steps": 2, "dense.lr": 1.0, "tables.lr": 0.5}
+    settings |= {"tables.optimizer": "sgd", "dense.optimizer": "sgd"}
+    with a_pipeline(small_config(data, settings), 4) as pipeline:
+        rates = []
+        for _ in range(4):
+            pipeline.train_step()
+            rates.append(pipeline.learning_rates)
+            assert [group["lr"] for group in pipeline.optimizer.param_groups] == [rates[-1]["dense"]]
+            assert pipeline.model.table_optimizers.fused[0].param_groups[0]["lr"] == rates[-1]["tables"]
+    assert [rate["dense"] for rate in rates] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    assert [rate["tables"] for rate in rates] == pytest.approx([0.25, 0.5, 0.5, 0.25])
+
+
+def test_the_time_of_a_run_is_that_of_the_slowest_rank(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose minutes are used up is so when it goes on, from a checkpoint with rank 0's progress."""
+    with a_pipeline(small_config(data), 4) as pipeline:
+        pipeline.minutes = 1.0
+        pipeline.train_step()
+        assert not pipeline.out_of_time() and pipeline.progress.seconds < 50
+        monkeypatch.setattr(pipelining, "largest", lambda own, ranks: own + 60_000)
+        assert pipeline.out_of_time() and pipeline.progress.seconds >= 60
+        monkeypatch.undo()
+        assert pipeline.out_of_time()
+
+
+def test_the_clock_counts_phases_and_the_whole_run() -> None:
+    clock = Clock(torch.device("cpu"), total=100.0)
+    for _ in range(2):
+        with clock("forward"):
+            sum(range(20_000))
+    seconds = clock.pop()
+    assert set(seconds) == set(PHASES)
+    assert 0 < seconds["forward"] < 10
+    assert seconds["backward"] == 0
+    assert clock.total == 100.0 + seconds["forward"]
+    assert set(clock.pop().values()) == {0.0}

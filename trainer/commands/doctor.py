@@ -1,0 +1,172 @@
+"""`logitmix doctor`: what this machine has, and what is missing or does not work."""
+
+import importlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.mappings import first_line
+from logitmix.launch.processes import cores, run_ranks
+
+State = Literal["ok", "slow", "absent", "broken"]
+"""slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not
+work."""
+PARTS = {
+    "logitmix.comm._fp8": "the FP8 codec",
+    "logitmix.modules._noise": "dropout",
+    "logitmix.modules._stage1": "stage 1",
+    "logitmix.modules.encoders._hstu": "HSTU's attention",
+    "logitmix.modules.losses._mol": "MoL's loss",
+    "logitmix.modules.similarity._mol_scores": "MoL's scores",
+}
+"""The compiled parts (setup.py)."""
+MATCHING = {"2.11": "1.6", "2.13": "1.8"}
+"""Versions of torchrec and FBGEMM that have been run, by torch's."""
+OPTIONAL = {
+    "tensorboard": (("tensorboard",), "train writes curves for it", "pip install tensorboard"),
+    "torchx": (("torchx",), "it starts jobs on clusters", "pip install torchx"),
+    "server": (("fastapi", "uvicorn", "prometheus_client"), "serve", "pip install fastapi uvicorn prometheus-client"),
+    "faiss": (("faiss",), "export --faiss", "pip install faiss-cpu"),
+    "ONNX": (("onnx", "onnxscript"), "export --onnx", "pip install onnx onnxscript"),
+    "S3": (("s3fs",), "URLs that begin with s3://", "pip install s3fs"),
+}
+"""Modules that not all need, what for, and how to get them."""
+INSTALL = "docs/install.md"
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    state: State
+    said: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """The findings, one by one, because some take seconds."""
+    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield (libraries := _libraries())
+    yield _compiled_parts()
+    yield _processor()
+    yield _memory()
+    yield (gpus := _gpus())
+    if libraries.state == "ok" and gpus.state != "broken":
+        yield _ranks()
+    for subject, (modules, used, remedy) in OPTIONAL.items():
+        missing = [module for module in modules if find_spec(module) is None]
+        if missing:
+            yield Finding(subject, "absent", f"no {', '.join(missing)}: {used}", remedy)
+        else:
+            yield Finding(subject, "ok", ", ".join(modules))
+
+
+def meet() -> None:
+    """In each rank that `_ranks` starts: they meet, and add their numbers up. Raises LostRank if they cannot, and
+    RuntimeError for a wrong sum."""
+    import torch
+    import torch.distributed as dist
+
+    from logitmix.comm.process_group import process_group
+
+    with process_group("auto", SECONDS) as ranks:
+        number = torch.tensor([ranks.rank + 1.0], device=ranks.device)
+        dist.all_reduce(number, group=ranks.group)
+        if number.item() != ranks.world_size * (ranks.world_size + 1) / 2:
+            raise RuntimeError(f"{ranks.world_size} ranks added 1, 2, … up to {number.item():g}")
+
+
+def _libraries() -> Finding:
+    """torch, torchrec and FBGEMM, which only work as a matching set."""
+    subject = "libraries"
+    try:
+        found = {name: version(name) for name in ("torch", "torchrec")}
+    except PackageNotFoundError as error:
+        return Finding(subject, "absent", f"no {error.name}: train, evaluate, compare, plan and export", INSTALL)
+    for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    said = ", ".join(f"{name} {number}" for name, number in found.items())
+    for name in ("torch", "fbgemm_gpu", "torchrec"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a library that does not fit raises
+            return Finding(subject, "broken", f"{said}: {name} does not load: {first_line(error)}", INSTALL)
+    torch_version, *others = (".".join(number.split(".")[:2]) for number in found.values())
+    if others != [MATCHING.get(torch_version)] * 2:
+        sets = ", ".join(f"torch {torch} with torchrec and FBGEMM {number}" for torch, number in MATCHING.items())
+        return Finding(subject, "broken", f"{said}: not a matching set, which are {sets}", INSTALL)
+    return Finding(subject, "ok", said)
+
+
+def _compiled_parts() -> Finding:
+    missing = [what for module, what in PARTS.items() if compiled_library(module) is None]
+    if missing:
+        remedy = "install a C compiler, then logitmix again"
+        return Finding("compiled C", "slow", f"not built: {', '.join(missing)}; plain torch does it", remedy)
+    return Finding("compiled C", "ok", ", ".join(PARTS.values()))
+
+
+def _processor() -> Finding:
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    names = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_vnni": "VNNI", "avx512_bf16": "BF16", "amx_bf16": "AMX"}
+    count = cores()
+    said = f"{count} core{'s' if count > 1 else ''}: {_processor_name()}"
+    sets = [name for key, name in names.items() if has.get(key)]
+    if not sets:
+        return Finding("processor", "slow", f"{said}, without AVX2: the compiled parts use plain C")
+    return Finding("processor", "ok", f"{said} with {', '.join(sets)}")
+
+
+def _processor_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # ValueError: "max", no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    free = shutil.disk_usage(".").free
+    said = f"{total / 2**30:,.1f} GiB of memory, {free / 2**30:,.1f} GiB free on the disk of this folder"
+    return Finding("memory", "ok" if free > 2**30 else "slow", said, "" if free > 2**30 else "free some of the disk")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        said = f"{torch.cuda.device_count()} with CUDA {torch.version.cuda}: {torch.cuda.get_device_name(0)}"
+        if not has_triton():
+            return Finding("GPUs", "slow", f"{said}; no triton, so plain torch does what its kernels do", INSTALL)
+        return Finding("GPUs", "ok", said)
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch is a CPU build", INSTALL)
+    if shutil.which("nvidia-smi"):
+        return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch finds no GPU", "see nvidia-smi")
+    return Finding("GPUs", "ok", "none: everything runs on the CPU")
+
+
+def _ranks() -> Finding:
+    """A rank on each GPU, or two on the CPU."""
+    import torch
+
+    count = torch.cuda.device_count() or 2
+    what = f"{count} over NCCL" if torch.cuda.is_available() else f"{count} over gloo"
+    status = run_ranks(["doctor"], count)
+    if status:
+        return Finding("ranks", "broken", f"{what} did not meet, see above (exit status {status})", "docs/scale.md")
+    return Finding("ranks", "ok", f"{what} met and exchanged numbers")

@@ -1,0 +1,269 @@
+"""Ranking of the whole corpus for held-out actions: who is ranked, by which rule, and what is reported.
+
+Axes: U users, K items at the top, X items in the corpus.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from logitmix.comm.collectives import on_first_rank_at_length
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.storage import tell
+from logitmix.launch.processes import require_threads
+from logitmix.modules.towers import Tower
+from logitmix.trainer.config import Config, HistoryRule
+from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import Dataset, are_common, highest_hit_rates, load_dataset, said_of_repeats
+from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.evaluation.baselines import (
+    MOST_ITEMS,
+    MOST_SCORES,
+    ItemKNN,
+    Score,
+    popularity,
+    rank_targets,
+    training_counts,
+)
+from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.evaluation.ranking import NOT_SERVED, Rankings, rank_corpus
+from logitmix.trainer.parallel.sharded_rows import ShardedRows
+from logitmix.trainer.progress import counting
+from logitmix.trainer.run.agreement import facts_of
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.folder import read_config, require_same_dataset
+from logitmix.trainer.run.stages import final_run
+
+HIT_RATES = (1, 10, 50, 100, 200, 500)
+RECOMMENDED = 10
+"""Items at the top of a user's ranking that count as recommended."""
+RECALL_OF = (10, 100)
+"""Numbers of the similarity's best items that are looked up among those that the h-indexer keeps."""
+RECALL_AT = (100, 500, 1000, 5000, 10_000, 50_000, 100_000)
+"""How many items the h-indexer keeps, the paper's k'."""
+
+
+def evaluate_run(
+    run: Path,
+    split: Split,
+    exclude_history: HistoryRule | None,
+    users: int | None,
+    device: Literal["auto", "cpu", "cuda"],
+    threads: int,
+) -> dict[str, float]:
+    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. On
+    the test part, of its refit if there is one.
+
+    `exclude_history` and `users` override the run's settings of these names.
+    """
+    require_threads("threads", threads)
+    torch.set_num_threads(threads)
+    run = final_run(run) if split == "test" else run
+    config = read_config(run)
+    if split == "validation" and not config.data.validation:
+        raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")
+    given: dict[str, Any] = {"exclude_history": exclude_history, "users": users}
+    options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
+    dataset = load_dataset(config.data.path)
+    require_same_dataset(run, dataset)
+    config = replace(config, evaluate=options)
+    facts = facts_of("evaluate", config, dataset, split=split)
+    with process_group(device, config.comm.timeout_seconds, facts) as ranks:
+        evaluation = Evaluation(config, dataset, ranks)
+        model = load_saved(run, ranks=ranks)
+        metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
+        metrics |= evaluation.baselines(split)
+    return metrics | {"step": model.step}
+
+
+def held_out(config: Config, dataset: Dataset) -> HeldOut:
+    """The held-out actions of the run's split; ValueError if a split by time leaves nobody to rank."""
+    if config.data.split == "time":
+        return split_by_time(dataset, config.data.held_out, config.data.validation)
+    return leave_one_out(dataset, config.data.validation)
+
+
+def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
+    """Whether a user's history is left out of that user's ranking, in evaluation and in serving."""
+    if (rule := config.evaluate.exclude_history) == "no":
+        return False
+    shares = dataset.repeated_targets
+    if config.data.split == "time":
+        # A refit must come to the decision of its run, which has a validation part.
+        of = split_by_time(dataset, config.data.held_out) if rule == "auto" else held_out(config, dataset)
+        shares = {split: float(ranking_users(dataset, split, 1, of).repeats().mean()) for split in of.targets}
+    repeats = said_of_repeats(shares)
+    if rule == "auto" and are_common(shares):
+        line = "it is not left out of the ranking (--evaluate.exclude-history yes would)"
+        tell(said, f"{repeats} are in their user's history: {line}")
+        return False
+    if limits := highest_hit_rates(shares):
+        line = f"which is left out of the ranking: {limits} (--evaluate.exclude-history no would keep it)"
+        tell(said, f"{repeats} are in their user's history, {line}")
+    return True
+
+
+class Evaluation:
+    """Ranks the corpus for the users of a dataset, as a run is configured."""
+
+    def __init__(
+        self, config: Config, dataset: Dataset, ranks: Ranks, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check` is called by all ranks together, often; what it raises ends the ranking."""
+        self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
+        self.said = Console(stderr=True) if ranks.rank == 0 else None
+        self.held_out = held_out(config, dataset)
+        self.exclude_history = excludes_history(config, dataset, self.said)
+
+    def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
+        """The metrics of a split; collective, and equal on all ranks."""
+        return self.with_ranks(split, tower, tables)[0]
+
+    def with_ranks(
+        self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """The same, and the rank of each user's target [U]."""
+        users, batch_size = self.users(split), self.config.evaluate.batch_size
+        with counting(split, len(users), self.ranks.rank == 0) as count:
+
+            def advance(more: int) -> None:
+                self.check()
+                count(more)
+
+            columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
+            embedder = Embedder(tower, tables, columns)
+            counts = self.training_counts if split == "test" else None
+            return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance, counts)
+
+    @cached_property
+    def training_counts(self) -> np.ndarray:
+        """How many training actions each item has [X]."""
+        return training_counts(self.dataset, self.held_out)
+
+    def baselines(self, split: Split) -> dict[str, float]:
+        """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
+        item_knn/hr@10; none where evaluate.baselines is off. Rank 0 computes them for all; collective."""
+        if not self.config.evaluate.baselines:
+            return {}
+        return on_first_rank_at_length(lambda: self._baselines(split), self.ranks)
+
+    def _baselines(self, split: Split) -> dict[str, float]:
+        everyone, num_items = self.users(split), self.dataset.num_items
+        users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
+        if len(users) < len(everyone):
+            tell(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
+        scores: dict[str, Score] = {"popularity": popularity(self.training_counts)}
+        if num_items > MOST_ITEMS:
+            tell(self.said, f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
+        else:
+            item_knn = ItemKNN.fit(self.dataset, self.held_out)
+            if item_knn.users < item_knn.of_users:
+                tell(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
+            scores["item_knn"] = item_knn
+        found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
+        return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in means(rank_U).items()}
+
+    def cold_targets(self, split: Split) -> float:
+        """The share of the targets that are items without a training action."""
+        return _cold(self.users(split), self.training_counts)
+
+    def raw_users(self, split: Split) -> list[str]:
+        """The raw ids of those that are ranked, in their order."""
+        return self.dataset.raw_user_ids(self.users(split).user)
+
+    def users(self, split: Split) -> RankingUsers:
+        """Who is ranked."""
+        options, L = self.config.evaluate, self.config.model.encoder.max_length
+        return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
+
+
+def evaluate(
+    embedder: Embedder,
+    num_items: int,
+    users: RankingUsers,
+    batch_size: int,
+    exclude_history: bool,
+    advance: Callable[[int], None] = lambda users: None,
+    count_X: np.ndarray | None = None,
+) -> tuple[dict[str, float], np.ndarray]:
+    """The metrics of both stages over all users, and the share of them whose target is in their history; with counts of
+    the items' training actions, also the share of targets that have none, and how popular the best 10 are. Beside them
+    the ranks of the targets [U]. Collective, and equal on all ranks."""
+    rankings = rank_corpus(
+        embedder, num_items, users, batch_size, exclude_history, advance, RECOMMENDED if count_X is not None else 0
+    )
+    about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+    if count_X is not None:
+        about["targets/cold"] = _cold(users, count_X)
+    if count_X is not None and rankings.best_UK is not None:
+        about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
+    return metrics_of(rankings, num_items) | about, rankings.similarity_U.numpy()
+
+
+def _cold(users: RankingUsers, count_X: np.ndarray) -> float:
+    """The share of the targets that are items without a training action."""
+    return float((count_X[users.target] == 0).mean())
+
+
+def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:
+    """The share of the corpus that is among anybody's best items (-1 is none), and the shares of the best items and of
+    the targets that are among the most popular 1 and 10 % of the corpus, by counts of training actions. Empty if nobody
+    has a best item, because each history has the whole corpus and is left out of its ranking."""
+    items, X = best_UK[best_UK >= 0], len(count_X)
+    if not len(items):
+        return {}
+    place_X = np.empty(X, np.int64)
+    place_X[np.argsort(-count_X, kind="stable")] = np.arange(X)
+    found = {f"recommended/coverage@{RECOMMENDED}": len(np.unique(items)) / X}
+    for percent, (name, of) in itertools.product((1, 10), (("recommended", items), ("targets", target_U))):
+        found[f"{name}/top_{percent}_percent"] = float(np.mean(place_X[of] < max(1, X * percent // 100)))
+    return found
+
+
+def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
+    """All METRICS. With an h-indexer also its own, and the share of the similarity's best 10 and 100 items that it
+    leaves among its own best k', for some k' below the corpus."""
+    metrics = means(rankings.similarity_U.numpy())
+    if rankings.hindexer_U is None or rankings.stage1_UK is None:
+        return metrics
+    metrics |= {f"hindexer/{name}": mean for name, mean in means(rankings.hindexer_U.numpy()).items()}
+    for top, kept in itertools.product(RECALL_OF, RECALL_AT):
+        if kept < num_items:
+            best_UK = rankings.stage1_UK[:, :top]
+            found, there = int((best_UK <= kept).sum()), int((best_UK < NOT_SERVED).sum())
+            metrics[f"hindexer/recall_of_top{top}@{kept}"] = found / max(1, there)
+    return metrics
+
+
+def means(rank_U: np.ndarray) -> dict[str, float]:
+    """All METRICS of users' ranks [U]."""
+    return {name: float(np.mean(metric(rank_U))) for name, metric in METRICS.items()}
+
+
+def _hit(rank_U: np.ndarray, k: int) -> np.ndarray:
+    return rank_U <= k
+
+
+def _gain(rank_U: np.ndarray, k: int) -> np.ndarray:
+    """NDCG of one relevant item, whose ideal gain is 1."""
+    return np.where(rank_U <= k, 1 / np.log2(rank_U + 1.0), 0.0)
+
+
+def _reciprocal_rank(rank_U: np.ndarray) -> np.ndarray:
+    return np.where(rank_U < NOT_SERVED, 1 / rank_U, 0.0)
+
+
+METRICS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    **{f"hr@{k}": partial(_hit, k=k) for k in HIT_RATES},
+    "ndcg@10": partial(_gain, k=10),
+    "mrr": _reciprocal_rank,
+}
+"""By name, each user's value [U] from the rank of the target, from 1; the metric is the mean over the users. A target
+that is left out of the ranking has rank NOT_SERVED, above all others, and its value must be 0."""

@@ -1,0 +1,172 @@
+"""The model card of an export: README.md, for people and for model hubs. It has no date, no path and no timing, so that
+the same checkpoint gives the same bytes."""
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from logitmix.common.storage import shown
+from logitmix.modules.schema import ITEM, Schema
+from logitmix.serving import format as serving
+from logitmix.serving.format import About, Entries
+from logitmix.serving.model import weight_shapes
+from logitmix.trainer.config import BESIDE, Config, dump_toml
+from logitmix.trainer.run.results import read_results
+
+HOLDINGS = "## This directory\n"
+"""Heading of the last section, the one that changes when items are added."""
+_SPEED = ("step", "examples_per_second", "seconds")
+"""Numbers of results.json that are no metrics."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says of the training."""
+
+    config: Config
+    dataset: str
+    """The text of the dataset's dataset.json."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of this checkpoint."""
+    test: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_facts(run: Path, config: Config, step: int, dataset: str, validation: Mapping[str, float]) -> Facts:
+    """Adds the test metrics of the run's results.json, which are those of one checkpoint. ValueError if it is
+    damaged."""
+    path, test = run / "results.json", {}
+    if path.exists():
+        try:
+            results = read_results(run)
+            if results["step"] == step:
+                test = {name: value for name, value in results.items() if name not in _SPEED}
+        except ValueError as error:
+            raise ValueError(f"{error}; remove {path} to export without test metrics") from None
+    return Facts(config, dataset, validation, test)
+
+
+def write_card(staging: Path, about: About, entries: Entries, facts: Facts, raw_ids: Sequence[str]) -> Entries:
+    """Writes the card of an export with these other files; `raw_ids`: a few, for the example."""
+    parts = (_head(about), _use(about, raw_ids), _metrics(facts), _training(about, facts), _settings(facts))
+    return _write(staging, about, entries, "\n".join(parts))
+
+
+def renew_card(staging: Path, about: About, entries: Entries, text: str) -> Entries:
+    """Writes the card `text` of an export that has other items and files now, its last section renewed."""
+    return _write(staging, about, entries, text.partition(HOLDINGS)[0])
+
+
+def _write(staging: Path, about: About, entries: Entries, before: str) -> Entries:
+    text = f"{before.rstrip()}\n\n{HOLDINGS}\n{_holdings(about, entries)}"
+    (staging / serving.CARD).write_text(text, encoding="utf-8")
+    return serving.extra_entry(staging, serving.CARD)
+
+
+def _head(about: About) -> str:
+    model = about.model
+    similarity, encoder = model.similarity.kind, model.encoder.kind
+    tags = ["recommendation", "retrieval", similarity, encoder]
+    stage1 = f" An h-indexer of width {model.hindexer.dim} selects what it ranks." if model.hindexer.weight > 0 else ""
+    return (
+        "---\nlibrary_name: logitmix\ntags:\n" + "".join(f"- {tag}\n" for tag in tags) + "---\n\n"
+        f"# {_code(about.source.run)}\n\n"
+        f"A retrieval model, trained with logitmix on the dataset {_code(about.source.dataset)}: it takes a user's "
+        f"history and ranks the items by what comes next. The encoder is {encoder} over the last "
+        f"{model.encoder.max_length} items, of width {model.dim}; the similarity is of kind {similarity}.{stage1}\n"
+    )
+
+
+def _use(about: About, raw_ids: Sequence[str]) -> str:
+    plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
+    ids = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"]
+    inputs = _features(about.schema)
+    return (
+        "## Use\n\n```python\nfrom logitmix.serving.retriever import Retriever\n\n"
+        f'retriever = Retriever.load("DIR")  # this directory\nprint(retriever.rows({json.dumps(ids)}, k=10))\n```\n\n'
+        f"    logitmix retrieve DIR --history {shlex.quote(','.join(ids))} -k 10\n\n"
+        + (f"Features, besides the items' ids:\n\n{inputs}" if inputs else "It uses the items' ids alone.\n")
+    )
+
+
+def _features(schema: Schema) -> str:
+    rows = [[_code(of.name), of.owner, of.kind] for of in schema.features if of.name != ITEM]
+    return _table(["feature", "of", "kind"], rows) if rows else ""
+
+
+def _metrics(facts: Facts) -> str:
+    own = [name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in BESIDE]
+    baselines = [name for name in BESIDE if any(key.startswith(f"{name}/") for key in facts.test)]
+    if not own:
+        return "## Metrics\n\nThis checkpoint was not evaluated.\n"
+    columns = {"validation": (facts.validation, ""), "test": (facts.test, "")}
+    columns |= {f"test, {BESIDE[name]}": (facts.test, f"{name}/") for name in baselines}
+    shown = {head: of for head, of in columns.items() if of[0]}
+    rows = [[name, *(_number(of.get(prefix + name)) for of, prefix in shown.values())] for name in own]
+    missing = "" if facts.test else "The test metrics are those of another checkpoint, or not computed yet. "
+    return (
+        f"## Metrics\n\n{missing}The whole corpus is ranked; hr@k is the share of users whose held-out item is among "
+        f"the first k.\n\n{_table(['metric', *shown], rows)}"
+    )
+
+
+def _training(about: About, facts: Facts) -> str:
+    dataset, config = json.loads(facts.dataset), facts.config
+    tower = sum(map(math.prod, weight_shapes(about.model, about.schema).values()))
+    dims = about.schema.dims(about.model.dim)
+    tables = sum(table.rows * dims[table.name] for table in about.schema.tables)
+    facts_of = {
+        "run, step": f"{_code(about.source.run)}, {about.source.step:,}",
+        "seed": str(config.train.seed),
+        "precision": f"{config.train.precision} in training, FP32 weights",
+        "parameters": f"{tower:,} in the towers, {tables:,} in tables",
+        "dataset": _code(about.source.dataset),
+        "users, items, actions": ", ".join(f"{dataset[key]:,}" for key in ("users", "items", "actions")),
+        "sha256 of its dataset.json": _code(hashlib.sha256(facts.dataset.encode()).hexdigest()),
+        "held out": config.data.split,
+    }
+    return f"## Training\n\n{_table(['', ''], [[name, value] for name, value in facts_of.items()])}"
+
+
+def _settings(facts: Facts) -> str:
+    # Paths without the folders of one machine.
+    config = facts.config
+    data = replace(config.data, path=Path(config.data.path).name)
+    toml = dump_toml(replace(config, warm_start=Path(config.warm_start).name, data=data))
+    return f"All settings:\n\n```toml\n{toml.strip()}\n```\n"
+
+
+def _holdings(about: About, entries: Entries) -> str:
+    data = [entry for name, entry in entries.items() if not serving.is_extra(name)]
+    extras = [name for name in sorted(entries) if serving.is_extra(name) and name != serving.CARD]
+    cache = f"the item tower's outputs in {about.precision.upper()}" if about.item_cache else "the item tower's inputs"
+    shown = f"{about.num_items:,} items, stored as {cache}: {len(data)} files of {_bytes(data)} bytes.\n"
+    if extras:
+        # Without their sizes: a compiler's output is not always the same.
+        shown += f"\nFor other servers: {', '.join(map(_code, extras))}.\n"
+    return shown
+
+
+def _bytes(entries: Sequence[Mapping[str, Any]]) -> str:
+    return f"{sum(entry['bytes'] for entry in entries):,}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _code(text: str) -> str:
+    """A name as Markdown shows it, whatever it holds."""
+    return "`" + re.sub(r"[`|\n\t]", " ", shown(text)) + "`"

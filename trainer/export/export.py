@@ -1,0 +1,408 @@
+"""Checkpoint -> serving directory, file by file: no rank has more rows or items in memory than one file holds. The
+tables of features are written first. The items' features are then looked up in these files, mapped into memory, so
+every rank must see the other ranks' files.
+
+Axes: R items of a shard, W width of a table.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
+from logitmix.common.storage import alone, fetch_names, say
+from logitmix.modules.config import ModelConfig
+from logitmix.modules.features import Embedded, Values
+from logitmix.modules.schema import ITEM, USER, Schema
+from logitmix.modules.stage1 import LANES
+from logitmix.modules.towers import Tower
+from logitmix.serving import format as serving
+from logitmix.serving.format import About, Contents, Entries, Source
+from logitmix.serving.items import ItemInputs, stored_type
+from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
+from logitmix.serving.pieces import Pieces
+from logitmix.serving.texts import Texts
+from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.lookups import Ints, taken_rows
+from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
+from logitmix.trainer.export.card import Facts, read_facts, write_card
+from logitmix.trainer.export.indexes import check_indexes, write_indexes
+from logitmix.trainer.export.programs import (
+    check_avx2_programs,
+    check_onnx,
+    check_programs,
+    write_avx2_programs,
+    write_onnx,
+    write_programs,
+)
+from logitmix.trainer.parallel.sharded_rows import own_range
+from logitmix.trainer.run.agreement import facts_of
+from logitmix.trainer.run.checkpoint import SavedModel, load_saved
+from logitmix.trainer.run.folder import read_config, require_one_host, require_same_dataset, require_shared, upload_run
+from logitmix.trainer.run.stages import final_run
+
+SHARD_BYTES = 2**28
+"""Size of a shard of items, and of a file of tables, roughly."""
+CHUNK_ITEMS = 2**13
+"""Items whose cache is computed at once, a multiple of LANES."""
+SAMPLED_PARTS, SAMPLED_ITEMS = 2**4, 2**9
+"""Parts of the corpus, and in each as many items that the scales are estimated on."""
+
+
+class _Maker(NamedTuple):
+    check: Callable[[ModelConfig], None]
+    """ValueError if the extra cannot be made here of such a model."""
+    write: Callable[[Path, Contents], Entries]
+    """Writes it beside the other files of an export; returns the manifest's entries."""
+
+
+Extra = Literal["faiss", "onnx", "programs", "programs_avx2"]
+EXTRAS: Mapping[Extra, _Maker] = {
+    "faiss": _Maker(check_indexes, write_indexes),
+    "onnx": _Maker(check_onnx, write_onnx),
+    "programs": _Maker(check_programs, write_programs),
+    "programs_avx2": _Maker(check_avx2_programs, write_avx2_programs),
+}
+
+
+@dataclass(frozen=True)
+class DatasetItems:
+    """The dataset's part of an export: features, and ids and texts that are read on demand."""
+
+    raw_ids: Callable[[], pa.ChunkedArray]
+    titles: Callable[[], pa.ChunkedArray | None]
+    features: Mapping[str, Column] = field(default_factory=dict)
+    """The items' features, by name."""
+    vocabulary: Callable[[str], pa.ChunkedArray] = lambda table: pa.chunked_array([[]], pa.string())
+    """The values of a table of features by row, null for unknown."""
+
+
+def export(
+    run: Path,
+    out: Path,
+    overwrite: bool = False,
+    which: Literal["best", "last"] = "best",
+    item_cache: bool = True,
+    precision: Precision = "fp32",
+    extras: Collection[Extra] = (),
+) -> dict[str, Any]:
+    """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
+    returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
+    hold the items' rows and features, and the Retriever passes them through the item tower for each request.
+    `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
+    rank 0 makes. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
+    exists and must not be overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
+    epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
+    be made, or if the precision cannot hold the items' sides.
+    """
+    require_one_host(out)
+    final = final_run(run)
+    config = read_config(final)
+    dataset = load_dataset(config.data.path)
+    require_same_dataset(final, dataset)
+    compared = facts_of(
+        "export", config, dataset, checkpoint=which, item_cache=item_cache, precision=precision, extras=sorted(extras)
+    )
+    with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
+        model = load_saved(final, which, ranks)
+        source = Source(run.resolve().name, model.step, dataset.name)
+        exclude_history = excludes_history(model.config, dataset)
+        about = About(
+            model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache, precision
+        )
+        vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
+        items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
+        facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
+        if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
+            say(line)
+        with ExitStack() as held:
+
+            def begin() -> None:
+                held.enter_context(alone(out))
+                fetch_names(out)
+
+            on_first_rank_at_length(begin, ranks)
+            manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
+            upload_run(out, ranks)
+    return manifest
+
+
+def export_model(
+    model: SavedModel,
+    about: About,
+    dataset: DatasetItems,
+    out: Path,
+    overwrite: bool,
+    ranks: Ranks,
+    facts: Facts | None = None,
+    extras: Collection[Extra] = (),
+) -> dict[str, Any]:
+    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
+    its manifest. It has a model card where there are `facts` of the training. Collective. Raises ValueError if `out`
+    must not be overwritten, for weights that are not finite and for duplicate raw ids or values of features, and
+    OSError if the disk is full or forbids it.
+    """
+    out = out.resolve()
+
+    def make() -> Path:
+        clean_up(out)
+        serving.check_target(out, overwrite)
+        _require_exportable(about, extras)
+        staging = staging_path(out)
+        staging.mkdir(parents=True)
+        held.enter_context(held_alone(staging))
+        return staging
+
+    held = ExitStack()
+    staging = on_first_rank(make, ranks)
+    try:
+        require_shared(staging, ranks)
+        tables = _merged(on_all_ranks(lambda: _write_tables(model, about, staging, ranks), ranks))
+        precision, scales = on_first_rank(lambda: _estimated(model, about, dataset, tables, staging), ranks)
+        about = replace(about, precision=precision)
+        others = on_all_ranks(lambda: _write_items(model, about, dataset, tables, scales, staging, ranks), ranks)
+
+        def finish() -> dict[str, Any]:
+            entries = tables | _merged(others)
+            entries |= write_extras(staging, about, entries, extras)
+            if facts:
+                examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
+                entries |= write_card(staging, about, entries, facts, examples)
+            manifest = serving.write_manifest(staging, about, entries)
+            with in_turn(out):
+                serving.check_target(out, overwrite)
+                publish(staging, out)
+            return manifest
+
+        return on_first_rank(finish, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
+        held.close()
+
+
+def _require_exportable(about: About, extras: Collection[Extra]) -> None:
+    """ValueError for what an export of such a model cannot have."""
+    if about.precision == "int8" and about.model.similarity.kind != "mol":
+        kind = about.model.similarity.kind
+        raise ValueError(f"precision int8 is for the components of mol, and the similarity is {kind}: give bf16")
+    if features := about.schema.item_valued:
+        raise ValueError(
+            f"exports hold no table of items for other features, and the model uses {', '.join(features)}: train "
+            "without them (--model.features), or prepare them with a table of their own"
+        )
+    if about.precision != "fp32" and not about.item_cache:
+        raise ValueError(
+            f"precision {about.precision} is that of the item cache, and --no-item-cache leaves the cache out: "
+            "give only one of them"
+        )
+    for name in extras:
+        EXTRAS[name].check(about.model)
+
+
+def about_new_items(about: About) -> str:
+    """Why items that are added to an export may hardly be recommended; empty where nothing speaks against it. Without
+    dropout it depends on how much the features say (docs/results.md, "Items without history")."""
+    if not about.schema.of("item"):
+        return (
+            "the model uses no features of items, so to it all new items are the same, and they will hardly be "
+            "recommended: train with --model.features and --model.item-id-dropout 0.1"
+        )
+    if about.model.item_id_dropout == 0:
+        return (
+            "the model was trained without item-id dropout, so new items may hardly be recommended: train with "
+            "--model.item-id-dropout 0.1"
+        )
+    return ""
+
+
+def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:
+    """Writes extras of the export that has these files, from its files."""
+    written = Entries()
+    if extras:
+        serving.write_manifest(staging, about, entries)
+        contents = serving.read(staging)
+        for name in extras:
+            written |= EXTRAS[name].write(staging, contents)
+    return written
+
+
+def _merged(of_ranks: list[Entries]) -> Entries:
+    return {name: entry for entries in of_ranks for name, entry in entries.items()}
+
+
+def _write_tables(model: SavedModel, about: About, staging: Path, ranks: Ranks) -> Entries:
+    """Writes this rank's share of the files of tables."""
+    files, entries = _table_files(about), Entries()
+    for number in range(*own_range(len(files), ranks.rank, ranks.world_size)):
+        rows = {name: model.read_rows(name, start, stop) for name, (start, stop) in files[number].items()}
+        entries |= serving.write_tables(staging, about, number, len(files), rows)
+    return entries
+
+
+def _table_files(about: About) -> list[dict[str, tuple[int, int]]]:
+    """The range of rows (first, last excluded) of each table in each file: table after table, cut where a file is
+    full."""
+    files: list[dict[str, tuple[int, int]]] = [{}]
+    room = SHARD_BYTES
+    for name, (count, W) in row_shapes(about.model, about.schema).items():
+        # Only the last row of the item table.
+        start, stop = (about.num_items, about.num_items + 1) if name == ITEM else (0, count)
+        while start < stop:
+            if files[-1] and room < 4 * W:
+                files, room = [*files, {}], SHARD_BYTES
+            rows = min(stop - start, max(1, room // (4 * W)))
+            files[-1][name] = start, start + rows
+            start, room = start + rows, room - 4 * W * rows
+    return files
+
+
+def _write_items(
+    model: SavedModel,
+    about: About,
+    dataset: DatasetItems,
+    written: Entries,
+    scales: Scales,
+    staging: Path,
+    ranks: Ranks,
+) -> Entries:
+    """Writes this rank's other files, once the tables are `written`: a share of the shards, and on rank 0 the weights
+    and texts."""
+    tower, tables, entries = model.tower.eval(), serving.read_tables(staging, written), Entries()
+    if ranks.rank == 0:
+        entries |= serving.write_weights(staging, about, tower.state_dict())
+        entries |= _write_texts(about, dataset, staging)
+    bounds = _shard_bounds(about, dataset.features)
+    count = len(bounds) - 1
+    for number in range(*own_range(count, ranks.rank, ranks.world_size)):
+        inputs = _inputs(model, about, dataset, bounds[number], bounds[number + 1])
+        items = items_of(tower, inputs, tables, about.precision, about.item_cache, scales)
+        entries |= serving.write_items(staging, about, number, count, items)
+    return entries
+
+
+def _inputs(model: SavedModel, about: About, dataset: DatasetItems, start: int, stop: int) -> ItemInputs:
+    values = _values(about.schema, dataset.features, np.arange(start, stop))
+    return ItemInputs(model.read_rows(ITEM, start, stop), values)
+
+
+@torch.inference_mode()
+def _estimated(
+    model: SavedModel, about: About, dataset: DatasetItems, written: Entries, staging: Path
+) -> tuple[Precision, Scales]:
+    """By parts of the corpus that lie far apart."""
+    tower, tables = model.tower.eval(), serving.read_tables(staging, written)
+    size = min(SAMPLED_ITEMS, _shard_bounds(about, dataset.features)[1])
+    bounds = [about.num_items * part // SAMPLED_PARTS for part in range(SAMPLED_PARTS + 1)]
+    ranges = [(start, min(stop, start + size)) for start, stop in pairwise(bounds) if start < stop]
+    parts = [_inputs(model, about, dataset, start, stop) for start, stop in ranges]
+    embedded = [part.embed(tower, tables) for part in parts]
+    groups = zip(*(part.groups for part in embedded), strict=True)
+    some = Embedded(torch.cat([part.vector_RD for part in embedded]), [torch.cat(group) for group in groups])
+    return estimated(tower, about.precision, some)
+
+
+def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
+    names = [table.name for table in about.schema.tables if table.name != ITEM]
+    vocabularies = {
+        name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value", blanks=True)
+        for name in names
+    }
+    entries = serving.write_vocabularies(staging, about, vocabularies)
+    column = dataset.titles()
+    shown = None if column is None else texts_of(column)
+    raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")
+    return entries | serving.write_ids(staging, about, raw_ids, shown)
+
+
+def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
+    if about.item_cache:
+        types = item_types(about.model, about.schema, LANES, about.precision).values()
+        item_bytes = -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
+    else:
+        own = [columns[feature.name] for feature in about.schema.of("item")]
+        of_all = sum(array.nbytes for column in own for array in (column.values, column.offsets) if array is not None)
+        item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
+    # Whole blocks of the INT8 corpus.
+    rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
+    return [*range(0, about.num_items, rows), about.num_items]
+
+
+def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict[str, Values]:
+    """The items' features, with ids that are rows of whole tables."""
+    values = {}
+    for feature in schema.of("item"):
+        taken, offsets = taken_rows(columns[feature.name], item_R)
+        values[feature.name] = Values(
+            torch.from_numpy(taken).to(stored_type(feature, schema)),
+            None if offsets is None else torch.from_numpy(offsets),
+        )
+    return values
+
+
+@torch.inference_mode()
+def items_of(
+    tower: Tower,
+    inputs: ItemInputs,
+    tables: Mapping[str, Pieces],
+    precision: Precision,
+    cached: bool,
+    scales: Scales,
+) -> dict[str, Tensor]:
+    """What an export stores of items."""
+    parts = []
+    for start in range(0, len(inputs.own_RW), CHUNK_ITEMS):
+        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, len(inputs.own_RW))))
+        parts.append(stored_items(tower, part.embed(tower, tables), precision, cached, scales))
+    # A scale is the same in each part.
+    items = {
+        name: of if name.endswith(".scale") else torch.cat([part[name] for part in parts])
+        for name, of in parts[0].items()
+    }
+    return items if cached else items | inputs.tensors(tower.schema)
+
+
+def texts_of(column: pa.ChunkedArray) -> Texts:
+    """Arrow's texts, "" for null."""
+    array = column.fill_null("").cast(pa.large_string()).combine_chunks()
+    _, offsets, data = array.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    texts = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
+    return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
+
+
+def known_values(dataset: Dataset, trained_U: np.ndarray, table: str) -> pa.ChunkedArray:
+    """The values of a table of features by row, null for unknown; so is a user that training did not see."""
+    values = dataset.vocabulary_column(table)
+    if table == USER and USER not in [of.name for of in dataset.schema.tables]:
+        return pc.if_else(pa.array(np.concatenate([[False], trained_U])), values, None)
+    return values
+
+
+def in_order(texts: Texts, what: str, blanks: bool = False) -> Texts:
+    """Texts with the order for finding them, equal ones by rising index; ValueError if two are the same, unless they
+    are empty and there may be `blanks`. `what` they name: "raw_ids name an item"."""
+    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
+    array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
+    order = pc.sort_indices(array)
+    ordered = array.take(order)
+    twice = pc.equal(ordered[1:], ordered[:-1])
+    if pc.any(pc.and_(twice, pc.not_equal(ordered[1:], "")) if blanks else twice).as_py():
+        raise ValueError(f"the dataset's {what} twice; prepare it again")
+    return replace(texts, order=torch.from_numpy(order.to_numpy().astype(np.int64)))

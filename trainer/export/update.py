@@ -1,0 +1,140 @@
+"""New items in a serving directory, without training: their sides from the exported item tower and their features.
+
+Axes: R new items.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from logitmix.common.files import clean_up, in_turn, whole_directory
+from logitmix.common.storage import alone, fetch, push, tell
+from logitmix.modules.schema import Feature
+from logitmix.serving import format as serving
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.texts import Texts
+from logitmix.trainer.data.features import as_in_requests, find_features
+from logitmix.trainer.data.prepare import TITLE, titles_of
+from logitmix.trainer.data.raw import SideTable
+from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.sources.table import read_side
+from logitmix.trainer.export.card import renew_card
+from logitmix.trainer.export.export import CHUNK_ITEMS, EXTRAS, about_new_items, in_order, texts_of, write_extras
+
+
+def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
+    """Adds the items of a table (CSV, JSON lines or Parquet) to a serving directory, which is replaced when the new one
+    is complete; returns how many were added, and how many were there already and are unchanged. Raises ValueError if
+    there is no intact serving directory, if the table cannot be read, and for values that do not fit the features of
+    the model's schema.
+    """
+    directory = directory.resolve()
+    with alone(directory):
+        fetch(directory)
+        with in_turn(directory):
+            clean_up(directory)
+            counts = _update(directory, items, id_column, said)
+        push(directory)
+    return counts
+
+
+def _update(directory: Path, items: str, id_column: str, said: Console | None) -> dict[str, int]:
+    contents = serving.read(directory)
+    retriever = Retriever(contents)
+    table = _read(items, id_column, said or Console(stderr=True))
+    if said and (line := table.contradictions(Path(items).name)):
+        tell(said, line)
+    features = {feature.name: feature for feature in contents.about.schema.of("item")}
+    names = find_features(list(table.columns), features)
+    if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
+        tell(said, f"not used, for the model has no such features: {', '.join(unused)}")
+    places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
+    new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
+    if new and said and (line := about_new_items(contents.about)):
+        tell(said, line)
+    if new:
+        rows = np.array(list(new.values()))
+        columns = {names[column]: values.take(pa.array(rows)) for column, values in table.columns.items()}
+        shards = list(_shards(retriever, features, columns, list(new)))
+        titles = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else None
+        _write(directory, contents, shards, list(new), titles)
+    return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
+
+
+def _read(items: str, id_column: str, console: Console) -> SideTable:
+    """A table of items; ValueError if a row is malformed."""
+    if not Path(items).exists():
+        raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
+    with (
+        TemporaryDirectory() as folder,
+        closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,
+        Progress(console=console, disable=True) as progress,
+    ):
+        table = read_side(items, "--items", id_column, rejects, progress)
+        rejects.finish()
+    return table
+
+
+def _shards(
+    retriever: Retriever, features: Mapping[str, Feature], columns: Mapping[str, pa.Array], ids: Sequence[str]
+) -> Iterator[dict[str, Tensor]]:
+    values = {name: as_in_requests(features[name], column) for name, column in columns.items() if name in features}
+    for start in range(0, len(ids), CHUNK_ITEMS):
+        part = enumerate(ids[start : start + CHUNK_ITEMS], start)
+        yield retriever.new_items({raw_id: {name: of[row] for name, of in values.items()} for row, raw_id in part})
+
+
+def _write(
+    directory: Path,
+    contents: serving.Contents,
+    shards: Sequence[Mapping[str, Tensor]],
+    ids: list[str],
+    titles: list[str] | None,
+) -> None:
+    about = replace(contents.about, num_items=contents.about.num_items + len(ids))
+    before, files = len(contents.shards), serving.read_manifest(directory)["files"]
+    count = before + len(shards)
+    indexed = [name for name in files if name.endswith(".faiss")]
+    if indexed:
+        EXTRAS["faiss"].check(about.model)
+    with whole_directory(directory) as staging:
+        names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
+        kept = [name for name in files if name not in (*names, *indexed, serving.IDS, serving.CARD)]
+        # Nobody needs an extra that was removed.
+        names |= {name: name for name in kept if (directory / name).exists() or not serving.is_extra(name)}
+        for old, name in names.items():
+            _link(directory / old, staging / name)
+        entries = {name: files[old] for old, name in names.items()}
+        for number, shard in enumerate(shards, start=before):
+            entries |= serving.write_items(staging, about, number, count, shard)
+        shown = None
+        if contents.titles is not None or titles is not None:
+            old_titles = list(contents.titles or [""] * contents.about.num_items)
+            shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
+        raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
+        entries |= serving.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
+        entries |= write_extras(staging, about, entries, ["faiss"] if indexed else [])
+        if serving.CARD in files:
+            card = directory / serving.CARD
+            text = card.read_text(encoding="utf-8") if card.exists() else ""
+            entries |= renew_card(staging, about, entries, text)
+        serving.write_manifest(staging, about, entries)
+
+
+def _link(old: Path, new: Path) -> None:
+    new.parent.mkdir(exist_ok=True)
+    try:
+        os.link(old, new)
+    except OSError:
+        # If the file system has no links.
+        shutil.copyfile(old, new)

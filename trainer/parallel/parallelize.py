@@ -1,0 +1,243 @@
+"""The only file that shards or wraps a model.
+
+The tables are model-parallel: TorchRec shards them. The tower is data-parallel. Between them, a batch's rows are
+exchanged (rows.py) through the wire's codec, and so are their gradients on the way back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
+
+from logitmix.comm.collectives import all_reduce_sum
+from logitmix.comm.exchange import Wire
+from logitmix.comm.hooks import attach
+from logitmix.comm.process_group import Ranks
+from logitmix.common.mappings import nearest
+from logitmix.modules.batch import Bags, Batch
+from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
+from logitmix.modules.initialize import initialized
+from logitmix.modules.model import RetrievalModel, SampledLosses
+from logitmix.modules.noise import derive_key, truncated_normal
+from logitmix.modules.schema import ITEM, Schema, Table
+from logitmix.modules.towers import Tower
+from logitmix.trainer.config import Config, TablesConfig
+from logitmix.trainer.parallel.average import MovingAverage
+from logitmix.trainer.parallel.bags import PooledTable
+from logitmix.trainer.parallel.clipping import LookupCuts
+from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
+from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, plan_tables
+from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
+from logitmix.trainer.parallel.sharded_rows import ShardedRows
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """Sharded tables and a replicated tower, ready to train."""
+
+    tables: Sequence[ShardedTables]
+    pooled: Sequence[PooledTable]
+    table_optimizers: TableOptimizers
+    plan: Mapping[str, TablePlan]
+    replicated: DistributedDataParallel
+    wire: Wire
+    ranks: Ranks
+    config: Config
+    cuts: LookupCuts | None
+    """With gradient clipping: where the backward of lookups waits for the norm."""
+    average: MovingAverage | None
+    """With train.ema."""
+    stream: torch.cuda.Stream | None
+    """CUDA: the stream that copies the next batch to the device while one is trained on."""
+
+    @property
+    def tower(self) -> Tower:
+        """The tower in training."""
+        return cast(SampledLosses, self.replicated.module).tower
+
+    def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
+        """Begins the exchange of the rows that a batch needs; collective."""
+        return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream, self.cuts)
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch, for use once its rows are sent."""
+        with torch.cuda.stream(self.stream):
+            moved = batch.to(self.ranks.device)
+        if self.stream:
+            moved.record_stream(torch.cuda.current_stream())
+        return moved
+
+    def loss(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The tower's losses, from the rows [V, D] of each table; autocast as configured."""
+        if not self.tower.training:  # after an evaluation
+            self.tower.train()
+        with autocast(self.config, self.ranks.device):
+            return self.replicated(rows, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the tower, summed over the ranks: DDP averages, hence the factor."""
+        (loss * self.ranks.world_size).backward()
+
+    def shards(self) -> dict[str, ShardedTensor]:
+        """The tables in training by name, with this rank's shards; by reference."""
+        modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
+        states = [module.state_dict() for module in modules]
+        return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
+
+    def evaluated(self) -> tuple[Tower, dict[str, ShardedRows]]:
+        """What is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their moving
+        averages, if there are any."""
+        tower, tables = (self.average.tower, self.average.tables) if self.average else (self.tower, self.shards())
+        return tower, {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in tables.items()}
+
+
+def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
+    """Plans, shards, attaches the codecs, initializes and replicates a model that uses the features of the dataset's
+    `schema` named in `model.features`. The weights depend only on the seed. Raises ValueError for settings of an
+    unknown table, settings that the device does not support, settings that leave the planner no room, and weights that
+    a module leaves without initial values.
+    """
+    model, embedded = unsharded(schema, config, ranks.device)
+    plans = plan_tables(embedded, config, Devices.of(ranks), ranks.group)
+    collections = _shard(model.tables, plans, config.tables, ranks)
+    wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
+    sharded, pooled = [], []
+    for each in collections.values():
+        if isinstance(each, ShardedEmbeddingCollection):
+            sharded.append(ShardedTables.of(each, config.comm.parts))
+        else:
+            pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
+    optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
+    cuts = LookupCuts(cast(Any, collections.values())) if config.train.clip else None
+
+    generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
+    tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
+    losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
+    replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
+    if ranks.device.type == "cpu":
+        _keep_order(replicated)
+    if config.comm.dense == "bf16":
+        replicated.register_comm_hook(ranks.group, _bf16_gradients)
+    stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+    plan = describe(plans, embedded, config)
+    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, None, stream)
+    tables = parallel.shards()
+    _initialize(tables, config)
+    return replace(
+        parallel, average=MovingAverage(parallel.tower, tables, config.train.ema) if config.train.ema else None
+    )
+
+
+def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[RetrievalModel, list[EmbeddingTable]]:
+    """The model on the meta device, and its tables. Raises ValueError for settings of an unknown table and settings
+    that the device does not support."""
+    schema = model_schema(schema, config)
+    embedded = embedding_tables(schema.tables, config, device)
+    with torch.device("meta"):
+        return RetrievalModel(embedded, schema, config.model), embedded
+
+
+def model_schema(schema: Schema, config: Config) -> Schema:
+    """The part of a dataset's schema that the model uses, with the configured widths of tables.
+
+    Raises ValueError for an unknown feature or table.
+    """
+    used = schema.only(config.model.features)
+    names = [table.name for table in used.tables]
+    for name in config.tables.by_name:
+        if name not in names:
+            raise ValueError(f"tables.{name}: no table {name}{nearest(name, names)}; there are: {', '.join(names)}")
+    tables = [replace(table, dim=config.tables.of(table.name).dim or config.model.dim) for table in used.tables]
+    return replace(used, tables=tuple(tables))
+
+
+def embedding_tables(tables: Sequence[Table], config: Config, device: torch.device) -> list[EmbeddingTable]:
+    """The tables of a model's schema with their configured precisions.
+
+    Raises ValueError for settings that the device does not support.
+    """
+    for table in tables:
+        _require_supported(table.name, config, device)
+    settings = {each.name: config.tables.of(each.name) for each in tables}
+    return [
+        EmbeddingTable(each.name, each.rows, each.dim, settings[each.name].precision, settings[each.name].pooled)
+        for each in tables
+    ]
+
+
+def _require_supported(name: str, config: Config, device: torch.device) -> None:
+    settings = config.tables.of(name)
+    if settings.pooled and name == ITEM:
+        raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
+    if settings.precision == "fp16" and device.type == "cpu":
+        raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
+    if config.comm.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
+        raise ValueError(
+            f"comm.parts is {config.comm.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "
+            "step; give --comm.parts 1 or another --tables.optimizer"
+        )
+
+
+def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks: Ranks) -> nn.ModuleDict:
+    for key, weight in collections.named_parameters():
+        set_fused_optimizer(weight, config.of(table_name(key)))
+    env, sharded = ShardingEnv.from_process_group(ranks.group), nn.ModuleDict()
+    for name, each in collections.items():
+        bags = isinstance(each, EmbeddingBagCollection)
+        sharder: Any = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()
+        tables = [table_name(key) for key, _ in each.named_parameters()]
+        plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
+        sharded[name] = sharder.shard(each, plan, env, ranks.device)
+    return sharded
+
+
+def _keep_order(replicated: DistributedDataParallel) -> None:
+    """DDP sums gradients in one order in its first step and in another from the second on, for speed. With three ranks
+    or more, gloo's rounding of a sum depends on its place: a resumed run would round its first step by itself. So the
+    order of the parameters is made the final one before the first step."""
+    replicated.reducer._push_all_rebuilt_params()
+    replicated.reducer._rebuild_buckets()
+
+
+def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # DDP accepts the hook under its own name only with NCCL, but gloo adds BF16 too.
+    return bf16_compress_hook(group, bucket)
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    assert config.train.precision != "auto", "precision.py comes before"
+    bf16 = config.train.precision == "bf16" and computes_bf16(device)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has BF16 arithmetic: true for GPUs; a CPU without it takes several times as long as in
+    FP32."""
+    return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
+def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
+    """Fills rows from a truncated normal, each number a function of the seed and its place."""
+    for name, sharded in tables.items():
+        key, std = derive_key("table", name, config.train.seed), config.tables.of(name).init_std
+        for shard in sharded.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            column_C = torch.arange(column, column + columns)
+            for start in range(0, rows, _ROWS):
+                part = shard.tensor[start : start + _ROWS].detach()
+                row_R = torch.arange(row + start, row + start + len(part))
+                part.copy_(truncated_normal(key, row_R, column_C, std))
+
+
+_ROWS = 2**16
+"""Rows initialized at once."""

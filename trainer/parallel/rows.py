@@ -1,0 +1,276 @@
+"""The exchange of a batch's rows between the ranks that own them and the rank that needs them, and of their gradients.
+
+Axes: V unique ids of a table that a batch names, P rows that are received together, D width of a table's rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import Awaitable
+
+from logitmix.comm.exchange import split_backward
+from logitmix.modules.batch import Bags
+from logitmix.modules.embeddings import lookup, own_name
+from logitmix.trainer.parallel.bags import PooledRows, PooledTable, receive_ids
+from logitmix.trainer.parallel.clipping import CutLookup, LookupCuts
+
+
+class Shard(NamedTuple):
+    """Columns of a range of a table's rows that a rank owns; `owner` is the number of the range."""
+
+    table: str
+    owner: int
+    columns: slice
+
+
+class Piece(NamedTuple):
+    """The part of one table that one rank sends: its range among the table's unique ids, and its columns."""
+
+    table: str
+    rows: slice
+    columns: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class ShardedTables:
+    """The tables of one width, as TorchRec shards them, and how their rows are exchanged.
+
+    `exchanges` are TorchRec's all-to-alls, one for each sharding type of the tables, as lists of shards in the order in
+    which their rows are received. `cuts` [owners, parts + 1] are the ids that divide each table into the ranges of its
+    owners, and each range into equal parts.
+    """
+
+    module: ShardedEmbeddingCollection
+    dims: Mapping[str, int]
+    exchanges: Sequence[Sequence[Shard]]
+    cuts: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: ShardedEmbeddingCollection, parts: int) -> "ShardedTables":
+        configs = module._embedding_configs
+        ranges: dict[str, list[tuple[int, int]]] = {own_name(config.name): [] for config in configs}
+        exchanges = []
+        for sharding in cast(Any, module._sharding_type_to_sharding).values():
+            shards = []
+            for groups in sharding._grouped_embedding_configs_per_rank:
+                for table in (table for group in groups for table in group.embedding_tables):
+                    place, name = table.local_metadata, own_name(table.name)
+                    (row, column), (rows, columns) = place.shard_offsets, place.shard_sizes
+                    if (row, rows) not in ranges[name]:
+                        ranges[name].append((row, rows))
+                    owner = ranges[name].index((row, rows))
+                    shards.append(Shard(name, owner, slice(column, column + columns)))
+            exchanges.append(shards)
+        part = torch.arange(parts + 1)
+        cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
+        return cls(module, {own_name(config.name): config.embedding_dim for config in configs}, exchanges, cuts)
+
+    @property
+    def parts(self) -> int:
+        return next(iter(self.cuts.values())).shape[1] - 1
+
+    def slices(self, ids: Mapping[str, Tensor]) -> list[dict[str, list[slice]]]:
+        """For each part and table, the range of each owner's ids among the table's sorted ids [V]."""
+        bounds = {name: torch.searchsorted(ids[name], cuts).tolist() for name, cuts in self.cuts.items()}
+        return [
+            {name: [slice(of[part], of[part + 1]) for of in owners] for name, owners in bounds.items()}
+            for part in range(self.parts)
+        ]
+
+
+class RowExchange:
+    """The rows of all tables that this rank needs for one batch.
+
+    The constructor begins the exchange of row counts between ranks. Call `send_ids`, `send_rows`, `wait`,
+    `send_gradients` and `apply_gradients` next, in this order. All are collective, only `wait` and `apply_gradients`
+    block for long, and a rank's computation in between overlaps with the transfers. The rows are exchanged in parts:
+    while one part is in flight, another is looked up, encoded, decoded or updated.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[ShardedTables],
+        pooled: Sequence[PooledTable],
+        ids: Mapping[str, Tensor | Bags],
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+        cuts: LookupCuts | None = None,
+    ) -> None:
+        """`ids` has the batch's ids [V] of each table: unique, sorted, on the CPU, possibly an empty tensor. For a
+        pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, sizes and ids are made on a
+        separate `stream`, so that they need not wait for the previous batch. With `cuts`, call `receive_gradients`
+        before `apply_gradients`."""
+        dims = {name: dim for each in tables for name, dim in each.dims.items()}
+        unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
+        bags = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Bags)}
+        assert unique.keys() == dims.keys() and bags.keys() == {each.name for each in pooled}
+        lengths = {name: len(of_table) for name, of_table in unique.items()}
+        lengths |= {name: len(of_table.offsets) - 1 for name, of_table in bags.items()}
+        dims |= {each.name: each.dim for each in pooled}
+        self.rows = {name: torch.empty(lengths[name], dim, device=device) for name, dim in dims.items()}
+        self.stream, self.cuts = stream, cuts
+        self.lookups: list[list[CutLookup]] = []
+        slices = [each.slices(unique) for each in tables]
+        with torch.cuda.stream(stream):
+            self.parts: list[list[_Part | PooledRows]] = [
+                [_Part(each, unique, slices_of[part], device) for each, slices_of in zip(tables, slices, strict=True)]
+                for part in range(tables[0].parts)
+            ]
+            self.parts[0] += [PooledRows(each, bags[each.name], device) for each in pooled]
+        self.rows_sent = False
+
+    def send_ids(self) -> None:
+        """Sends the ids to their owners, after the exchange of row counts; does nothing when called again."""
+        with torch.cuda.stream(self.stream):
+            for each in self._all():
+                each.send_ids()
+
+    def send_rows(self) -> None:
+        """Sends the rows that all ranks asked this one for."""
+        self.send_ids()
+        self.rows_sent = True
+        for part in self.parts:
+            self._send_part(part)
+
+    def wait(self) -> dict[str, Tensor]:
+        """The rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
+        for each in self._all():
+            each.wait(self.rows)
+        for leaf_VD in self.rows.values():
+            leaf_VD.requires_grad_()
+        return self.rows
+
+    def send_gradients(self) -> None:
+        """Sends the leaves' gradients to the owners; a leaf without one was not used, and its gradient is zero."""
+        gradients = {
+            name: torch.zeros_like(leaf_VD) if leaf_VD.grad is None else leaf_VD.grad
+            for name, leaf_VD in self.rows.items()
+        }
+        for each in self._all():
+            each.send_gradients(gradients)
+
+    def receive_gradients(self) -> Tensor:
+        """With `cuts`: waits for the gradients of all ranks, without an update; returns the sum of squares of the
+        gradients of this rank's own rows, FP64 scalar."""
+        for each in self._all():
+            each.apply_gradients()
+        squares = torch.zeros((), dtype=torch.float64, device=next(iter(self.rows.values())).device)
+        return sum((lookup.squares() for part in self.lookups for lookup in part), squares)
+
+    def apply_gradients(self, following: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
+        """Sums the gradients of all ranks and updates the rows. The rows of the `following` batch are sent, each part
+        as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
+        have already arrived, and are multiplied by `scale`."""
+        if following:
+            following.send_ids()
+            following.rows_sent = True
+        for number, part in enumerate(self.parts):
+            if scale is None:
+                for each in part:
+                    each.apply_gradients()
+            else:
+                for lookup in self.lookups[number]:
+                    lookup.update(scale)
+            if following:
+                following._send_part(following.parts[number])
+
+    def abandon(self) -> None:
+        """Completes the transfers that all ranks began before `wait`: gloo may hang if a rank leaves the group
+        earlier."""
+        if self.rows_sent:
+            self.wait()
+            return
+        with torch.cuda.stream(self.stream):
+            self.send_ids()
+            for each in self._all():
+                each.ids_in_flight.wait()
+
+    def _send_part(self, part: "list[_Part | PooledRows]") -> None:
+        for each in part:
+            each.send_rows(self.stream)
+        if self.cuts:
+            self.lookups.append(self.cuts.pop())
+
+    def _all(self) -> "list[_Part | PooledRows]":
+        return [each for part in self.parts for each in part]
+
+
+class _Part:
+    """A part of the rows of some tables of one width, which is exchanged together."""
+
+    def __init__(
+        self,
+        tables: ShardedTables,
+        ids: Mapping[str, Tensor],
+        slices: Mapping[str, Sequence[slice]],
+        device: torch.device,
+    ) -> None:
+        self.module, self.context = tables.module, tables.module.create_context()
+        self.pieces = [
+            _joined([Piece(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards])
+            for shards in tables.exchanges
+        ]
+        asked = {name: _select(ids[name], of_owners).to(device) for name, of_owners in slices.items()}
+        self.sizes_in_flight = self.module.input_dist(self.context, lookup(asked))
+        self.ids_in_flight: Any = None
+
+    def send_ids(self) -> None:
+        self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
+
+    def send_rows(self, stream: torch.cuda.Stream | None) -> None:
+        ids = receive_ids(self.ids_in_flight, stream, self.context)
+        for sharding in self.context.sharding_contexts:
+            # `pieces` say where the rows belong, because ids are sorted and owners hold ranges of them.
+            sharding.unbucketize_permute_tensor = None
+        answer = cast(Any, self.module.compute_and_output_dist(self.context, ids))
+        # The rows before TorchRec splits them by feature, which would need rows in the order of the ids.
+        self.rows_in_flight: list[Awaitable[Tensor]] = answer._awaitables_per_sharding
+
+    def wait(self, rows: Mapping[str, Tensor]) -> None:
+        """Copies the received rows to their places."""
+        self.received = [in_flight.wait() for in_flight in self.rows_in_flight]
+        for received_PD, pieces in zip(self.received, self.pieces, strict=True):
+            lengths = [piece.length for piece in pieces]
+            for piece, part_PD in zip(pieces, received_PD.detach().split(lengths), strict=True):
+                rows[piece.table][piece.rows, piece.columns] = part_PD
+
+    def send_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """The backward up to sending the gradients."""
+        self.splits, self.gradients_in_flight = [], []
+        for received_PD, pieces in zip(self.received, self.pieces, strict=True):
+            none = received_PD.new_empty(0, received_PD.shape[1])
+            parts = [gradients[piece.table][piece.rows, piece.columns] for piece in pieces] or [none]
+            gradient_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
+            split = split_backward(received_PD)
+            self.splits.append(split)
+            self.gradients_in_flight.append(torch.autograd.grad(received_PD, [split], gradient_PD))
+
+    def apply_gradients(self) -> None:
+        """The rest of the backward: receives the gradients and updates the rows."""
+        for split, in_flight in zip(self.splits, self.gradients_in_flight, strict=True):
+            torch.autograd.backward([split], in_flight)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces without empty ones; neighbors on the wire that are also neighbors in their table are merged."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last and last.table == piece.table and last.columns == piece.columns and last.rows.stop == piece.rows.start:
+            joined[-1] = last._replace(rows=slice(last.rows.start, piece.rows.stop))
+        elif piece.length:
+            joined.append(piece)
+    return joined
+
+
+def _select(of_V: Tensor, slices: Sequence[slice]) -> Tensor:
+    pieces = [of_V[each] for each in slices]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

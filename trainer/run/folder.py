@@ -1,0 +1,301 @@
+"""The run directory: its lock, and its settings and dataset, which a run that goes on keeps.
+
+config.toml       the resolved configuration
+dataset.json      that of the dataset it was started with
+plan.json         by table: size, sharding, and which rank holds which of its rows and columns
+metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked"), step, and the metrics of that step;
+                  of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
+tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
+profile/          with train.profile, a Chrome trace of some steps
+digests.json      kind; bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and
+                  test_users.json as they were written, and of metrics.jsonl as it was at the last checkpoint: rows may
+                  follow
+checkpoints/step-N/
+results.json      test metrics of the best checkpoint; written once, at the end
+test_ranks.json   rank of each user's target in that test
+test_users.json   raw ids of these users, in the same order
+start/            where the settings have a section [start], the run that was trained first
+refit/            with train.refit, the run that then trained on the validation actions too
+logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
+.lock             held by the job that trains
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, on_first_rank_at_length
+from logitmix.comm.process_group import Ranks
+from logitmix.comm.rendezvous import ranks_named
+from logitmix.common.files import (
+    Fields,
+    clean_up,
+    parse_json,
+    staging_path,
+    write_whole,
+)
+from logitmix.common.mappings import from_mapping, require
+from logitmix.common.storage import is_copy, push
+from logitmix.modules.schema import Schema
+from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.run.checksums import read_text, write_noted
+
+LOOKS, LOOK_SECONDS = 5, 0.05
+"""How often a job tries to lock its run, and the time in between."""
+
+
+MARK_SECONDS = 3.0
+"""In which a new file is seen on all hosts that share a directory."""
+
+
+MAY_CHANGE = {
+    "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
+    "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
+    "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "train.stop_seconds",
+    "evaluate.baselines",
+}  # fmt: skip
+"""Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
+
+
+@contextmanager
+def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Rank 0 makes the run directory and locks it; what it made is removed if the job fails before there is anything to
+    keep. ValueError on every rank if another job trains there, if the directory cannot be made, or if it is at a URL
+    and the ranks are on several hosts; or if they do not share it. Collective."""
+    require_one_host(run)
+    with ExitStack() as held:
+        on_first_rank(lambda: held.enter_context(_locked(run)), ranks)
+        require_shared(run, ranks)
+        yield
+
+
+def require_shared(folder: Path, ranks: Ranks) -> None:
+    """ValueError on every rank if a directory that rank 0 has made is not that of all ranks. Collective."""
+    if ranks.world_size == 1:
+        return
+    mark = folder / broadcast_object(f".{secrets.token_hex(8)}.mark", ranks)
+    on_first_rank(mark.touch, ranks)
+    try:
+        seen = on_all_ranks(lambda: (_seen(mark), f"(on {socket.gethostname()})", folder.absolute()), ranks)
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)
+    blind = [rank for rank, (found, *_) in enumerate(seen) if not found]
+    if blind:
+        (_, first, of_first), (_, other, of_other) = seen[0], seen[blind[0]]
+        raise ValueError(
+            f"{of_other} of {ranks_named(blind)} {other} is not {of_first} of rank 0 {first}; give a directory on "
+            "storage that all hosts share"
+        )
+
+
+def _seen(mark: Path) -> bool:
+    """Whether a file that another host has made is there; it may take NFS some time to show it."""
+    until = time.monotonic() + MARK_SECONDS
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        for folder in mark.parents[:3]:
+            # Makes NFS ask the server again.
+            with suppress(OSError):
+                os.listdir(folder)
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+def require_one_host(path: Path) -> None:
+    """ValueError if the ranks are on several hosts, whose copies of a URL are their own, and are to write to one."""
+    if is_copy(path) and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ValueError(
+            f"{path} is written by ranks on one host alone; with several hosts, give a directory that all of them share"
+        )
+
+
+def upload_run(run: Path, ranks: Ranks) -> None:
+    """Uploads a run, or an export, that is at a URL; OSError on every rank if that fails. Collective."""
+    if is_copy(run):
+        on_first_rank_at_length(lambda: push(run), ranks)
+
+
+def remove_run(run: Path) -> None:
+    """Removes a run directory, on one rank, and in the store if it is at a URL; ValueError if a job trains there."""
+    clean_up(run)
+    with _locked(run):
+        # Another name first: what is removed by half must not look like a run.
+        shutil.rmtree(run.rename(staging_path(run)))
+    push(run)
+
+
+def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
+    """Writes the configuration and the dataset's description into a new run, or checks that a run with checkpoints was
+    started with the same ones; ValueError on every rank if not. Collective."""
+
+    def start() -> None:
+        if checkpoint_paths(run):
+            require_same(run, config, dataset)
+        write_noted(run / "dataset.json", dataset.description())
+        write_noted(run / "config.toml", dump_toml(config))
+
+    on_first_rank(start, ranks)
+
+
+def read_config(run: Path) -> Config:
+    """The configuration that a run was last started with; ValueError if there is no run."""
+    path = run / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
+    return load_toml(read_text(path), str(path))
+
+
+def refit_path(run: Path) -> Path:
+    """The run directory of a run's refit."""
+    return run / "refit"
+
+
+def start_path(run: Path) -> Path:
+    """The run directory of the run that is trained first, where there is one."""
+    return run / "start"
+
+
+def read_schema(run: Path) -> Schema:
+    """The schema of the dataset that the run was started with; ValueError if there is no run."""
+    noted = read_description(run)
+    if not isinstance(noted["schema"], dict):
+        raise ValueError(f"{run / 'dataset.json'}: schema is not a JSON object")
+    schema = from_mapping(Schema, noted["schema"], str(run / "dataset.json"), "schema.")
+    return replace(schema, users=noted["users"])
+
+
+def read_description(run: Path) -> Fields:
+    """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run, or
+    if it lacks the name or a count."""
+    file = run / "dataset.json"
+    noted = parse_json(noted_dataset(run).encode(), str(file))
+    if not isinstance(noted, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    for name in ("users", "items", "actions"):
+        value = noted.get(name)
+        require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
+    require(isinstance(noted.get("name"), str), f"{file}: name", noted.get("name"), "a text")
+    return Fields(noted, str(file))
+
+
+def require_same(run: Path, config: Config, dataset: Dataset) -> None:
+    """ValueError if a run cannot go on with this configuration and dataset. The precision auto is the run's own."""
+    if config.train.precision == "auto":
+        config = replace(config, train=replace(config.train, precision=read_config(run).train.precision))
+    require_same_settings(run, config)
+    require_same_dataset(run, dataset)
+
+
+def require_same_dataset(run: Path, dataset: Dataset) -> None:
+    """ValueError if the dataset is not the one that the run was started with, or has been prepared differently
+    since."""
+    if noted_dataset(run) != dataset.description():
+        raise ValueError(
+            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
+        )
+
+
+def require_same_settings(run: Path, config: Config) -> None:
+    """ValueError if a run cannot go on with this configuration, because it was started with another one."""
+    before, now = flatten(read_config(run)), flatten(config)
+    kept: set[str] = set() if config.train.schedule == "constant" else {"train.epochs"}
+    if kept and before["train.minutes"]:
+        # Rates that have fallen with the time would rise again.
+        kept.add("train.minutes")
+    differ = [key for key in before | now if before.get(key) != now.get(key)]
+    changed = [key for key in differ if key in kept or not _may_change(key)]
+    if changed:
+        said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+        raise ValueError(
+            f"{run} was started with other settings: {said}; use another run directory, or the same settings"
+        )
+
+
+def noted_dataset(run: Path) -> str:
+    """The dataset.json of the dataset that the run was started with; ValueError if there is no run."""
+    noted = run / "dataset.json"
+    if not noted.exists():
+        raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
+    return read_text(noted)
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """The settings that the content of a checkpoint depends on, by name. How it is evaluated is not among them."""
+    return {
+        name: value
+        for name, value in flatten(config).items()
+        if not _may_change(name) and not name.startswith("evaluate.")
+    }
+
+
+def _may_change(name: str) -> bool:
+    """Whether a setting may differ when a run is resumed."""
+    # A checkpoint loads into any sharding.
+    return name in MAY_CHANGE or name.endswith(".sharding")
+
+
+def checkpoint_paths(run: Path) -> list[Path]:
+    """The run's checkpoints, intact or not, in the order of their steps."""
+    found = (run / "checkpoints").glob("step-*")
+    steps = {path: path.name.removeprefix("step-") for path in found if path.is_dir()}
+    return sorted((path for path in steps if re.fullmatch("0|[1-9][0-9]*", steps[path])), key=lambda of: int(steps[of]))
+
+
+def write_plan(run: Path, plan: Mapping[str, Any]) -> None:
+    write_whole(run / "plan.json", json.dumps({name: asdict(table) for name, table in plan.items()}, indent=1) + "\n")
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    # torchx's logs exist before the run.
+    before = set(os.listdir(run)) if run.is_dir() else set()
+    try:
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".lock", "w")  # noqa: SIM115 (held as long as the run)
+    except OSError as error:
+        raise ValueError(f"{run} cannot be a run directory ({error.strerror}); use another run directory") from None
+    with lock:
+        if not _locks_soon(lock):
+            raise ValueError(f"another job is training {run}; wait for it, or use another run directory")
+        # What a job that was killed had not finished would keep a full disk full.
+        for name in {path.name[1:].rsplit(".", 2)[0] for path in (run / "checkpoints").glob(".step-*")}:
+            clean_up(run / "checkpoints" / name)
+        try:
+            yield
+        except BaseException:
+            if not any((of / "metrics.jsonl").exists() or checkpoint_paths(of) for of in (run, start_path(run))):
+                with suppress(OSError):
+                    _remove_all_but(before, run)
+                    push(run)
+            raise
+
+
+def _locks_soon(lock: IO[str]) -> bool:
+    """Whether no job holds the lock: a command that looks whether one does holds it for a moment itself."""
+    for _ in range(LOOKS):
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A job that has failed at its start meanwhile has removed the file: the lock would keep nobody out.
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
+        time.sleep(LOOK_SECONDS)
+    return False
+
+
+def _remove_all_but(names: set[str], folder: Path) -> None:
+    for path in [path for path in folder.iterdir() if path.name not in names]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not names:
+        folder.rmdir()

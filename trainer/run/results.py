@@ -1,0 +1,94 @@
+"""A run's results.json, and the ranks of its test."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from logitmix.common.files import (
+    Fields,
+    parse_json,
+    require_numbers,
+)
+from logitmix.common.mappings import require
+from logitmix.trainer.config import BASELINES
+from logitmix.trainer.run.checksums import note_rows, read_noted, write_noted
+from logitmix.trainer.run.metrics import require_counts, require_shares
+
+
+def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = BASELINES) -> str:
+    """One line that says at which k, below the corpus, a model's hit rate is above that of the better baseline, and at
+    which below; empty where there are no baselines. `results` has hr@10 and, for the baselines that `labels` names,
+    item_knn/hr@10."""
+    said: dict[str, list[str]] = {}
+    for metric, own in results.items():
+        there = {name: results[f"{name}/{metric}"] for name in labels if f"{name}/{metric}" in results}
+        if not metric.startswith("hr@") or not there or int(metric[3:]) >= results.get("corpus", math.inf):
+            continue
+        best = max(there, key=lambda name: there[name])
+        how = "ahead of" if own > there[best] else "behind" if own < there[best] else "level with"
+        figures = f" ({own:.4f} < {there[best]:.4f})" if how == "behind" else ""
+        said.setdefault(f"{how} {labels[best]}", []).append(metric + figures)
+    return "; ".join(f"{how} at {', '.join(metrics)}" for how, metrics in sorted(said.items()))
+
+
+COLD = 0.1
+"""Share of the targets without a training action from which on it is said."""
+
+
+def cold_targets(results: Mapping[str, float]) -> str:
+    """One line where much of the test part cannot be ranked from what was trained; else empty. `results` has
+    targets/cold."""
+    if (share := results.get("targets/cold", 0.0)) < COLD:
+        return ""
+    return (
+        f"{share:.0%} of the targets are items that training has no action of (targets/cold): without features of "
+        f"items they cannot be hit but by chance, and no hit rate is to be expected above {1 - share:.2f}"
+    )
+
+
+def write_results(run: Path, results: Mapping[str, Any]) -> None:
+    note_rows(run)
+    write_noted(run / "results.json", json.dumps(results, indent=1) + "\n")
+
+
+def read_results(run: Path) -> Fields:
+    """ValueError that names the file and the field if it is damaged."""
+    path = run / "results.json"
+    where = str(path)
+    found = require_numbers(parse_json(read_noted(path), where), where, ("penalties_tried",), ("validation",))
+    if not found:
+        raise ValueError(f"{path} has no numbers")
+    require_counts(found, where, "step", "users", "corpus", "parameters", "fitted_users", "of_users")
+    require_shares(found, where)
+    require_shares(found.get("validation", {}), f"{where}: validation")
+    for name in ("seconds", "examples_per_second"):
+        require(0 <= found.get(name, 0) < math.inf, f"{where}: {name}", found.get(name), "0 or more and finite")
+    return found
+
+
+def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
+    """Keeps the rank of each user's target in the test part, and the users' raw ids in the same order."""
+    write_noted(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
+    write_noted(run / "test_users.json", json.dumps(list(user_U)) + "\n")
+
+
+def read_ranks(run: Path) -> np.ndarray:
+    """The rank of each user's target [U] in the test part, from 1 (int64)."""
+    path = run / "test_ranks.json"
+    ranks = parse_json(read_noted(path), str(path))
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
+        raise ValueError(f"{path} is not a list of ranks from 1")
+    return np.array(ranks, np.int64)
+
+
+def read_test_users(run: Path) -> list[str]:
+    """The raw ids of the users [U] that `read_ranks` has the ranks of."""
+    path = run / "test_users.json"
+    users = parse_json(read_noted(path), str(path))
+    if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
+        raise ValueError(f"{path} is not a list of raw ids of users")
+    return users

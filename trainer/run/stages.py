@@ -1,0 +1,90 @@
+"""The runs of a run: the one that is trained first (`[start]`), the run itself, and its refit."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from logitmix.common.storage import fetched_run, shown
+from logitmix.trainer.config import Config, with_settings, with_start
+from logitmix.trainer.run.folder import read_config, refit_path, start_path
+from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
+from logitmix.trainer.run.results import read_results
+
+
+def final_run(run: Path) -> Path:
+    """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished, or if
+    the run has been trained on and another epoch is the best since."""
+    refit = refit_path(run)
+    if not (refit / "config.toml").is_file():
+        return run
+    epochs_of_refit(run)
+    if not (refit / "results.json").is_file():
+        raise ValueError(f"{refit} is not finished: go on with `logitmix train --refit {run}`, or remove it")
+    return refit
+
+
+def epochs_of_refit(run: Path) -> float:
+    """The epochs after which the run was best on validation. ValueError if it was not evaluated there, and if there is
+    a refit of other epochs."""
+    refit, (_, best) = refit_path(run), evaluations_since_best(run, read_config(run).evaluate.metric)
+    if not best:
+        raise ValueError(f"{run} was never evaluated on validation; train it first, with evaluate.every_epochs")
+    epochs = float(best["epoch"])
+    if (refit / "config.toml").is_file() and (was := read_config(refit).train.stop_after_epochs) != epochs:
+        raise ValueError(
+            f"{refit} is a refit of {was:g} epochs, but {run} is now best after {epochs:g}; remove {refit}, then "
+            f"`logitmix train --refit {run}` trains it anew"
+        )
+    return epochs
+
+
+def refit_config(run: Path, epochs: float) -> Config:
+    """The settings of the refit of a run whose best checkpoint was that after these epochs: the learning rates of the
+    run, without its limits of time and patience. If another run is trained first, the refit of that one is trained
+    first, too. A warm start is taken from the refit of the run that it names, if there is one. ValueError if that refit
+    is not finished."""
+    config = read_config(run)
+    refit = _without_validation(config, run, epochs)
+    if first := config.first:
+        # As it was trained, but for what may have changed since.
+        path, noted = start_path(run), read_config(start_path(run)).train
+        train = replace(first.train, epochs=noted.epochs, minutes=noted.minutes, precision=noted.precision)
+        first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
+        # Said even where they are those of the run itself, which may be trained on.
+        return with_settings(with_start(refit, first), {"start.train.epochs": first.train.epochs})
+    return replace(refit, warm_start=shown(final_run(fetched_run(config.warm_start))) if config.warm_start else "")
+
+
+def _without_validation(config: Config, run: Path, epochs: float) -> Config:
+    train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs)
+    train = replace(train, epochs=_epochs_of_schedule(run, config))
+    return replace(config, data=replace(config.data, validation=False), train=train, start={})
+
+
+def source_of(run: Path, config: Config) -> Path | None:
+    """The run whose weights a run with these settings starts from; None if it starts from random ones."""
+    if config.warm_start:
+        return fetched_run(config.warm_start)
+    return start_path(run) if config.first else None
+
+
+def own_minutes(run: Path, config: Config) -> float:
+    """What is left of train.minutes by the run that is trained first; infinity without a limit. ValueError if that run
+    is gone."""
+    start = start_path(run)
+    if not config.train.minutes:
+        return math.inf
+    if not config.first:
+        return config.train.minutes
+    if not (start / "results.json").is_file():
+        raise ValueError(f"{start} is gone, whose results say how much of train.minutes is left for {run}; restore it")
+    return max(0.0, config.train.minutes - read_results(start)["seconds"] / 60)
+
+
+def _epochs_of_schedule(run: Path, config: Config) -> int:
+    """The epochs over which a run's learning rates fell: all, or those that there was time for."""
+    epochs, minutes = config.train.epochs, own_minutes(run, config)
+    if minutes == math.inf or not (run / "results.json").exists():
+        return epochs
+    done, seconds = read_rows(run)[-1]["epoch"], read_results(run)["seconds"]
+    return min(epochs, math.ceil(done * max(1.0, minutes * 60 / seconds)))

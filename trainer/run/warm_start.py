@@ -1,0 +1,309 @@
+"""A run that starts from the weights of another, on a dataset that has grown since, with another similarity, or with
+more features.
+
+Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
+so do the optimizers, the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it
+is another. Features are matched by name; what maps the values of new ones to the model's width starts at zero. A rank
+reads the other run's tables in blocks and keeps its own rows.
+
+Axes: R rows of a shard of a table, S rows of a block, D width of a row.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
+from logitmix.common.storage import fetched, path_of
+from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
+from logitmix.modules.towers import Tower
+from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.data.batches import starts_of_parts
+from logitmix.trainer.data.dataset import Dataset, load_dataset, read_description, stored_values
+from logitmix.trainer.data.times import UNIT_NAMES
+from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
+from logitmix.trainer.run.checkpoint import SavedModel, load_saved
+from logitmix.trainer.run.folder import noted_dataset, read_schema
+from logitmix.trainer.run.tensor_files import BLOCK_BYTES
+
+
+def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
+    """Gives the model the weights of the best checkpoint of `run`, and returns what to say of them: a line, and one for
+    each table of which few rows could be matched. Collective. Raises ValueError on every rank if `run` is not a run
+    directory or has no intact checkpoint, if its dataset is missing or changed or has none of the items, if its weights
+    do not fit, or if it was trained on what is held out now.
+    """
+    saved = load_saved(run, ranks=model.ranks)
+    on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
+    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config), model.ranks)
+    on_all_ranks(partial(_require_same_unit, run, dataset), model.ranks)
+    fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
+    taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
+    own = model.tower.state_dict()
+    # What is added to a sum begins as nothing. A component does not: its L2 norm would magnify gradients at zero.
+    component = f"{_MAPS['user']}{model.tower.query_tower.apart}."
+    new = {
+        name: torch.zeros_like(of)
+        for name, of in own.items()
+        if name.startswith(_PLACED) and name not in taken_over and not name.startswith(component)
+    }
+    model.tower.load_state_dict({**own, **new, **taken_over})
+    counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
+    if model.average:
+        # What is evaluated, should no step move the weights before.
+        model.average.update(1)
+    totals = {
+        name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
+    }
+    taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
+    without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
+    of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
+    added = ", ".join(said for before, now in of_owners for said in now if said not in before)
+    said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
+    unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, totals), model.ranks)
+    return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
+
+
+def require_fit(first: Config, config: Config, schema: Schema) -> None:
+    """ValueError if a run with the one configuration would give weights that do not fit the other."""
+    with torch.device("meta"):
+        before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
+    if not _fits(before, now):
+        differences = _differences(first, config, before, now)
+        raise ValueError(f"the weights of the run that is trained first would not fit: {differences}")
+
+
+_OWN = ("similarity.", "hindexer.")
+"""Parts of the tower that need not fit."""
+_MAPS: Mapping[Owner, str] = {
+    "item": "item_tower.features.maps.",
+    "user": "query_tower.users.maps.",
+    "event": "query_tower.events.maps.",
+}
+"""The modules of features, whose names are the places of the owner's features."""
+_PLACED = tuple(_MAPS.values())
+
+
+def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
+    """Those of these parts that start as in any run."""
+
+    def same(part: str) -> bool:
+        before, now = ({name: of for name, of in _shapes(tower).items() if name.startswith(part)} for tower in towers)
+        # Its own maps of features are by place, too.
+        by_place = any("_features." in name for name in before)
+        return before == now and (not by_place or _features(towers[0]) == _features(towers[1]))
+
+    towers, kinds = (saved.tower, model.tower), (saved.config.model.similarity.kind, model.config.model.similarity.kind)
+    similarity, hindexer = _OWN
+    if kinds[0] != kinds[1] or not same(similarity):
+        return _OWN
+    return () if same(hindexer) else (hindexer,)
+
+
+def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
+    path = fetched(saved.config.data.path)
+    there = path / "dataset.json"
+    if not there.is_file() or there.read_text(encoding="utf-8") != noted_dataset(run):
+        raise ValueError(
+            f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
+            "restore it, and prepare the grown dataset into another directory"
+        )
+    read_description(path)
+    if not _fits(saved.tower, model.tower):
+        differences = _differences(saved.config, model.config, saved.tower, model.tower)
+        raise ValueError(f"the weights of {run} do not fit: {differences}")
+
+
+def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) -> None:
+    if before.data.split != now.data.split:
+        raise ValueError(
+            f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
+            f"give --data.split {before.data.split}"
+        )
+    if now.data.split == "time":
+        path = fetched(before.data.path)
+        trained_to = _held_out_since(before, dataset if path == dataset.path else load_dataset(path))
+        if trained_to > (since := _held_out_since(now, dataset)):
+            raise ValueError(
+                f"{run} was trained on the actions before time {trained_to}, but those from {since} on are held out "
+                "now; give a run that was trained on earlier ones alone, or a smaller --data.held-out"
+            )
+    elif now.data.validation and not before.data.validation:
+        raise ValueError(f"{run} was trained on the validation actions, which are held out now; give the run before it")
+
+
+def _require_same_unit(run: Path, dataset: Dataset) -> None:
+    """ValueError if the times of the two datasets are known to be in different units: recency and times would mean
+    something else, and a split by time would compare them."""
+    before, now = (_unit(text) for text in (noted_dataset(run), dataset.description()))
+    if before and now and before != now:
+        raise ValueError(
+            f"the times of {run} are in {before}, and those of {dataset.path} in {now}; prepare both from times in the "
+            "same unit"
+        )
+
+
+def _unit(description: str) -> str | None:
+    """The name of the unit of a dataset's times, if its dataset.json says one."""
+    times = json.loads(description).get("times")
+    return UNIT_NAMES.get(str(times.get("unit"))) if isinstance(times, dict) else None
+
+
+def _held_out_since(config: Config, dataset: Dataset) -> int:
+    """With a split by time, the time from which on a run with these settings holds out all actions."""
+    validation, test = starts_of_parts(dataset, config.data.held_out)
+    return validation if config.data.validation else test
+
+
+def _shapes(tower: Tower) -> dict[str, object]:
+    weights = {name: weight.shape for name, weight in tower.state_dict().items()}
+    return weights | {table.name: table.dim for table in tower.schema.tables}
+
+
+def _fits(before: Tower, now: Tower) -> bool:
+    """Whether a tower can take over the other's weights, whatever its similarity is and whichever features it has
+    besides: shapes are the same, and what shapes do not tell. Heads divide a width."""
+    features = zip(_features(before).values(), _features(now).values(), strict=True)
+    if any(set(were) - set(are) for were, are in features):
+        return False
+    renamed = _renamed(before, now)
+    old = {renamed.get(name, name): of for name, of in _shapes(before).items() if not name.startswith(_OWN)}
+    new = {name: of for name, of in _shapes(now).items() if not name.startswith(_OWN)}
+    tables = {table.name for table in now.schema.tables}
+    added = {name for name in new.keys() - old.keys() if name in tables or name.startswith(_PLACED)}
+    heads = [getattr(tower.config.encoder, "heads", 1) for tower in (before, now)]
+    return old == {name: of for name, of in new.items() if name not in added} and heads[0] == heads[1]
+
+
+def _renamed(before: Tower, now: Tower) -> dict[str, str]:
+    """By name of a weight of a tower, what it is called in one that has its features, too, at other places."""
+    old, new = _features(before), _features(now)
+
+    def now_called(name: str) -> str:
+        for owner, maps in _MAPS.items():
+            if name.startswith(maps):
+                place, _, rest = name.removeprefix(maps).partition(".")
+                return f"{maps}{new[owner].index(old[owner][int(place)])}.{rest}"
+        return name
+
+    return {name: now_called(name) for name in before.state_dict()}
+
+
+def _features(tower: Tower) -> dict[str, list[str]]:
+    """The features that the model uses besides the item id, in order, by owner. A number's mean and deviation may
+    change."""
+    return {owner: [_said(feature) for feature in tower.schema.of(owner)] for owner in get_args(Owner)}
+
+
+def _said(feature: Feature) -> str:
+    about = {"vector": f", {feature.width} wide", "number": ""}.get(feature.kind, f" of table {feature.table}")
+    return f"{feature.name} ({feature.kind}{about})"
+
+
+_SHAPING = re.compile(r"model\.(dim|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim")
+"""The settings that weights must have in common."""
+
+
+def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower) -> str:
+    old, new = flatten(before), flatten(now)
+    names = [name for name in old | new if _SHAPING.fullmatch(name) and old.get(name) != new.get(name)]
+    said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
+    for owner, were in _features(old_tower).items():
+        said += [f"{owner} feature {was} is not used" for was in were if was not in _features(new_tower)[owner]]
+    return "; ".join(said)
+
+
+def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:
+    """Fills this rank's shards of all tables; returns, by table, how many of its rows the other run had. Rows split by
+    columns count on the rank of their first columns."""
+    before, schema = path_of(saved.config.data.path), read_schema(run)
+    known = {table.name for table in saved.tower.schema.tables}
+    counts = {}
+    for name, sharded in model.shards().items():
+        counts[name] = 0
+        if name not in known:
+            continue
+        for shard in sharded.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)
+            old_R = _places(own, stored_values(before, schema, name))
+            for start, row_SD in _blocks(saved, name):
+                at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
+                values_ND = row_SD[torch.from_numpy(old_R[at_N] - start), column : column + columns]
+                shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
+            counts[name] += int((old_R >= 0).sum()) if column == 0 else 0
+    return counts
+
+
+FEW = 0.5
+"""Share of the smaller of two tables below which the values that they have in common are called few."""
+
+
+def _unlike(run: Path, saved: SavedModel, dataset: Dataset, totals: Mapping[str, tuple[int, int]]) -> list[str]:
+    """A line for each table that has few values in common with the other run's, which are spelled in another way
+    perhaps; ValueError if no item is in common. `totals`: of each table, the matched rows, and all."""
+    lines, before, schema = [], path_of(saved.config.data.path), read_schema(run)
+    rows_before = {table.name: table.rows for table in saved.tower.schema.tables}
+    for name, (matched, rows) in totals.items():
+        # The row of unknown values is in every table.
+        common, own = matched - 1, rows - 1
+        if name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
+            continue
+        here = partial(stored_values, dataset.path, dataset.schema, name)
+        there = partial(stored_values, before, schema, name)
+        what = "id" if name in (ITEM, USER) else "value"
+        examples = f"a new {what}: {_first_new(here(), there)!r}, one of the other run: {_first_new(there(), here)!r}"
+        if name == ITEM and not common:
+            raise ValueError(
+                f"{run} has none of the {own:,} items of {dataset.path} ({examples}); spell ids as {before} does, or "
+                "train without a warm start"
+            )
+        count = f"{common:,} of {own:,} {what}s are those" if common else f"none of {own:,} {what}s is one"
+        lines.append(f"warm start: table {name}: {count} of the other run ({examples}); the rest starts as in any run")
+    return lines
+
+
+def _first_new(values: Iterator[pa.Array], known: Callable[[], Iterator[pa.Array]]) -> str:
+    """The first value that is not known and is not "", cut to 40 letters."""
+    for array in values:
+        named = array.filter(pc.not_equal(array, ""))
+        new_N = np.flatnonzero(_places(pa.chunked_array([named]), known()) < 0)
+        if len(new_N):
+            return str(named[int(new_N[0])])[:40]
+    return ""
+
+
+def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArray:
+    """The values from place `start` to `stop`, excluded."""
+    place, kept = 0, []
+    for array in values:
+        kept.append(array[max(0, start - place) : max(0, stop - place)])
+        place += len(array)
+    return pa.chunked_array(kept)
+
+
+def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
+    """The place of each wanted value among `values`, int64 [R]; -1 if it is not there."""
+    found_R, place = np.full(len(wanted), -1), 0
+    for array in values:
+        at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
+        found_R = np.where(at_R >= 0, at_R + place, found_R)
+        place += len(array)
+    return found_R
+
+
+def _blocks(saved: SavedModel, name: str) -> Iterator[tuple[int, Tensor]]:
+    """The rows [S, D] of a table, some at a time, and the place of the first one."""
+    table = saved.tower.schema.table(name)
+    size = max(1, BLOCK_BYTES // (4 * table.dim))
+    for start in range(0, table.rows, size):
+        yield start, saved.read_rows(name, start, min(start + size, table.rows))

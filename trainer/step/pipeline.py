@@ -1,0 +1,327 @@
+"""One training step after the other, with the prefetch of the next batch's rows.
+
+The order of a step is that of Pipeline's methods. While batch t is trained on, the ids of batch t + 1 are in flight,
+and a thread makes batch t + 2. The rows of batch t + 1 are sent part by part, each part as soon as its rows in the
+table are updated, so no row is stale.
+
+Axes: V unique ids of a table that a batch names, D width of its rows.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from math import inf
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from logitmix.comm.collectives import all_reduce_sum, largest
+from logitmix.modules.batch import Batch
+from logitmix.trainer.parallel.clipping import clip_scale
+from logitmix.trainer.parallel.parallelize import ParallelModel
+from logitmix.trainer.parallel.rows import RowExchange
+from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.schedule import learning_rate_factor
+
+State = Literal[
+    "no rows sent", "rows sent", "rows received", "loss computed", "gradients computed", "gradients checked"
+]
+
+PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
+"""Phases of a step. all_to_all is the exchange of rows in both directions: ids and rows out, gradients back, codec,
+waiting for other ranks, and the tables' lookup and update. forward includes most of the loss's backward, which runs
+there block by block; backward is the rest: the towers, the encoder and the sum of gradients over ranks."""
+
+
+class Clock:
+    """Seconds of this rank in each phase since `pop`, and in all phases since the run began."""
+
+    def __init__(self, device: torch.device, total: float) -> None:
+        self.device, self.total, self.exact = device, total, False
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        # Waiting for the device costs time, so only logged steps do it; the device's earlier work then counts as their
+        # data phase.
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        spent = time.perf_counter() - start
+        self.seconds[phase] += spent
+        self.total += spent
+
+    def pop(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+
+SKIPPED_IN_A_ROW = 5
+"""Steps without a finite loss and gradients that end a run."""
+
+
+def _not_finite(where: str) -> str:
+    return (
+        f"the loss or a gradient is not finite at {where}; train another --run with lower --dense.lr and --tables.lr, "
+        "or with --train.warmup-steps (what this run has saved is sound)"
+    )
+
+
+class Prefetched(NamedTuple):
+    batch: Batch
+    rows: RowExchange
+
+
+class Pipeline:
+    """Trains a model step by step, on all ranks together.
+
+    Each step calls `receive_rows`, `loss`, `backward`, `check_gradients` and `apply_gradients`, in this order; any
+    other order is an AssertionError. `train_step` calls all five. The attributes hold a step's results until the next
+    `receive_rows`.
+
+    Use as a context manager: on exit, the ranks together finish the transfers that they began for the next batch.
+    """
+
+    batch: Batch
+    rows: dict[str, Tensor]
+    """The batch's rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
+    losses: dict[str, Tensor]
+    """By name; "loss" is minimized."""
+    gradient_norm: Tensor
+    """Norm of the dense gradients."""
+    total_norm: Tensor | None
+    """Norm of all gradients, including the rows', before clipping; None without clipping."""
+    time_passed: float
+    """The share of the run's minutes that had passed when `out_of_time` was last asked; 0 without a limit."""
+    learning_rates: dict[str, float]
+    wire_counts: Tensor | None
+    """The result of `Wire.pop_counts`, if the step is logged."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        make_batch: Callable[[int], Batch],
+        total: int,
+        done: RunProgress | None = None,
+        minutes: float = inf,
+    ) -> None:
+        """`make_batch` returns this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
+        is the run's progress so far, and `minutes` what it has for training in all."""
+        done = done or RunProgress()
+        self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
+        self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
+        self.clock = Clock(model.ranks.device, done.seconds)
+        self.minutes, self.time_passed = minutes, 0.0
+        self.state: State = "no rows sent"
+        self.broken_rank, self._in_a_row = -1, 0
+        self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._making: Future[Batch] | None = None
+        self._rows: RowExchange | None = None
+        self.total_norm = None
+        self._next: Prefetched | None = None
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Without the other ranks, what is in flight never arrives; and no later error may hide the first.
+        if self._next and not isinstance(error, RuntimeError):
+            with nullcontext() if error is None else suppress(Exception):
+                self._next.rows.abandon()
+        self._thread.shutdown()
+
+    @property
+    def progress(self) -> RunProgress:
+        """The run's progress, after a step."""
+        return RunProgress(self.step, self.clock.total, self.examples, skipped=self.skipped)
+
+    @property
+    def logged(self) -> bool:
+        """Whether this step's metrics are logged."""
+        return self._is_logged(self.step)
+
+    def train_step(self) -> dict[str, Tensor]:
+        """A whole step; returns its losses."""
+        self.receive_rows()
+        self.loss()
+        self.backward()
+        self.check_gradients()
+        self.apply_gradients()
+        return self.losses
+
+    def receive_rows(self) -> None:
+        """Begins the next step: waits for its rows and sends the ids of the batch after it."""
+        self._require("receive_rows", "no rows sent", "rows sent")
+        assert self.step < self.total, f"all {self.total} steps are done"
+        if self.state == "no rows sent":
+            self._send_rows()
+        assert self._next
+        self.step += 1
+        self.clock.exact = self.logged
+        self.batch, rows = self._next
+        with self.clock("data"):
+            self._next = self._prefetch(self.step)
+        with self.clock("all_to_all"):
+            self.rows = rows.wait()
+            if self._next and not self.model.stream:
+                self._next.rows.send_ids()
+        self._rows, self.state = rows, "rows received"
+
+    def loss(self) -> None:
+        self._require("loss", "rows received")
+        with self.clock("forward"):
+            self.losses = self.model.loss(self.rows, self.batch)
+            if self._next:
+                # Sending ids waits for the CUDA device, which by now has the forward pass to work on.
+                self._next.rows.send_ids()
+        self.state = "loss computed"
+
+    def backward(self) -> None:
+        """Gradients of the dense part, summed over the ranks, and of this rank's rows."""
+        self._require("backward", "loss computed")
+        with self.clock("backward"):
+            self.model.backward(self.losses["loss"])
+        self.state = "gradients computed"
+
+    def check_gradients(self) -> None:
+        """Has all ranks skip this step if the loss or a gradient is not finite on one of them: on CPU, before any
+        weight moves; ValueError if so many steps in a row were skipped. On CUDA, where this would wait for the device,
+        it checks at logged steps alone, as `require_finite` does."""
+        self._require("check_gradients", "gradients computed")
+        with self.clock("backward"):
+            parameters = self.model.tower.parameters()
+            self.gradient_norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
+            total = self.losses["loss"].detach() + self.gradient_norm
+            for row_VD in self.rows.values():
+                if row_VD.grad is not None:
+                    total = total + row_VD.grad.sum()
+            nonfinite = ~total.isfinite()
+            if self.model.ranks.device.type == "cpu":
+                self._agree_to_skip(bool(nonfinite))
+            else:
+                first = self._first_nonfinite
+                self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
+                if self.logged:
+                    self.require_finite()
+        self.state = "gradients checked"
+
+    def _agree_to_skip(self, nonfinite: bool) -> None:
+        ranks = self.model.ranks
+        self.broken_rank = largest(ranks.rank + 1 if nonfinite else 0, ranks) - 1
+        self._in_a_row = self._in_a_row + 1 if self.skipping else 0
+        if self._in_a_row == SKIPPED_IN_A_ROW:
+            raise ValueError(_not_finite(f"step {self.step}, nor in the {SKIPPED_IN_A_ROW - 1} before it"))
+
+    @property
+    def skipping(self) -> bool:
+        """Whether this step moves no weight, because its loss or gradients are not finite on `broken_rank`."""
+        return self.broken_rank >= 0
+
+    def require_finite(self) -> None:
+        """On CUDA, ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
+        if step := largest(int(self._first_nonfinite), self.model.ranks):
+            raise ValueError(_not_finite(f"step {step}"))
+
+    def out_of_time(self) -> bool:
+        """Whether the run has used up its minutes, on any rank. The time of the slowest rank becomes that of all, which
+        the learning rates follow. Collective."""
+        if (limit := self.minutes * 60_000) < inf:
+            milliseconds = largest(round(self.clock.total * 1000), self.model.ranks)
+            # A checkpoint has rank 0's time: if it were less, a run whose minutes are used up could be trained on.
+            self.clock.total = milliseconds / 1000
+            self.time_passed = milliseconds / max(1.0, limit)
+        return self.time_passed >= 1
+
+    def apply_gradients(self, prefetch: bool = True) -> None:
+        """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
+        each part as soon as it is updated."""
+        self._require("apply_gradients", "gradients checked")
+        assert self._rows
+        following = self._next.rows if self._next and prefetch else None
+        if self.skipping:
+            self._skip(following)
+            return
+        self._set_learning_rates()
+        with self.clock("all_to_all"):
+            self._rows.send_gradients()
+            self.wire_counts = self.model.wire.pop_counts() if self.logged else None
+            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+            scale = self._clip_gradients(self._rows) if self.model.cuts else None
+            self._rows.apply_gradients(following, scale)
+        with self.clock("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.model.average:
+                self.model.average.update(self.step - self.skipped)
+        self.examples += self.batch.total_positions
+        self.state = "rows sent" if following else "no rows sent"
+
+    def _skip(self, following: RowExchange | None) -> None:
+        """What remains of a step that moves no weight."""
+        self.skipped += 1
+        self.optimizer.zero_grad()
+        self.wire_counts = None
+        self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+        if following:
+            with self.clock("all_to_all"):
+                following.send_rows()
+        self.state = "rows sent" if following else "no rows sent"
+
+    def _clip_gradients(self, rows: RowExchange) -> Tensor:
+        """Waits for the rows' gradients at their owners and scales the dense gradients; returns the scale for the
+        rows'."""
+        squares = all_reduce_sum(rows.receive_gradients(), self.model.ranks)
+        self.total_norm = (squares + self.gradient_norm.double().square()).sqrt().float()
+        scale = clip_scale(self.total_norm, self.model.config.train.clip)
+        for parameter in self.model.tower.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return scale
+
+    def _send_rows(self) -> None:
+        """Sends the rows of the next batch, if no earlier step has sent them."""
+        if self._next is None:
+            with self.clock("data"):
+                self._next = self._prefetch(self.step)
+            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+        assert self._next
+        with self.clock("all_to_all"):
+            self._next.rows.send_rows()
+
+    def _prefetch(self, number: int) -> Prefetched | None:
+        """Batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
+        if number >= self.total:
+            return None
+        making = self._making or self._thread.submit(self.make_batch, number)
+        batch = making.result()
+        self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
+        rows = self.model.row_exchange(batch.ids)
+        return Prefetched(self.model.to_device(batch), rows)
+
+    def _set_learning_rates(self) -> None:
+        config = self.model.config
+        train = config.train
+        factor = learning_rate_factor(train.schedule, train.warmup_steps, self.step, self.total, self.time_passed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * config.dense.lr
+        self.model.table_optimizers.begin_step(factor)
+        self.learning_rates = {"dense": factor * config.dense.lr, "tables": factor * config.tables.lr}
+        for name, settings in config.tables.by_name.items():
+            if "lr" in settings:
+                self.learning_rates[f"tables/{name}"] = factor * config.tables.of(name).lr
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.model.config.train.log_every == 0 or step == self.total
+
+    def _require(self, call: str, *states: State) -> None:
+        needed = " or ".join(map(repr, states))
+        assert self.state in states, f"{call} was called in state {self.state!r}; it needs {needed}"
