@@ -185,12 +185,12 @@ def run_rank(folder: Path, words: list[str]) -> None:
     watch = Watch(words[0])
     from logitmix.trainer import cli, loop
     from logitmix.trainer.evaluation import evaluate
-    from logitmix.trainer.run import checkpoint
+    from logitmix.trainer.run import checkpoint, saving
 
     watch.wrap(loop, "load_dataset", "load the dataset")
     watch.wrap(loop, "parallelize", "initialize")
     watch.wrap(checkpoint, "restore", "restore")
-    watch.wrap(checkpoint.Saver, "save", "checkpoint")
+    watch.wrap(saving.Saver, "save", "checkpoint")
     watch.wrap(checkpoint, "restore_best", "load the best")
     watch.wrap(evaluate.Evaluation, "__call__", "evaluate")
     cli.main(words)

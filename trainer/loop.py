@@ -34,6 +34,7 @@ from logitmix.trainer.run.folder import (
 )
 from logitmix.trainer.run.metrics import RunProgress, evaluations_since_best, peeked_best, still_rising
 from logitmix.trainer.run.results import beside_baselines, cold_targets, write_ranks, write_results
+from logitmix.trainer.run.saving import GOES_ON, Saver, or_continue, prune
 from logitmix.trainer.run.stages import epochs_of_refit, own_minutes, refit_config, source_of
 from logitmix.trainer.run.warm_start import require_fit, warm_start
 from logitmix.trainer.step.memory import set_up_memory
@@ -99,8 +100,8 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
             say(start_block(dataset, model, why))
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
-        checkpoint.prune(run, model)
-        checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
+        prune(run, model)
+        or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
             taken = warm_start(source, dataset, model)
             if ranks.rank == 0:
@@ -122,7 +123,7 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
             write_results(run, results)
             write_results_to_board(run, config, results)
         finished = "the run is finished there, and the same command uploads it"
-        checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, finished)
+        or_continue(lambda: upload_run(run, ranks), config, ranks, finished)
     return results
 
 
@@ -139,7 +140,7 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
         on_first_rank(partial(require_same, path, first, dataset), ranks)
     # Until it is finished, these files show that there is a run.
     start_run(run, config, dataset, ranks)
-    checkpoint.tried(lambda: upload_run(run, ranks), config, ranks, checkpoint.GOES_ON)
+    or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
     if ranks.rank == 0:
         say(f"first, the run that gives the initial weights: {shown(path)}")
     train_run(first, path, dataset, ranks, stopping)
@@ -166,7 +167,7 @@ def _steps(
     with (
         Telemetry(run, model, done, last, minutes) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done, minutes) as pipeline,
-        checkpoint.Saver(run, model, optimizer, stopping.progressed) as saver,
+        Saver(run, model, optimizer, stopping.progressed) as saver,
     ):
         finished = pipeline.step >= last or pipeline.out_of_time()
         due = done.step > 0 and (finished or done.step % evaluate_every == 0)

@@ -21,7 +21,7 @@ from logitmix.trainer import cli, loop, stopping
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.loop import train
-from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress, read_rows
@@ -152,12 +152,12 @@ def test_a_run_without_validation_goes_on_without_a_second_checkpoint(
     config = replace(config, data=replace(config.data, validation=False))
     saved: list[int] = []
 
-    class Noting(checkpoint.Saver):
+    class Noting(saving.Saver):
         def save(self, progress: RunProgress, wait: bool = True) -> bool:
             saved.append(progress.step)
             return super().save(progress, wait)
 
-    monkeypatch.setattr(checkpoint, "Saver", Noting)
+    monkeypatch.setattr(loop, "Saver", Noting)
     with monkeypatch.context() as patch:
         send_at_step(patch, 4, signal.SIGTERM)
         with pytest.raises(Stopped):
@@ -274,7 +274,7 @@ def test_a_slow_checkpoint_is_saved_on_a_signal(
     config = with_settings(config, {"train.save_in_background": in_background})
     monkeypatch.setattr(TensorFile, "parts", slow)
     monkeypatch.setattr(stopping, "PATIENCE", 3.0)
-    monkeypatch.setattr(checkpoint, "SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr(saving, "SIGN_OF_LIFE", 0.1)
     monkeypatch.setattr(stopping, "_end", lambda line, _: ended.append(line))
     send_at_step(monkeypatch, 1, signal.SIGTERM)
     since = time.monotonic()

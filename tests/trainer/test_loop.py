@@ -12,7 +12,7 @@ from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation, evaluate_run
 from logitmix.trainer.loop import train
-from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import append_row, evaluations_since_best, read_rows
@@ -105,7 +105,7 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path, monkeypatc
     stop_in_evaluation(config, run)
     assert evaluated(run) == []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint.Saver, "save", interrupted)
+        patch.setattr(saving.Saver, "save", interrupted)
         train(config, run)
     assert evaluated(run) == [4]
     train(config, run)

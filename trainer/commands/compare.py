@@ -54,7 +54,7 @@ from logitmix.trainer.evaluation.evaluate import METRICS, Evaluation, means
 from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.checksums import write_noted
+from logitmix.trainer.run.checksums import write_checksummed
 from logitmix.trainer.run.folder import (
     checkpoint_paths,
     read_config,
@@ -269,8 +269,8 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
                 continue
         folder.mkdir(parents=True, exist_ok=True)
         results, rank_U = _fit_and_rank(name, evaluation, minutes)
-        write_noted(folder / "dataset.json", evaluation.dataset.description())
-        write_noted(folder / "config.toml", dump_toml(evaluation.config))
+        write_checksummed(folder / "dataset.json", evaluation.dataset.description())
+        write_checksummed(folder / "config.toml", dump_toml(evaluation.config))
         write_ranks(folder, rank_U, evaluation.raw_users("test"))
         write_results(folder, results | {"budget": minutes})
         say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")

@@ -37,28 +37,18 @@ from typing import IO, Any
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks
 from logitmix.comm.rendezvous import ranks_named
-from logitmix.common.files import (
-    Fields,
-    clean_up,
-    parse_json,
-    staging_path,
-    write_whole,
-)
+from logitmix.common.files import Fields, clean_up, parse_json, staging_path, write_whole
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import is_copy, push
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.run.checksums import read_text, write_noted
+from logitmix.trainer.run.checksums import read_text, write_checksummed
 
 LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
-
-
 MARK_SECONDS = 3.0
 """In which a new file is seen on all hosts that share a directory."""
-
-
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
     "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
@@ -144,8 +134,8 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
     def start() -> None:
         if checkpoint_paths(run):
             require_same(run, config, dataset)
-        write_noted(run / "dataset.json", dataset.description())
-        write_noted(run / "config.toml", dump_toml(config))
+        write_checksummed(run / "dataset.json", dataset.description())
+        write_checksummed(run / "config.toml", dump_toml(config))
 
     on_first_rank(start, ranks)
 
@@ -170,25 +160,25 @@ def start_path(run: Path) -> Path:
 
 def read_schema(run: Path) -> Schema:
     """The schema of the dataset that the run was started with; ValueError if there is no run."""
-    noted = read_description(run)
-    if not isinstance(noted["schema"], dict):
+    description = read_description(run)
+    if not isinstance(description["schema"], dict):
         raise ValueError(f"{run / 'dataset.json'}: schema is not a JSON object")
-    schema = from_mapping(Schema, noted["schema"], str(run / "dataset.json"), "schema.")
-    return replace(schema, users=noted["users"])
+    schema = from_mapping(Schema, description["schema"], str(run / "dataset.json"), "schema.")
+    return replace(schema, users=description["users"])
 
 
 def read_description(run: Path) -> Fields:
     """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run, or
     if it lacks the name or a count."""
     file = run / "dataset.json"
-    noted = parse_json(noted_dataset(run).encode(), str(file))
-    if not isinstance(noted, dict):
+    description = parse_json(recorded_dataset(run).encode(), str(file))
+    if not isinstance(description, dict):
         raise ValueError(f"{file} is not a JSON object")
     for name in ("users", "items", "actions"):
-        value = noted.get(name)
+        value = description.get(name)
         require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
-    require(isinstance(noted.get("name"), str), f"{file}: name", noted.get("name"), "a text")
-    return Fields(noted, str(file))
+    require(isinstance(description.get("name"), str), f"{file}: name", description.get("name"), "a text")
+    return Fields(description, str(file))
 
 
 def require_same(run: Path, config: Config, dataset: Dataset) -> None:
@@ -202,7 +192,7 @@ def require_same(run: Path, config: Config, dataset: Dataset) -> None:
 def require_same_dataset(run: Path, dataset: Dataset) -> None:
     """ValueError if the dataset is not the one that the run was started with, or has been prepared differently
     since."""
-    if noted_dataset(run) != dataset.description():
+    if recorded_dataset(run) != dataset.description():
         raise ValueError(
             f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
         )
@@ -224,12 +214,12 @@ def require_same_settings(run: Path, config: Config) -> None:
         )
 
 
-def noted_dataset(run: Path) -> str:
+def recorded_dataset(run: Path) -> str:
     """The dataset.json of the dataset that the run was started with; ValueError if there is no run."""
-    noted = run / "dataset.json"
-    if not noted.exists():
+    file = run / "dataset.json"
+    if not file.exists():
         raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
-    return read_text(noted)
+    return read_text(file)
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -8,14 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from logitmix.common.files import (
-    Fields,
-    naming,
-    parse_json,
-    require_numbers,
-)
+from logitmix.common.files import Fields, naming, parse_json, require_numbers
 from logitmix.common.mappings import require
-from logitmix.trainer.run.checksums import ROWS, digests_of, read_noted, write_noted
+from logitmix.trainer.run.checksums import ROWS, digests_of, read_checksummed, write_checksummed
 
 EVALUATIONS = ("validation", "peeked")
 """Kinds of rows."""
@@ -52,7 +47,7 @@ def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
             if problem:
                 raise problem
             kept.append(row)
-    write_noted(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_checksummed(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def append_row(run: Path, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -71,7 +66,7 @@ def read_rows(run: Path, kind: str = "") -> list[Fields]:
 def _lines(run: Path) -> list[tuple[bytes, str]]:
     """The complete lines of the rows of metrics, and the file and number of each."""
     path = run / ROWS
-    lines = read_noted(path).split(b"\n")[:-1] if path.exists() or path.name in digests_of(run) else []
+    lines = read_checksummed(path).split(b"\n")[:-1] if path.exists() or path.name in digests_of(run) else []
     return [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 

@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from logitmix.common.files import (
-    Fields,
-    parse_json,
-    require_numbers,
-)
+from logitmix.common.files import Fields, parse_json, require_numbers
 from logitmix.common.mappings import require
 from logitmix.trainer.config import BASELINES
-from logitmix.trainer.run.checksums import note_rows, read_noted, write_noted
+from logitmix.trainer.run.checksums import checksum_rows, read_checksummed, write_checksummed
 from logitmix.trainer.run.metrics import require_counts, require_shares
 
 
@@ -51,15 +47,15 @@ def cold_targets(results: Mapping[str, float]) -> str:
 
 
 def write_results(run: Path, results: Mapping[str, Any]) -> None:
-    note_rows(run)
-    write_noted(run / "results.json", json.dumps(results, indent=1) + "\n")
+    checksum_rows(run)
+    write_checksummed(run / "results.json", json.dumps(results, indent=1) + "\n")
 
 
 def read_results(run: Path) -> Fields:
     """ValueError that names the file and the field if it is damaged."""
     path = run / "results.json"
     where = str(path)
-    found = require_numbers(parse_json(read_noted(path), where), where, ("penalties_tried",), ("validation",))
+    found = require_numbers(parse_json(read_checksummed(path), where), where, ("penalties_tried",), ("validation",))
     if not found:
         raise ValueError(f"{path} has no numbers")
     require_counts(found, where, "step", "users", "corpus", "parameters", "fitted_users", "of_users")
@@ -72,14 +68,14 @@ def read_results(run: Path) -> Fields:
 
 def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
     """Keeps the rank of each user's target in the test part, and the users' raw ids in the same order."""
-    write_noted(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
-    write_noted(run / "test_users.json", json.dumps(list(user_U)) + "\n")
+    write_checksummed(run / "test_ranks.json", json.dumps(rank_U.tolist()) + "\n")
+    write_checksummed(run / "test_users.json", json.dumps(list(user_U)) + "\n")
 
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
     path = run / "test_ranks.json"
-    ranks = parse_json(read_noted(path), str(path))
+    ranks = parse_json(read_checksummed(path), str(path))
     if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
         raise ValueError(f"{path} is not a list of ranks from 1")
     return np.array(ranks, np.int64)
@@ -88,7 +84,7 @@ def read_ranks(run: Path) -> np.ndarray:
 def read_test_users(run: Path) -> list[str]:
     """The raw ids of the users [U] that `read_ranks` has the ranks of."""
     path = run / "test_users.json"
-    users = parse_json(read_noted(path), str(path))
+    users = parse_json(read_checksummed(path), str(path))
     if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
         raise ValueError(f"{path} is not a list of raw ids of users")
     return users

@@ -47,8 +47,8 @@ def refit_config(run: Path, epochs: float) -> Config:
     refit = _without_validation(config, run, epochs)
     if first := config.first:
         # As it was trained, but for what may have changed since.
-        path, noted = start_path(run), read_config(start_path(run)).train
-        train = replace(first.train, epochs=noted.epochs, minutes=noted.minutes, precision=noted.precision)
+        path, trained = start_path(run), read_config(start_path(run)).train
+        train = replace(first.train, epochs=trained.epochs, minutes=trained.minutes, precision=trained.precision)
         first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
         # Said even where they are those of the run itself, which may be trained on.
         return with_settings(with_start(refit, first), {"start.train.epochs": first.train.epochs})

@@ -32,7 +32,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset, read_descriptio
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved
-from logitmix.trainer.run.folder import noted_dataset, read_schema
+from logitmix.trainer.run.folder import read_schema, recorded_dataset
 from logitmix.trainer.run.tensor_files import BLOCK_BYTES
 
 
@@ -112,7 +112,7 @@ def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
 def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
     path = fetched(saved.config.data.path)
     there = path / "dataset.json"
-    if not there.is_file() or there.read_text(encoding="utf-8") != noted_dataset(run):
+    if not there.is_file() or there.read_text(encoding="utf-8") != recorded_dataset(run):
         raise ValueError(
             f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
             "restore it, and prepare the grown dataset into another directory"
@@ -144,7 +144,7 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) ->
 def _require_same_unit(run: Path, dataset: Dataset) -> None:
     """ValueError if the times of the two datasets are known to be in different units: recency and times would mean
     something else, and a split by time would compare them."""
-    before, now = (_unit(text) for text in (noted_dataset(run), dataset.description()))
+    before, now = (_unit(text) for text in (recorded_dataset(run), dataset.description()))
     if before and now and before != now:
         raise ValueError(
             f"the times of {run} are in {before}, and those of {dataset.path} in {now}; prepare both from times in the "

@@ -32,10 +32,10 @@ from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.export import export
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
-from logitmix.trainer.run import checkpoint
-from logitmix.trainer.run.checkpoint import Saver
+from logitmix.trainer.run import checkpoint, manifest
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.tensor_files import SavedTensors
 
 X, USERS = 50, 80
@@ -158,7 +158,7 @@ def note_dataset(run: Path, data: Path) -> None:
     for path in (run / "checkpoints").glob("step-*/checkpoint.json"):
         content = json.loads(path.read_text()) | {"dataset": file_digest(run / "dataset.json")}
         del content["sha256"]
-        path.write_text(checkpoint._manifest_text(content))
+        path.write_text(manifest.manifest_text(content))
 
 
 def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
@@ -228,8 +228,8 @@ def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, mo
     alone = export(run, tmp_path / "alone")
     shards = [name for name in alone["files"] if name.startswith("items-")]
     assert shards == [f"items-{number:05}-of-00004.safetensors" for number in range(4)]
-    for manifest, most in two_ranks.run(export_in_parts, run, tmp_path / "together", shard_bytes):
-        assert manifest == alone and most == 16
+    for exported, most in two_ranks.run(export_in_parts, run, tmp_path / "together", shard_bytes):
+        assert exported == alone and most == 16
     histories = [[3, 49, 7, 12, 12], [0, 25], [49]]
     monkeypatch.setattr(export_module, "SHARD_BYTES", 2**28)
     assert "items-00000-of-00001.safetensors" in export(run, tmp_path / "whole")["files"]

@@ -17,9 +17,10 @@ from logitmix.comm.process_group import process_group
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import parallelize
-from logitmix.trainer.run.checkpoint import Saver, load_saved
+from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, run_lock
 from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.run.saving import Saver
 
 
 def save_until_killed(saver: Saver, first: int, told: int, chance: random.Random) -> None:

@@ -23,10 +23,10 @@ from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
-from logitmix.trainer.run import checkpoint, folder
-from logitmix.trainer.run.checkpoint import Saver
+from logitmix.trainer.run import checkpoint, folder, saving
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.tensor_files import SavedTensors
 
 ADAM = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
@@ -190,7 +190,7 @@ def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimi
     model = replace(model, config=replace(model.config, train=settings))
     with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
         patch.setattr(shutil, "disk_usage", disk_usage)
-        for module in (checkpoint, folder):
+        for module in (saving, folder):
             patch.setattr(module, "is_copy", lambda path: True)
             patch.setattr(module, "push", push)
         for number in (1, 2, 3):

@@ -37,11 +37,11 @@ from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema, parallelize
-from logitmix.trainer.run import checkpoint, checksums, tensor_files
-from logitmix.trainer.run.checkpoint import Saver
+from logitmix.trainer.run import checkpoint, checksums, manifest, saving, state, tensor_files
 from logitmix.trainer.run.folder import read_config, read_schema, run_lock
 from logitmix.trainer.run.metrics import RunProgress, append_row, keep_rows, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
+from logitmix.trainer.run.saving import Saver
 
 PART = "part-00000-of-00001.safetensors"
 SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
@@ -74,17 +74,17 @@ def newest(run: Path) -> Path:
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
     """Changes the manifest of a checkpoint, and makes all digests anew."""
-    content = json.loads((path / checkpoint.MANIFEST).read_text())
+    content = json.loads((path / manifest.MANIFEST).read_text())
     del content["sha256"]
     if isinstance(content.get("files"), dict):
         content["files"] = {name: file_digest(path / name) for name in content["files"] if (path / name).exists()}
     change(content)
-    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(content))
+    (path / manifest.MANIFEST).write_text(manifest.manifest_text(content))
 
 
 def in_parts(path: Path, count: int) -> list[Path]:
     """Divides a checkpoint's tensors among the parts of several ranks."""
-    tensors, parts = load_file(path / PART), [path / checkpoint._part(number, count) for number in range(count)]
+    tensors, parts = load_file(path / PART), [path / manifest.part_name(number, count) for number in range(count)]
     (path / PART).unlink()
     for number, part in enumerate(parts):
         save_file(dict(list(tensors.items())[number::count]), part)
@@ -174,7 +174,7 @@ def place_hostile(run: Path, place: str, attack: bytes) -> None:
             continue
 
         def add(content: dict[str, Any], step: Path = step) -> None:
-            names = [path.name for path in step.iterdir() if path.name != checkpoint.MANIFEST]
+            names = [path.name for path in step.iterdir() if path.name != manifest.MANIFEST]
             content["files"] = {name: file_digest(step / name) for name in sorted(names)}
 
         rewrite(step, add)
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_dataset_is_named(run: Path, tmp_path: Path) -> 
     assert read_schema(tmp_path / "other") == read_schema(run)
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", run / "checkpoints")
-    said = f"{steps(run)[-1] / checkpoint.MANIFEST}: dataset is not the SHA-256 of {run / 'dataset.json'}"
+    said = f"{steps(run)[-1] / manifest.MANIFEST}: dataset is not the SHA-256 of {run / 'dataset.json'}"
     warm = small_config(data, SETTINGS | {"warm_start": str(run)})
     commands: list[Callable[[], object]] = [
         lambda: train(read_config(run), run),
@@ -353,10 +353,10 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
     (set_("settings/dense.lr", None), f"{FILE}: settings.dense.lr is None, but the run's is 0.001"),
     (set_("settings/new", 1), f"{FILE}: settings.new is 1, but the run's is None"),
     (set_("more", 1), f"{FILE}: unknown key more"),
-    (lambda step: (step / checkpoint.MANIFEST).write_text("[" * 100_000), f"{FILE} is damaged (nested too deep)"),
-    (lambda step: (step / checkpoint.MANIFEST).write_text("[]"), f"{FILE} is damaged"),
-    (lambda step: (step / checkpoint.MANIFEST).write_bytes(b"\xff"), f"{FILE} is damaged"),
-    (lambda step: (step / checkpoint.MANIFEST).unlink(), f"{FILE} is missing"),
+    (lambda step: (step / manifest.MANIFEST).write_text("[" * 100_000), f"{FILE} is damaged (nested too deep)"),
+    (lambda step: (step / manifest.MANIFEST).write_text("[]"), f"{FILE} is damaged"),
+    (lambda step: (step / manifest.MANIFEST).write_bytes(b"\xff"), f"{FILE} is damaged"),
+    (lambda step: (step / manifest.MANIFEST).unlink(), f"{FILE} is missing"),
     (lambda step: shutil.copy(step.parent / "step-4" / "checkpoint.json", step), f"{FILE}: step is 4, but the folder"),
     (tensors(lambda found: found.pop(TABLE)), "step-12: it has no tensor tables/item"),
     (tensors(lambda found: found.pop(WEIGHT)), "step-12: it has no tensor tower/query_tower.encoder.position_LD"),
@@ -559,8 +559,8 @@ def flip(path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a flipped bit": lambda step: flip(step / PART),
     "a missing file": lambda step: (step / PART).unlink(),
-    "a damaged manifest": lambda step: flip(step / checkpoint.MANIFEST),
-    "no manifest": lambda step: (step / checkpoint.MANIFEST).unlink(),
+    "a damaged manifest": lambda step: flip(step / manifest.MANIFEST),
+    "no manifest": lambda step: (step / manifest.MANIFEST).unlink(),
     "an edited manifest": set_("examples", -1),
 }
 
@@ -579,7 +579,7 @@ def test_training_goes_on_from_the_checkpoint_before(
     capsys.readouterr()
     assert resume(run).step == 8
     (line,) = capsys.readouterr().err.splitlines()
-    file = checkpoint.MANIFEST if "manifest" in damage else PART
+    file = manifest.MANIFEST if "manifest" in damage else PART
     assert line.startswith(f"{newest(run) / file}") and line.endswith(
         f": step 12 is lost (kept in {newest(run).parent}/damaged-step-12.2), and training continues from step 8"
     )
@@ -725,7 +725,7 @@ def test_whatever_fails_the_checkpoint_before_stays(
             except OSError as error:
                 said = str(error)
         messages.add(re.split(r" \(|, and ", said)[0])
-        kept = out in steps(run) and checkpoint._read_manifest(out).seconds == number
+        kept = out in steps(run) and manifest.read_manifest(out).seconds == number
         assert said.startswith(f"{out} is saved, but ") if kept else said.endswith("; nothing of it was kept")
         assert steps(run) == sorted({*before, out} if kept else before)
         assert checkpoint.load_saved(run, "last").step == (step if kept else 12)
@@ -774,7 +774,7 @@ def test_training_is_the_same_with_saves_in_the_background(finished: Path, tmp_p
     train(config, tmp_path / "run")
     for step in ("step-4", "step-12"):
         ours, expected = (
-            json.loads((of / "checkpoints" / step / checkpoint.MANIFEST).read_text())["files"]
+            json.loads((of / "checkpoints" / step / manifest.MANIFEST).read_text())["files"]
             for of in (tmp_path / "run", finished)
         )
         assert ours == expected
@@ -815,7 +815,7 @@ def test_a_step_is_saved_though_what_follows_fails(
     def broken(run: Path) -> None:
         raise OSError(errno.EIO, "broken", "rows")
 
-    monkeypatch.setattr(checkpoint, "note_rows", broken)
+    monkeypatch.setattr(saving, "checksum_rows", broken)
     goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
     assert Saver(run, goes_on, optimizer).save(RunProgress(16), wait=False)
     said = f"{run}/checkpoints/step-16 is saved, but rows could not be updated (broken)"
@@ -843,7 +843,7 @@ def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path)
 def test_saves_that_are_killed_at_any_moment_leave_the_newest_that_was_acknowledged(run: Path, kills: int) -> None:
     """In the background or not."""
     config = replace_train(read_config(run), save_in_background=True)
-    checksums.write_noted(run / "config.toml", dump_toml(config))
+    checksums.write_checksummed(run / "config.toml", dump_toml(config))
     program = Path(__file__).with_name("killed_saves.py")
     done = subprocess.run([sys.executable, program, run, str(kills)], capture_output=True, text=True, timeout=1_000)
     assert done.returncode == 0, done.stderr
@@ -874,7 +874,7 @@ def test_every_damage_to_a_checkpoint_is_found(run: Path) -> None:
     config, step, chance = read_config(run), newest(run), random.Random(0)
     with process_group("cpu", 60) as ranks:
         model = parallelize(load_dataset(config.data.path).schema, config, ranks)
-        expected = checkpoint._kinds(checkpoint._state(model, dense_optimizer(model.tower, config.dense)))
+        expected = state.kinds_in(state.state_of(model, dense_optimizer(model.tower, config.dense)))
         schema = model.tower.schema
 
     def opened() -> checkpoint._Opened:
@@ -1026,7 +1026,7 @@ def test_a_run_that_was_killed_while_it_notes_a_digest_goes_on(run: Path, monkey
             patch.setattr(checksums, "write_whole", killed)
             for interval in (2, 3):
                 changed = replace_train(config, log_every=interval)
-                checksums.write_noted(run / "config.toml", dump_toml(changed))
+                checksums.write_checksummed(run / "config.toml", dump_toml(changed))
                 keep_rows(run, 12 - interval)
         assert read_config(run).train.log_every in (2, 3, config.train.log_every)
         assert read_rows(run)
@@ -1055,11 +1055,11 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_damaged(
         monkeypatch.setattr(checksums, "digests_of", digests)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(checksums, "write_whole", ended)
-            checksums.write_noted(file, new)
+            checksums.write_checksummed(file, new)
         return found
 
     monkeypatch.setattr(checksums, "digests_of", read_before)
-    assert checksums.read_noted(file) == (new if writes > 1 else old).encode()
+    assert checksums.read_checksummed(file) == (new if writes > 1 else old).encode()
     assert left == (-1 if writes < 3 else 0)
 
 
@@ -1088,7 +1088,7 @@ def test_every_damage_to_an_export_is_found(run: Path, tmp_path: Path) -> None:
 
 def test_every_field_of_a_manifest_edited(run: Path) -> None:
     """With its digest made anew: it is taken, or refused in one line that names the file and the field."""
-    chance, file, taken = random.Random(0), newest(run) / checkpoint.MANIFEST, 0
+    chance, file, taken = random.Random(0), newest(run) / manifest.MANIFEST, 0
     for other in steps(run)[1:]:
         shutil.rmtree(other)
     tree = json.loads(file.read_text())
@@ -1104,7 +1104,7 @@ def test_every_field_of_a_manifest_edited(run: Path) -> None:
 def signed_text(text: str) -> str:
     try:
         content = json.loads(text)
-        return checkpoint._manifest_text(content) if isinstance(content, dict) else text
+        return manifest.manifest_text(content) if isinstance(content, dict) else text
     except (ValueError, RecursionError):
         return text
 

@@ -11,7 +11,7 @@ from small_data import small_config, write_dataset
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.run.checksums import note_rows, sync_rows
+from logitmix.trainer.run.checksums import checksum_rows, sync_rows
 from logitmix.trainer.run.folder import checkpoint_paths, read_config, remove_run, run_lock, start_run
 from logitmix.trainer.run.metrics import append_row, keep_rows, read_rows, still_rising
 
@@ -48,7 +48,7 @@ def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
     """None up to the checkpoint, of which the last ones are on disk, but not noted if the job was killed in between."""
     file, lost = tmp_path / "metrics.jsonl", b"\0" * 30 + b'\n{"kind": "tr\n\n'
     append_row(tmp_path, "train", 5, {})
-    note_rows(tmp_path)
+    checksum_rows(tmp_path)
     append_row(tmp_path, "train", 10, {})
     up_to_10 = file.read_bytes()
     append_row(tmp_path, "train", 15, {})
@@ -81,7 +81,7 @@ def test_noted_rows_outlast_a_power_loss(tmp_path: Path, monkeypatch: pytest.Mon
     for step in (1, 2, 3):
         append_row(tmp_path, "train", step, {"loss": 0.5})
         if step < 3:
-            note_rows(tmp_path)
+            checksum_rows(tmp_path)
     os.truncate(file, on_disk)
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
 

@@ -41,11 +41,12 @@ from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import parallelize
-from logitmix.trainer.run import checkpoint
-from logitmix.trainer.run.checkpoint import Saver, load_saved
+from logitmix.trainer.run import manifest, saving
+from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.run.results import read_test_users
+from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.stages import final_run
 
 DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
@@ -322,7 +323,7 @@ def test_a_step_whose_name_could_not_be_synced_is_uploaded(
 
     saver = savers(**{"train.on_save_failure": "continue"})
     saver.save(RunProgress(1))
-    monkeypatch.setattr(checkpoint, "sync", broken)
+    monkeypatch.setattr(saving, "sync", broken)
     assert not saver.save(RunProgress(2))
     said, folder = capsys.readouterr().err, saver.run / "checkpoints"
     assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (broken)\n"
@@ -385,11 +386,11 @@ def test_whatever_fails_the_checkpoint_before_stays_in_the_store(
     other = fetched_run(RUN)
     capsys.readouterr()
     assert load_saved(other, "last").step in (8, 12)
-    assert all(manifest for manifest, _ in checkpoint._manifests(other).values())
+    assert all(manifest for manifest, _ in manifest.manifests(other).values())
     assert capsys.readouterr().err == ""
     memory.host("here")
     fetch_run(run)
-    # What was not yet removed there has come back, and the next start removes it (checkpoint.prune).
+    # What was not yet removed there has come back, and the next start removes it (saving.prune).
     shutil.rmtree(run / "checkpoints" / "step-4", ignore_errors=True)
     push(run)
     assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {

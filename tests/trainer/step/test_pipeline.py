@@ -16,9 +16,9 @@ from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import parallelize
-from logitmix.trainer.run.checkpoint import Saver
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
+from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.step import pipeline as pipelining
 from logitmix.trainer.step.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
 

@@ -1,0 +1,140 @@
+"""Checkpoints: sharded, complete or absent, checked when read, and read without running code.
+
+A checkpoint is a directory `checkpoints/step-N`:
+
+    part-00000-of-00002.safetensors   what rank 0 of 2 holds: its shards of the tables and of their optimizers' states;
+                                      on rank 0 also the tower and its optimizer's state (trainer/run/tensor_files.py)
+    checkpoint.json                   format_version, the fields of RunProgress, settings and schema (those that the
+                                      tensors depend on), dataset (the SHA-256 of the run's dataset.json), files (that
+                                      of each), sha256 (that of the other fields)
+
+The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE; with
+train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read. A checkpoint is written
+under another name and renamed when it is complete and on disk, and no directory is written twice.
+
+No rank has more of a table in memory than its own rows: files are written in blocks, and mapped to be read.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from logitmix.common.files import LARGEST, read_json, with_digest
+from logitmix.common.mappings import brief, from_mapping, require
+from logitmix.modules.schema import Schema
+from logitmix.trainer.config import Config
+from logitmix.trainer.parallel.parallelize import ParallelModel
+from logitmix.trainer.run.folder import checkpoint_paths, fixed_settings, recorded_dataset
+from logitmix.trainer.run.metrics import RunProgress, require_shares
+
+MANIFEST = "checkpoint.json"
+FORMAT_VERSION = 4
+
+
+def part_name(number: int, count: int) -> str:
+    return f"part-{number:05}-of-{count:05}.safetensors"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fields of checkpoint.json, besides its own digest."""
+
+    format_version: int
+    step: int
+    seconds: float
+    examples: int
+    skipped: int
+    validation: dict[str, float]
+    settings: dict[str, Any]
+    schema: dict[str, Any]
+    dataset: str
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        require(self.step >= 0, "step", self.step, "0 or more")
+        require(0 <= self.seconds <= LARGEST, "seconds", self.seconds, "0 or more and finite")
+        require(self.examples >= 0, "examples", self.examples, "0 or more")
+        require(0 <= self.skipped <= self.step, "skipped", self.skipped, f"from 0 to the step, {self.step}")
+        for name, value in self.validation.items():
+            require(abs(value) <= LARGEST, f"validation.{name}", value, "finite")
+        require_shares(self.validation, "validation")
+        count = len(self.files)
+        names = [part_name(number, count) for number in range(count)]
+        require(count > 0 and list(self.files) == names, "files", list(self.files), "all parts, in order")
+
+    @property
+    def progress(self) -> RunProgress:
+        return RunProgress(self.step, self.seconds, self.examples, self.validation, self.skipped)
+
+
+def described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
+    """The fields of the manifest but `dataset` and `files`."""
+    settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
+    return {"format_version": FORMAT_VERSION} | asdict(progress) | {"settings": settings, "schema": schema}
+
+
+def dataset_digest(run: Path) -> str:
+    """SHA-256 of a run's dataset.json, which has the digests of the dataset's files."""
+    return hashlib.sha256(recorded_dataset(run).encode()).hexdigest()
+
+
+def manifest_text(content: Mapping[str, Any]) -> str:
+    return json.dumps(with_digest(content), indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """checkpoint.json of a checkpoint; ValueError if it is missing, damaged, or says what cannot be."""
+    file = path / MANIFEST
+    if not file.exists():
+        raise ValueError(f"{file} is missing")
+    tree = read_json(file)
+    content = {name: of for name, of in tree.items() if name != "sha256"} if isinstance(tree, dict) else {}
+    if isinstance(tree, dict) and type(version := content.get("format_version")) is int and version != FORMAT_VERSION:
+        raise ValueError(f"{file}: format_version is {version}, and this logitmix reads {FORMAT_VERSION}")
+    try:
+        # Compared as a text, because some flipped bits leave the same numbers.
+        intact = file.read_bytes() == manifest_text(content).encode()
+    except RecursionError:
+        intact = False
+    if not intact:
+        raise ValueError(f"{file} is damaged (its sha256 is not that of its content)")
+    manifest = from_mapping(Manifest, content, str(file))
+    if path.name != f"step-{manifest.step}":
+        raise ValueError(f"{file}: step is {manifest.step}, but the folder is {path.name}")
+    return manifest
+
+
+def manifests(run: Path) -> dict[Path, tuple[Manifest | None, str]]:
+    """The run's checkpoints, newest first: each one's manifest, or what is wrong with it."""
+    found: dict[Path, tuple[Manifest | None, str]] = {}
+    for path in reversed(checkpoint_paths(run)):
+        try:
+            found[path] = read_manifest(path), ""
+        except (ValueError, OSError) as error:
+            found[path] = None, str(error)
+    return found
+
+
+def by_merit(found: Mapping[Path, Manifest], metric: str) -> list[Path]:
+    """The best by the validation metric first, the earliest of equals; then those that were not evaluated."""
+
+    def key(path: Path) -> tuple[bool, float, int]:
+        manifest = found[path]
+        value = manifest.validation.get(metric)
+        return (True, 0.0, -manifest.step) if value is None else (False, -value, manifest.step)
+
+    return sorted(found, key=key)
+
+
+def require_same_model(file: Path, manifest: Manifest, config: Config, schema: Schema) -> None:
+    now = fixed_settings(config)
+    for key in sorted(now | manifest.settings):
+        if (then := manifest.settings.get(key)) != now.get(key):
+            raise ValueError(f"{file}: settings.{key:.80} is {brief(then)}, but the run's is {brief(now.get(key))}")
+    if manifest.schema != schema.to_mapping():
+        raise ValueError(f"{file}: schema is not that of the run's dataset.json and model.features")
+    if manifest.dataset != dataset_digest(run := file.parents[2]):
+        raise ValueError(f"{file}: dataset is not the SHA-256 of {run / 'dataset.json'}: it is of another run")
