@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, spread
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.sources.demo import DemoParameters, generate

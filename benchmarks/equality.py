@@ -30,7 +30,8 @@ from benchmarks.many_tables import BATCH, train, write
 from benchmarks.measure import logitmix, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Feature
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of

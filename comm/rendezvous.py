@@ -30,6 +30,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from logitmix.common.mappings import cut
+
 POLL_SECONDS = 0.05
 TELLS = 20.0
 """Seconds that ranks wait for those that have not come, once it is known that the job cannot begin."""
@@ -198,9 +200,12 @@ _DIFFERENT = "different"
 def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:
     """One line that names what differs, with both values of the first few."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+
+    def value(of: Mapping[str, str], name: str) -> str:
+        return cut(of.get(name, "absent"), 37)
+
     said = "; ".join(
-        f"{name} is {_short(first.get(name))} on {where[0]} and {_short(other.get(name))} on {where[1]}"
-        for name in names[:NAMED]
+        f"{name} is {value(first, name)} on {where[0]} and {value(other, name)} on {where[1]}" for name in names[:NAMED]
     )
     more = f"; and {len(names) - NAMED} more: {', '.join(names[NAMED:][:NAMED])}" if len(names) > NAMED else ""
     more += ", …" if len(names) > 2 * NAMED else ""
@@ -269,9 +274,3 @@ def _members(group: dist.Store, world_size: int) -> dict[int, Member]:
 def _get(store: dist.Store, key: str, seconds: float) -> bytes:
     store.wait([key], timedelta(seconds=seconds))
     return store.get(key)
-
-
-def _short(value: str | None) -> str:
-    if value is None:
-        return "absent"
-    return value if len(value) <= 40 else f"{value[:37]}…"

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from logitmix.common.mappings import brief
+
 _KINDS = {
     stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
     stat.S_IFDIR: "folder",
@@ -175,19 +177,14 @@ def require_numbers(content: Any, where: str, lists: Collection[str] = (), objec
             found[name] = require_numbers(value, f"{where}: {name}")
         elif name in lists:
             if not isinstance(value, list) or not all(map(_is_number, value)):
-                raise ValueError(f"{where}: {name} is {_brief(value)}; it must be a list of numbers")
+                raise ValueError(f"{where}: {name} is {brief(value)}; it must be a list of numbers")
         elif not _is_number(value):
-            raise ValueError(f"{where}: {name} is {_brief(value)}; it must be a number")
+            raise ValueError(f"{where}: {name} is {brief(value)}; it must be a number")
     return found
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
-
-
-def _brief(value: Any) -> str:
-    said = json.dumps(value)
-    return said if len(said) <= 60 else f"{said[:60]}…"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -108,7 +108,12 @@ def brief(value: object) -> str:
         said = repr(value)
     except ValueError:  # a list of numbers with too many digits
         said = f"a {type(value).__name__}"
-    return said if len(said) <= 80 else f"{said[:80]}…"
+    return cut(said, 80)
+
+
+def cut(text: str, most: int) -> str:
+    """A text, or so many letters of it and an ellipsis."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def classes_by_kind(union: types.UnionType) -> dict[str, Any]:

@@ -5,11 +5,12 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
-from typing import Literal, Protocol
+from typing import Protocol
 
-from logitmix.serving.retriever import Request, Retriever, Row
+from logitmix.serving.request import Options, Request
+from logitmix.serving.retriever import Retriever, Row
 
 BATCH = 32
 """Most requests of a batch: as many as the Retriever ranks at once."""
@@ -21,19 +22,16 @@ QUEUE = 512
 
 @dataclass(frozen=True)
 class Question:
-    """A request, and how `Retriever.recommend` shall answer it."""
+    """A request, and how it shall be answered."""
 
     request: Request
-    k: int = 10
-    unknown: Literal["skip", "unknown", "refuse"] = "skip"
-    exclude_history: bool | None = None
-    stage1: int | None = None
+    options: Options
 
     @property
     def group(self) -> tuple[object, ...]:
         """Questions of a group are answered by one call. Their k's differ by less than a factor of 2, so that a large
         one does not slow the others down."""
-        return self.k.bit_length(), self.unknown, self.exclude_history, self.stage1
+        return self.options.k.bit_length(), replace(self.options, k=1)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Batcher:
                     continue
                 # Those who may be gone come last.
                 self._waiting = deque(sorted(self._waiting, key=lambda of: bool(of.client and of.client.half_closed)))
-                totals = accumulate(of.question.k for of in islice(self._waiting, BATCH))
+                totals = accumulate(of.question.options.k for of in islice(self._waiting, BATCH))
                 count = max(1, sum(total <= ROWS for total in totals))
                 batch = [self._waiting.popleft() for _ in range(count)]
                 size, retriever = len(batch), self._current()
@@ -165,22 +163,16 @@ def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[l
     try:
         return _together(retriever, questions)
     except ValueError:
-        problems = retriever.problems([of.request for of in questions], questions[0].unknown)
+        problems = retriever.problems([of.request for of in questions], questions[0].options)
     good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
     rows = iter(_together(retriever, good) if good else ())
     return [next(rows) if problem is None else ValueError(_of_one(problem)) for problem in problems]
 
 
 def _together(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
-    one = questions[0]
-    found = retriever.recommend(
-        [of.request for of in questions],
-        max(of.k for of in questions),
-        one.unknown,
-        one.exclude_history,
-        one.stage1,
-    )
-    return [_finite(rows[: of.k]) for of, rows in zip(questions, found, strict=True)]
+    options = replace(questions[0].options, k=max(of.options.k for of in questions))
+    found = retriever.answer([of.request for of in questions], options)
+    return [_finite(rows[: of.options.k]) for of, rows in zip(questions, found, strict=True)]
 
 
 def _finite(rows: list[Row]) -> list[Row] | Exception:

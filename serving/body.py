@@ -1,6 +1,7 @@
 """The JSON body of a request to the server -> a question for the Retriever, or one line that says what is wrong."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import WithJsonSchema
@@ -9,7 +10,7 @@ from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 from logitmix.common.values import id_texts
 from logitmix.serving.batcher import Question
-from logitmix.serving.retriever import Request
+from logitmix.serving.request import Options, Request, UnknownIds
 
 MAX_K = 10_000
 MAX_HISTORY = 10_000
@@ -27,7 +28,7 @@ def _ids(most: int) -> Any:
 
 
 class Body(BaseModel):
-    """One request in the form of `Retriever.recommend`, and the arguments. The Retriever knows the model's features and
+    """One request, and the options. The Retriever knows the model's features and
     checks their values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -40,7 +41,7 @@ class Body(BaseModel):
     allowed: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
-    unknown: Literal["skip", "unknown", "refuse"] = "skip"
+    unknown: UnknownIds = "skip"
     exclude_history: bool | None = None
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
@@ -55,10 +56,8 @@ def parse(body: bytes) -> Question:
         asked = Body.model_validate(found)
     except ValidationError as error:
         raise ValueError(_plainly(error)) from None
-    if asked.stage1 is not None and asked.stage1 < asked.k:
-        raise ValueError(f"stage1 is {asked.stage1}; it must be at least k ({asked.k})")
     request: Any = {name: value for name in Request.__annotations__ if (value := getattr(asked, name)) is not None}
-    return Question(request, asked.k, asked.unknown, asked.exclude_history, asked.stage1)
+    return Question(request, Options(**{of.name: getattr(asked, of.name) for of in fields(Options)}))
 
 
 def _plainly(error: ValidationError) -> str:

@@ -77,7 +77,7 @@ class LiveExport:
                 self._say(f"the new export is not used: {' '.join(shown(error).split())}")
             return False
         self._seen = there
-        self._say(f"new export: {described(self.retriever)}")
+        self._say(f"new export: {self.retriever.described}")
         return True
 
     def _look_at_files(self) -> None:
@@ -181,11 +181,6 @@ class LiveExport:
         except Exception as error:  # all processes must hear of it
             raise ValueError(str(error) or type(error).__name__) from error
         return retriever
-
-
-def described(retriever: Retriever) -> str:
-    source = retriever.source
-    return f"{retriever.num_items:,} items of {source.dataset}, step {source.step} of run {source.run}"
 
 
 def search(retriever: Retriever, query: str, limit: int) -> Found:

@@ -45,7 +45,7 @@ from logitmix.common.storage import say
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
 from logitmix.serving.group import Group
-from logitmix.serving.live import LiveExport, described, search
+from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 
 MAX_BODY = 2**20
@@ -162,7 +162,7 @@ def serve(
         shown = f"[{address}]" if ":" in address else address
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             _say(f"whoever reaches {shown} can use this server: it has no authentication")
-        _say(f"serving {described(export.retriever)} on http://{shown}:{port}")
+        _say(f"serving {export.retriever.described} on http://{shown}:{port}")
         server.run(sockets=[listening])
         export.release()
 

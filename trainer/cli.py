@@ -63,7 +63,8 @@ from logitmix.trainer.quiet import quietly
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from logitmix.serving.retriever import Request, Retriever
+    from logitmix.serving.request import Options, Request
+    from logitmix.serving.retriever import Retriever
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
@@ -621,7 +622,10 @@ def _retrieve(words: list[str]) -> None:
 
 
 def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
+    from logitmix.serving.request import Options
+
     exclude = None if command.exclude_history == "auto" else command.exclude_history == "yes"
+    options = Options(command.k, command.unknown, exclude, command.stage1)
     request: Request = {
         "history": parts("--history", command.history),
         "timestamps": whole_numbers("--timestamps", command.timestamps),
@@ -634,10 +638,10 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     if command.time is not None:
         request["time"] = command.time
     if command.histories or command.out:
-        count = _answer_file(retriever, command, exclude)
+        count = _answer_file(retriever, command, options)
         print(f"{shown(command.out)}: {count:,} requests answered")
         return
-    (rows,) = retriever.recommend([request], command.k, command.unknown, exclude, command.stage1)
+    (rows,) = retriever.answer([request], options)
     if command.json:
         print(json.dumps(rows))
         return
@@ -648,9 +652,9 @@ def _show_items(retriever: "Retriever", command: RetrieveCommand) -> None:
     Console().print(table)
 
 
-def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool | None) -> int:
+def _answer_file(retriever: "Retriever", command: RetrieveCommand, options: "Options") -> int:
     """Answers all requests of a file; returns their number."""
-    from logitmix.serving.requests import answer_file, read_requests
+    from logitmix.serving.request_file import answer_file, read_requests
 
     if not (command.histories and command.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
@@ -663,10 +667,7 @@ def _answer_file(retriever: "Retriever", command: RetrieveCommand, exclude: bool
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("answering", total=len(requests))
-        answer_file(
-            retriever, requests, Path(command.out), command.k, command.unknown, exclude, command.stage1,
-            advance=lambda count: bar.advance(task, count),
-        )  # fmt: skip
+        answer_file(retriever, requests, Path(command.out), options, lambda count: bar.advance(task, count))
     return len(requests)
 
 

@@ -1,4 +1,5 @@
 import ctypes
+import dataclasses
 import functools
 import json
 import subprocess
@@ -20,11 +21,11 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
-from logitmix.serving import requests as request_files
-from logitmix.serving import retriever as retriever_module
+from logitmix.serving import ranking, request_file
 from logitmix.serving.format import read
 from logitmix.serving.model import Precision, Scales, stored_items
-from logitmix.serving.retriever import Request, Retrieved, Retriever, Row
+from logitmix.serving.request import Options, Request
+from logitmix.serving.retriever import Retrieved, Retriever, Row
 from logitmix.serving.texts import Texts
 from logitmix.serving.topk import merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
@@ -113,6 +114,21 @@ def test_what_is_not_left_is_minus_one(tmp_path: Path, stage1: int | None) -> No
     assert (found.scores.isinf() == (found.items == -1)).all()
 
 
+def test_a_notebook_shows_what_answers(tmp_path: Path) -> None:
+    of = small_model("mol", X, schema=ITEM_FEATURES)
+    stored_as = {"items in bf16": (True, "bf16"), "items computed for each request": (False, "fp32")}
+    for stored, (item_cache, precision) in stored_as.items():
+        path = export_small(of, tmp_path / f"served{item_cache}", item_cache=item_cache, precision=precision)
+        assert repr(Retriever.load(path)) == (
+            f"<Retriever: {X} items of demo, step 12 of run small; features: item, brand, tags, alike, price, image; "
+            f"stages: h-indexer, mol; {stored}>"
+        )
+    plain = load(small_model("dot", 3, hindexer=False), tmp_path)
+    assert repr(plain) == (
+        "<Retriever: 3 items of demo, step 12 of run small; features: item; stages: dot; items in fp32>"
+    )
+
+
 def test_k_above_the_corpus_gives_all_items(tmp_path: Path) -> None:
     found = load(small_model("dot", 30), tmp_path).retrieve([[3]], 50, exclude_history=False)
     assert sorted(found.items[0].tolist()) == [-1] * 20 + list(range(30))
@@ -167,7 +183,7 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
         (lambda r: r.rows("id 7", 3), "the list of ids is 'id 7'; it must be a list"),
         (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list"),
         (
-            lambda r: r.recommend([{"history": ["id 7"], "blocked": 7}], 3, first=4),
+            lambda r: r.answer([{"history": ["id 7"], "blocked": 7}], Options(3), first=4),
             "request 4: blocked is 7; it must be a list",
         ),
         (
@@ -183,7 +199,7 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
             "request 0: timestamps is 5; it must be",
         ),
         (
-            lambda r: r.recommend([{"history": ["x"]}], 3, "refuse", first=9),
+            lambda r: r.answer([{"history": ["x"]}], Options(3, "refuse"), first=9),
             "request 9: no item of demo has the id 'x'",
         ),
     ],
@@ -238,10 +254,8 @@ def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
 
 def test_numbers_of_numpy_and_torch_are_ids(tmp_path: Path) -> None:
     ids = [str(item) for item in range(30)]
-    model = small_model("dot", 30)
-    retriever = load(model, tmp_path)
-    retriever.raw_ids = in_order(ids)
-    retriever._items_of_list.cache_clear()
+    contents = read(export_small(small_model("dot", 30), tmp_path / "served"))
+    retriever = Retriever(dataclasses.replace(contents, raw_ids=in_order(ids)))
     expected = retriever.recommend([{"history": ["3", "1"], "blocked": ["7"]}], 30)
     lists: list[Any] = [[3, 1], (3, "1"), np.array([3, 1]), np.array(["3", "1"]), torch.tensor([3, 1])]
     lists.append([torch.tensor(3), np.uint8(1)])
@@ -256,7 +270,7 @@ def test_long_lists_of_ids_are_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     blocked, calls = [*ids[:200], "unknown"], []
     places = Texts.places
     monkeypatch.setattr(Texts, "places", lambda self, texts: calls.append(len(texts)) or places(self, texts))
-    retriever._items_of_list = functools.lru_cache(4)(retriever.raw_ids.places)
+    retriever._reader._places_of_list = functools.lru_cache(4)(retriever.raw_ids.places)
     left = {row["id"] for row in retriever.recommend([{"history": ids[:1], "blocked": blocked}], X)[0]}
     assert left == set(ids[200:])
     retriever.recommend([{"history": ids[:1], "blocked": list(blocked)}], X)
@@ -313,12 +327,12 @@ def test_only_allowed_items_are_ranked_and_blocked_ones_left_out(tmp_path: Path,
 
 def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retriever, ids = load(small_model("mol", 30), tmp_path), raw_ids(30)
-    monkeypatch.setattr(request_files, "TOGETHER", 2)
+    monkeypatch.setattr(request_file, "TOGETHER", 2)
     asked = [{"history": [ids[3]]}, [ids[1], ids[2]], {"history": [ids[5]], "blocked": [ids[6]]}]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     done: list[int] = []
-    requests = request_files.read_requests(tmp_path / "asked.jsonl")
-    request_files.answer_file(retriever, requests, tmp_path / "out.jsonl", 4, advance=done.append)
+    requests = request_file.read_requests(tmp_path / "asked.jsonl")
+    request_file.answer_file(retriever, requests, tmp_path / "out.jsonl", Options(4), advance=done.append)
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     expected = retriever.recommend([{"history": line} if isinstance(line, list) else line for line in asked], 4)
     for rows, of_request in zip(answers, expected, strict=True):
@@ -326,12 +340,12 @@ def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monk
         assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in of_request], abs=1e-4)
     assert done == [2, 1]
     with pytest.raises(ValueError, match="request 2 names no known item"):
-        request_files.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", 4)
+        request_file.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", Options(4))
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "out.jsonl", "served"}
     for line, said in (("[1", "not JSON"), ("[" * 100_000, "not JSON"), ("3", "it must be a list of ids")):
         (tmp_path / "wrong.jsonl").write_text("[]\n" + line)
         with pytest.raises(ValueError, match=f"line 2: {said}"):
-            request_files.read_requests(tmp_path / "wrong.jsonl")
+            request_file.read_requests(tmp_path / "wrong.jsonl")
 
 
 def anonymous_memory() -> int:
@@ -391,7 +405,7 @@ def test_bits_are_those_of_the_items_that_may_be_found(data: st.DataObject) -> N
     items = st.lists(st.integers(-1, 70))
     only, without = data.draw(st.none() | items), data.draw(items)
     may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
-    found = retriever_module._bits(only, without, start, count)
+    found = ranking._bits(only, without, start, count)
     assert np.array_equal(found, np.packbits(may, bitorder="little"))
 
 
@@ -402,7 +416,8 @@ def test_devices_that_share_the_items_answer_as_one(
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
     path = export_small(small_model("mol", X, schema=ITEM_FEATURES), tmp_path / "served", item_cache=item_cache)
     one, several = Retriever.load(path), Retriever.load(path, ["cpu"] * 3)
-    assert [len(part) for part in several._parts] != [len(one._parts[0])] and len(several._corpora) == 3
+    assert [len(part) for part in several._ranker.parts] != [len(one._ranker.parts[0])]
+    assert len(several._ranker.corpora) == 3
     histories = random_histories(X, LENGTHS)
     for stage1 in (None, 40, X - 1):
         expected, found = (of.retrieve(histories, 10, stage1=stage1) for of in (one, several))
@@ -430,8 +445,8 @@ def test_allowed_items_pass_stage_1_where_they_are_many(tmp_path: Path, count: i
             out[only] = False
             of[b, out] = -torch.inf
     found = retriever.recommend(requests, 5, stage1=40)
-    for ranking, score_X in zip(found, scores.two_stages(40), strict=True):
-        assert [row["score"] for row in ranking] == pytest.approx(score_X.topk(5).values.tolist(), rel=1e-5, abs=1e-5)
+    for rows, score_X in zip(found, scores.two_stages(40), strict=True):
+        assert [row["score"] for row in rows] == pytest.approx(score_X.topk(5).values.tolist(), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("item_cache", [True, False])
@@ -497,7 +512,7 @@ def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeyp
         return embed(inputs, *arguments)
 
     monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
-    monkeypatch.setattr(retriever._items, "most", 100)
+    monkeypatch.setattr(retriever._ranker.items, "most", 100)
     retriever.retrieve([[3, 1, 4]], 10)
     assert counts == [3, 100, 100, 100]
     counts.clear()
@@ -570,7 +585,7 @@ asked = [{"history": ["id 7", "id 14"]}]
 expected, total = retriever.recommend(asked, 5), compute()
 held = threading.Event()
 def hold():
-    with retriever._group.turn:
+    with retriever._ranker.group.turn:
         held.set()
         threading.Event().wait()
 threading.Thread(target=hold, daemon=True).start()

@@ -35,6 +35,7 @@ from logitmix.serving import server as server_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
+from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
@@ -151,19 +152,23 @@ def silent(server: Running, capfd: pytest.CaptureFixture[str], caplog: pytest.Lo
     assert (server.said, caplog.records, capfd.readouterr()) == ([], [], ("", ""))
 
 
+def question(request: Request, *arguments: Any, **options: Any) -> Question:
+    return Question(request, Options(*arguments, **options))
+
+
 def questions() -> list[Question]:
     """More kinds than one, and more of the first than a batch has room for."""
     ids = raw_ids(X)
     histories = [[ids[item] for item in of] for of in random_histories(X, [1 + place % 12 for place in range(50)])]
-    found = [Question({"history": history}, k=1 + place % 20) for place, history in enumerate(histories)]
-    found += [Question({"history": history}, 10, exclude_history=False, stage1=15) for history in histories[:5]]
-    found += [Question({"history": [*history, "new"]}, 5, "unknown") for history in histories[:5]]
-    found += [Question({"history": history, "user": {"age": 50, "country": "3"}}) for history in histories[:5]]
-    return [*found, Question({"user": {"country": "2"}}), Question({"history": ids[:3], "allowed": ids[:9]}, 20)]
+    found = [question({"history": history}, 1 + place % 20) for place, history in enumerate(histories)]
+    found += [question({"history": history}, 10, exclude_history=False, stage1=15) for history in histories[:5]]
+    found += [question({"history": [*history, "new"]}, 5, "unknown") for history in histories[:5]]
+    found += [question({"history": history, "user": {"age": 50, "country": "3"}}) for history in histories[:5]]
+    return [*found, question({"user": {"country": "2"}}), question({"history": ids[:3], "allowed": ids[:9]}, 20)]
 
 
 def one_by_one(retriever: Retriever, of: Question) -> ROWS:
-    return retriever.recommend([of.request], of.k, of.unknown, of.exclude_history, of.stage1)[0]
+    return retriever.answer([of.request], of.options)[0]
 
 
 def in_batches(retriever: Retriever, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
@@ -191,19 +196,19 @@ def test_batches_answer_like_the_retriever(server: Running) -> None:
 
 def test_a_bad_request_fails_alone(server: Running) -> None:
     ids = raw_ids(X)
-    good = Question({"history": ids[:3]})
+    good = question({"history": ids[:3]})
     bad = [
-        (Question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
-        (Question({"history": ids[:3], "user": {"age": "old"}}), "the request: feature age is 'old'"),
-        (Question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
-        (Question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
-        (Question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
+        (question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
+        (question({"history": ids[:3], "user": {"age": "old"}}), "the request: feature age is 'old'"),
+        (question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
+        (question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
+        (question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
         (
-            Question({"history": ids[:1], "timestamps": [2**70]}),
+            question({"history": ids[:1], "timestamps": [2**70]}),
             "the request: one of its timestamps is 118",
         ),
-        (Question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
-        (Question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
+        (question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
+        (question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]
     found, sizes = in_batches(server.export.retriever, [good, *(of for of, _ in bad), good])
     assert sizes == [len(bad) + 2]
@@ -217,8 +222,8 @@ def test_a_number_too_large_for_stage_1_fails_alone(tmp_path: Path) -> None:
     age = Feature("age", "user", "number", deviation=0.1)
     schema = Schema((Feature("item", "item", "id", "item"), age), (Table("item", X + 1),))
     retriever = Retriever.load(export_small(small_model("mol", X, schema=schema), tmp_path / "served"))
-    good = Question({"history": raw_ids(3)}, stage1=20)
-    bad = Question({"history": raw_ids(3), "user": {"age": 3e38}}, stage1=20)
+    good = question({"history": raw_ids(3)}, stage1=20)
+    bad = question({"history": raw_ids(3), "user": {"age": 3e38}}, stage1=20)
     found, sizes = in_batches(retriever, [good, bad, good])
     assert sizes == [3]
     for answer in (found[0], found[2]):
@@ -241,7 +246,7 @@ def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatc
         assert (await batcher.ask(questions()[0])).rows
         task.cancel()
 
-    monkeypatch.setattr(Retriever, "recommend", broken)
+    monkeypatch.setattr(Retriever, "answer", broken)
     asyncio.run(asked())
 
 
@@ -255,7 +260,7 @@ def test_one_client_does_not_wait_and_several_wait_for_each_other(monkeypatch: p
         task, seen = asyncio.create_task(batcher.run()), []
         for count in (1, 1, 3, 3, 2, 2, 1, 1):
             start = time.monotonic()
-            await asyncio.gather(*(batcher.ask(Question({})) for _ in range(count)))
+            await asyncio.gather(*(batcher.ask(question({})) for _ in range(count)))
             seen.append((sizes[-1], time.monotonic() - start >= 0.3))
         task.cancel()
         assert len(sizes) == len(seen)
@@ -272,7 +277,7 @@ def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) ->
     async def asked() -> list[int]:
         sizes: list[int] = []
         batcher = Batcher(lambda: None, 0.01, sizes.append)  # type: ignore[arg-type,return-value]
-        waiting = [asyncio.create_task(batcher.ask(Question({}, k))) for k in (4, 4, 4, 20, 1)]
+        waiting = [asyncio.create_task(batcher.ask(question({}, k))) for k in (4, 4, 4, 20, 1)]
         await asyncio.sleep(0)
         task = asyncio.create_task(batcher.run())
         await asyncio.gather(*waiting)
@@ -283,7 +288,7 @@ def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_large_k_is_answered_apart() -> None:
-    assert Question({}, 10).group == Question({}, 8).group != Question({}, 16).group
+    assert question({}, 10).group == question({}, 8).group != question({}, 16).group
 
 
 def test_a_full_queue_says_so_and_the_rest_goes_on(
@@ -718,25 +723,25 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pyte
     batches: list[list[int]] = []
 
     def compute(_: object, asked: Sequence[Question]) -> list[ROWS]:
-        batches.append([of.k for of in asked])
+        batches.append([of.options.k for of in asked])
         return [[] for _ in asked]
 
     async def asked() -> list[Any]:
         batcher = Batcher(lambda: None, 0.01, lambda size: None)  # type: ignore[arg-type,return-value]
         clients = [FakeClient(), FakeClient(gone=True), FakeClient(half_closed=True), FakeClient(), FakeClient()]
-        waiting = [asyncio.create_task(batcher.ask(Question({}, k), of)) for k, of in enumerate(clients, start=1)]
+        waiting = [asyncio.create_task(batcher.ask(question({}, k), of)) for k, of in enumerate(clients, start=1)]
         await asyncio.sleep(0)
         running = asyncio.create_task(batcher.run())
         found = await asyncio.gather(*waiting, return_exceptions=True)
         running.cancel()
         monkeypatch.setattr(batcher_module, "QUEUE", 2)
-        full = [asyncio.create_task(batcher.ask(Question({}), of)) for of in (clients[2], clients[3])]
+        full = [asyncio.create_task(batcher.ask(question({}), of)) for of in (clients[2], clients[3])]
         await asyncio.sleep(0)
-        full.append(asyncio.create_task(batcher.ask(Question({}), clients[4])))
+        full.append(asyncio.create_task(batcher.ask(question({}), clients[4])))
         with pytest.raises(ClientGone):
             await full[0]
         with pytest.raises(QueueFull):
-            await batcher.ask(Question({}), clients[0])
+            await batcher.ask(question({}), clients[0])
         for task in full[1:]:
             task.cancel()
         return found
@@ -807,14 +812,14 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
         "items": [{"id": f"id {n}", "title": None} for n in (7, 70, 77)],
         "more": False,
     }
-    (found,) = batcher_module.answer(retriever, [Question({"history": ["new"]})])
+    (found,) = batcher_module.answer(retriever, [question({"history": ["new"]})])
     assert str(found) == "the request names no known item; give at least one"
     shown = server_module._json({"items": [{"id": "\ud800"}]})
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
     status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
     assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
-    infinite: Any = SimpleNamespace(recommend=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]])
-    (found,) = batcher_module.answer(infinite, [Question({"history": ["a"]})])
+    infinite: Any = SimpleNamespace(answer=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]])
+    (found,) = batcher_module.answer(infinite, [question({"history": ["a"]})])
     assert str(found) == "the request's scores are not finite: a number among its features is too large"
 
 
@@ -889,13 +894,13 @@ def replaced(folder: Path, seed: int, broken: bool = False) -> Retriever:
 def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
     folder = export_small(small_model("mol", X, seed=0), tmp_path / "served")
-    asked = Question({"history": ["id 7", "id 14", "id 70"]}, 5)
+    asked = question({"history": ["id 7", "id 14", "id 70"]}, 5)
     scores = [[row["score"] for row in one_by_one(Retriever.load(folder), asked)]]
     done, seen = threading.Event(), []
 
     def client(server: Running) -> None:
         while not done.is_set():
-            status, found = server.ask({**asked.request, "k": asked.k})
+            status, found = server.ask({**asked.request, "k": asked.options.k})
             seen.append((status, [row["score"] for row in found["items"]]))
 
     with running(folder) as server, ThreadPoolExecutor(4) as clients:

@@ -30,7 +30,8 @@ from logitmix.serving.format import read_manifest
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport
-from logitmix.serving.retriever import Request, Retriever, Row
+from logitmix.serving.request import Options, Request
+from logitmix.serving.retriever import Retriever, Row
 from logitmix.trainer.export import export as export_module
 
 X = 300
@@ -108,9 +109,9 @@ def same_calls_on_all(paths: dict[str, Path]) -> dict[str, Any]:
             equal = answers(shared) == expected
             dist.all_gather, Items.rows = gather, rows  # type: ignore[method-assign]
             shared.retrieve([[3]], 5, stage1=17)
-            items = shared._items.own
+            items = shared._ranker.items.own
             if shared.tower.hindexer is not None:
-                assert sum(corpus.num_items for _, corpus in shared._corpora) == len(items)
+                assert sum(corpus.num_items for _, corpus in shared._ranker.corpora) == len(items)
             found[name] = equal, (items.start, items.stop), max(sent)
         # Two devices of each process.
         several = Retriever.load(paths["cached"], ["cpu", "cpu"], group=ranks.group)
@@ -138,7 +139,7 @@ def errors(paths: dict[str, Path], damaged: Path) -> list[Any]:
     with process_group("cpu", 60) as ranks:
         found, shared = [], Retriever.load(paths["cached"], group=ranks.group)
         calls: list[Callable[[], object]] = [
-            lambda: shared.recommend([{"user": {"age": 3e38}}] * 40, 3, first=4),
+            lambda: shared.answer([{"user": {"age": 3e38}}] * 40, Options(3), first=4),
             lambda: shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3),
             lambda: shared.retrieve([[X]], 3),
             lambda: Retriever.load(damaged, group=ranks.group),

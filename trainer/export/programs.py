@@ -45,7 +45,7 @@ from logitmix.serving.format import Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import capabilities
-from logitmix.serving.retriever import STAGE_1
+from logitmix.serving.request import STAGE_1
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.quiet import quietly
 

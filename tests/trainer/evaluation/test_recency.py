@@ -14,7 +14,8 @@ from small_data import small_config
 
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_VALUES, Feature, Schema, Table
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
 from logitmix.trainer.data import dataset as dataset_module
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users

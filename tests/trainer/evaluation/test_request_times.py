@@ -13,7 +13,8 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Schema
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset

@@ -21,7 +21,8 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
@@ -266,7 +267,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
             own = model.read_rows(ITEM, item, item + 1)
             vector = known.vector_RD - own + rows[ITEM]
             side = tower.item_sides(Embedded(vector, known.groups))
-            query = before._queries([before._asked(request, 0, "refuse")])
+            query = before._encoder.queries([before._reader.read(request, 0, "refuse")])
             score = tower.similarity.all_pairs(query.similarity, side.similarity)
             assert scores[f"new-{item}"] == pytest.approx(float(score), abs=2e-4)
     # New items may stand in histories, and come again.

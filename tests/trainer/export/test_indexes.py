@@ -16,7 +16,8 @@ from small_data import ITEMS, small_config, write_dataset
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import RECENCY
 from logitmix.serving.format import read_manifest
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer.cli import main
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import indexes
@@ -82,7 +83,7 @@ def test_faiss_alone_finds_what_the_model_ranks(
     scores, items = search(tmp_path / "served", "hindexer", tmp_path)
     hindexer, queries = retriever.tower.hindexer, retriever.query_sides(REQUESTS)
     assert hindexer is not None
-    sides = [side for _, (side,) in retriever._items.all("hindexer", ITEMS)]
+    sides = [side for _, (side,) in retriever._ranker.items.all("hindexer", ITEMS)]
     expected = hindexer.all_pairs((queries["hindexer.0"],), (torch.cat(sides),))
     torch.testing.assert_close(scores, expected.gather(1, items), rtol=1e-5, atol=1e-5)
     assert (

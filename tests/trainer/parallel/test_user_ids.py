@@ -12,7 +12,8 @@ from small_data import in_memory, small_config
 
 from logitmix.modules.schema import USER, Schema
 from logitmix.modules.towers import Tower
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import HeldOut, TrainingBatches, leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.lookups import columns_of

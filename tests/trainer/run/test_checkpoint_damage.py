@@ -432,11 +432,11 @@ LINES = [
     (b'{"kind": 3, "step": 1}', f"{ROW}: kind is 3; it must be a text"),
     (b'{"kind": "train"}', f"{ROW} has no field step"),
     (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be a count"),
-    (b'{"kind": "train", "step": "1"}', f'{ROW}: step is "1"; it must be a number'),
+    (b'{"kind": "train", "step": "1"}', f"{ROW}: step is '1'; it must be a number"),
     (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be a count"),
-    (b'{"kind": "train", "step": 1, "loss": "low"}', f'{ROW}: loss is "low"; it must be a number'),
+    (b'{"kind": "train", "step": 1, "loss": "low"}', f"{ROW}: loss is 'low'; it must be a number"),
     (b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10"),
-    (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is null; it must be a number"),
+    (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is None; it must be a number"),
 ]
 
 
@@ -465,9 +465,9 @@ RESULTS = [
     (b"[]", "results.json is not a JSON object"),
     (b"{}", "results.json has no numbers"),
     (b'{"mrr": 1}', "results.json has no field"),
-    (b'{"step": "x"}', 'results.json: step is "x"; it must be a number'),
-    (b'{"step": 12, "seconds": null}', "results.json: seconds is null; it must be a number"),
-    (b'{"step": 12, "validation": {"hr@10": "x"}}', 'results.json: validation: hr@10 is "x"; it must be a number'),
+    (b'{"step": "x"}', "results.json: step is 'x'; it must be a number"),
+    (b'{"step": 12, "seconds": null}', "results.json: seconds is None; it must be a number"),
+    (b'{"step": 12, "validation": {"hr@10": "x"}}', "results.json: validation: hr@10 is 'x'; it must be a number"),
 ]
 
 

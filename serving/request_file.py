@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from logitmix.common.files import from_json, writing_whole
-from logitmix.serving.retriever import Request, Retriever
+from logitmix.serving.request import Options, Request
+from logitmix.serving.retriever import Retriever
 
 TOGETHER = 256
 """Requests answered at once."""
@@ -39,13 +39,10 @@ def answer_file(
     retriever: Retriever,
     requests: list[Request],
     out: Path,
-    k: int,
-    unknown: Literal["skip", "unknown", "refuse"] = "skip",
-    exclude_history: bool | None = None,
-    stage1: int | None = None,
+    options: Options,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Writes the output of `Retriever.recommend` for each request, one list per line; the file appears complete or not
+    """Writes the answer of the retriever to each request, one list per line; the file appears complete or not
     at all. `advance` is called with the number of requests answered since its last call.
 
     Raises ValueError with the number of the request, from 0, that cannot be answered.
@@ -53,6 +50,6 @@ def answer_file(
     with writing_whole(out) as file:
         for start in range(0, len(requests), TOGETHER):
             part = requests[start : start + TOGETHER]
-            for rows in retriever.recommend(part, k, unknown, exclude_history, stage1, first=start):
+            for rows in retriever.answer(part, options, first=start):
                 file.write(json.dumps(rows) + "\n")
             advance(len(part))

@@ -1,0 +1,99 @@
+"""Requests and new items through the trained towers.
+
+Axes: B requests, T positions of their histories, packed, R new items, D encoder width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitmix.modules.batch import Packing
+from logitmix.modules.config import sees_times
+from logitmix.modules.features import Features, Values
+from logitmix.modules.schema import ITEM
+from logitmix.modules.towers import Sides, Tower
+from logitmix.serving.features import FeatureReader
+from logitmix.serving.format import About
+from logitmix.serving.items import ItemInputs, Items
+from logitmix.serving.model import Scales, stored_items
+from logitmix.serving.pieces import Pieces, fetch_rows
+from logitmix.serving.request import UNKNOWN, Asked
+
+
+class Encoder:
+    """The towers, with the tables and vocabularies of their features."""
+
+    def __init__(self, tower: Tower, tables: Mapping[str, Pieces], reader: FeatureReader, items: Items) -> None:
+        """`tables` are on the tower's device; `items` have the vectors of the histories."""
+        self._tower, self._tables, self._reader, self._items = tower, tables, reader, items
+        self._unknown_1D = self._item_inputs([{}], ["an unknown item"]).embed(tower, tables).vector_RD
+
+    def check_features(self, asked: Asked) -> None:
+        """ValueError, with the request's number, if a feature has no such value or is none of the model's."""
+        self._values([asked], self._encoded([asked]))
+
+    def queries(self, asked: list[Asked]) -> Sides:
+        """The sides of B requests for both stages. ValueError as `check_features` raises it."""
+        device, encoded = self._items.device, self._encoded(asked)
+        values = self._values(asked, encoded)
+        item_T = torch.tensor([item for items in encoded for item in items])
+        vector_TD = self._items.rows(item_T.clamp(min=0))
+        vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
+        times = _packed_times(asked, encoded) if sees_times(self._tower.config.encoder) else ()
+        packing = Packing(torch.tensor([len(items) for items in encoded]), 0, *times).to(device)
+        rows, values = fetch_rows(self._tables, self._tower.schema, values)
+        features = Features(values=values).to(device)
+        return self._tower.query_sides(self._tower.queries(vector_TD, packing, rows, features))
+
+    def new_items(self, records: Mapping[str, Mapping[str, Any]], about: About, scales: Scales) -> dict[str, Tensor]:
+        """The tensors of a shard of an export for R untrained items, from the raw values of their features by name, for
+        each raw id. ValueError that names the item."""
+        names = [f"item {raw_id!r}" for raw_id in records]
+        inputs = self._item_inputs(list(records.values()), names)
+        embedded = inputs.embed(self._tower, self._tables)
+        require_finite(self._tower.item_sides(embedded), names)
+        stored = stored_items(self._tower, embedded, about.precision, about.item_cache, scales)
+        return stored if about.item_cache else stored | inputs.tensors(self._tower.schema)
+
+    def _item_inputs(self, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ItemInputs:
+        unknown_R = torch.zeros(len(records), dtype=torch.int64)
+        return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, names))
+
+    def _encoded(self, asked: list[Asked]) -> list[list[int]]:
+        """The last L items of each history; an unknown item replaces an empty one."""
+        return [of.items[-self._tower.config.encoder.max_length :] or [UNKNOWN] for of in asked]
+
+    def _values(self, asked: list[Asked], encoded: list[list[int]]) -> dict[str, Values]:
+        """Features of the users, and of the events of the encoded items."""
+        L = self._tower.config.encoder.max_length
+        events = [of.events[-L:] if of.events else [{}] * len(items) for of, items in zip(asked, encoded, strict=True)]
+        values = self._reader.read("user", [of.user for of in asked], [f"request {of.place}" for of in asked])
+        names = [f"request {of.place}, an event" for of, items in zip(asked, encoded, strict=True) for _ in items]
+        return values | self._reader.read("event", [event for of_history in events for event in of_history], names)
+
+
+def _packed_times(asked: list[Asked], encoded: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """When the encoded actions were, and when the queries after them are asked, int64 [T]."""
+    times = [(of.times or [0] * (len(items) + 1))[-len(items) - 1 :] for of, items in zip(asked, encoded, strict=True)]
+    time_T, asked_T = ([time for of in times for time in of[part]] for part in (slice(-1), slice(1, None)))
+    return torch.tensor(time_T, dtype=torch.int64), torch.tensor(asked_T, dtype=torch.int64)
+
+
+def finite(sides: Sides) -> list[bool]:
+    """Which queries or items are finite; the numbers among their features may be too large for that."""
+    parts = [*sides.similarity, *(sides.hindexer or ())]
+    found: list[bool] = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
+    return found
+
+
+def require_finite(sides: Sides, names: Sequence[str]) -> None:
+    """ValueError that names the first query or item that is not finite."""
+    for name, is_finite in zip(names, finite(sides), strict=True):
+        if not is_finite:
+            raise ValueError(too_large(name))
+
+
+def too_large(name: str) -> str:
+    return f"{name}: a number among its features is too large"

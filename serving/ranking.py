@@ -1,0 +1,230 @@
+"""Queries -> h-indexer over the corpus -> similarity over what it keeps -> top-k (overall flow, section 2.2), by all
+processes and devices that share the items.
+
+Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k'), H h-indexer width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from logitmix.modules.similarity.base import NUMBERS
+from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
+from logitmix.modules.towers import Sides, Tower
+from logitmix.serving.format import Contents
+from logitmix.serving.group import Group, part_of
+from logitmix.serving.items import Items
+from logitmix.serving.model import CORPUS, scales_of
+from logitmix.serving.pieces import Pieces
+from logitmix.serving.request import Options
+from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
+
+_BIT = (1 << np.arange(8)).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What rank 0 of a group asks of all: some requests, encoded."""
+
+    digest: str
+    """Of the export that answers."""
+    query: Sides
+    allowed: list[list[int] | None]
+    """Of each request, the only items that may be found; None: all."""
+    excluded: list[list[int]]
+    """Of each request, items that may not be found."""
+    options: Options
+
+
+class Ranker:
+    """The items of an export, divided among the processes of a group, and each part among devices."""
+
+    def __init__(self, contents: Contents, tower: Tower, devices: Sequence[torch.device], group: Group) -> None:
+        """`tower` is on the first device."""
+        self.group, self._tower, shards = group, tower, contents.shards
+        self._num_items = contents.about.num_items
+        numbers = range(len(shards))
+        own = part_of(numbers, group.rank, group.size)
+        self.parts = [part_of(own, number, len(devices)) for number in range(len(devices))]
+        """The numbers of the shards on each device."""
+        # Other processes' shards stay in their files, from which rows of histories are read.
+        device_of = {number: torch.device("cpu") for number in numbers}
+        for part, device in zip(self.parts, devices, strict=True):
+            device_of |= dict.fromkeys(part, device)
+        used = set(device_of.values())
+        towers = {of: tower if of == devices[0] else deepcopy(tower).to(of) for of in used}
+        tables = {of: moved(contents.tables, of) for of in used}
+        self._shards = [{name: of.to(device_of[n]) for name, of in shard.items()} for n, shard in enumerate(shards)]
+        cached = contents.about.item_cache
+        items = [
+            Items.of_tensors([shard], cached, towers[device], tables[device])
+            for shard, device in zip(self._shards, device_of.values(), strict=True)
+        ]
+        self.items = Items.joined(items, devices[0], own)
+        self.scales = scales_of(self._shards[0])
+        self._largest_part = max(
+            len(self.items.of_shards(part_of(numbers, rank, group.size))) for rank in range(group.size)
+        )
+
+    def alone(self) -> "Ranker":
+        """This process's part as if there were no other."""
+        alone = copy(self)
+        alone.group = Group()
+        return alone
+
+    def rank(self, make: Callable[[], Task]) -> Tensor:
+        """Keys [B, k] of the best items of all processes for the requests of the task that rank 0 makes. ValueError on
+        all of them if `make` raises one."""
+        with self.group.turn:
+            task = self.group.first(make)
+            with self.group.in_step():
+                return self.best(task)
+
+    def best(self, task: Task) -> Tensor:
+        """The same for a task that all processes have."""
+        device, own = self.items.device, self.items.own
+        k, kept = min(task.options.k, self._num_items), task.options.kept
+        query = each(task.query, lambda part: part.to(device))
+        two_stages = query.hindexer is not None and kept < self._num_items
+        few = [of is not None and (not two_stages or len(of) <= kept) for of in task.allowed]
+        best_BK = torch.full((len(few), k), NOTHING, device=device)
+        if rows := [row for row, are in enumerate(few) if are]:
+            candidates = [sorted(set(task.allowed[row] or ()) - set(task.excluded[row])) for row in rows]
+            here = [torch.tensor([item for item in of if item in own], dtype=torch.int64) for of in candidates]
+            best_BK[rows] = self._best_of(_of_rows(query, rows), _padded(here).to(device), k)
+        if rows := [row for row, are in enumerate(few) if not are]:
+            of_rows, without = _of_rows(query, rows), [task.excluded[row] for row in rows]
+            if two_stages:
+                assert of_rows.hindexer is not None
+                allowed = [task.allowed[row] for row in rows]
+                best_BK[rows] = self._best_of(of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without), k)
+            else:
+                best_BK[rows] = self._best_of_all(of_rows, without, k)
+        if self.group.size == 1:
+            return best_BK
+        return self.group.gather(best_BK, k).topk(k).values
+
+    @cached_property
+    def corpora(self) -> list[tuple[int, Int8Corpus]]:
+        """For each device, its first item and the h-indexer's vectors of its items; made when they are first needed."""
+        corpora, scale = [], self.scales.corpus
+        assert scale is not None
+        for part in self.parts:
+            if part:
+                blocks = [(self._shards[number][CORPUS], len(self.items.shards[number])) for number in part]
+                corpora.append((self.items.of_shards(part).start, Int8Corpus.joined(blocks, scale)))
+        return corpora
+
+    def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
+        """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""
+        score_BK = self.items.scores(query.similarity, index_BK)
+        keys_BK = rank_keys(score_BK, index_BK).masked_fill(index_BK < 0, NOTHING)
+        return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
+
+    def _stage_1(
+        self, query_BH: Tensor, kept: int, allowed: list[list[int] | None], without: list[list[int]]
+    ) -> Tensor:
+        """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
+        them. `allowed` and `without` have the only items that each query may find, and those that it may not."""
+        device, keys = self.items.device, []
+        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without), strict=True):
+            found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
+            if len(self.corpora) == self.group.size == 1:
+                return found.items_BK
+            of_part = rank_keys(found.scores_BK, found.items_BK + start)
+            keys.append(of_part.masked_fill(found.items_BK < 0, NOTHING).to(device))
+        # In the order of the items, as they are on each device.
+        own_BN = torch.cat([torch.empty(len(query_BH), 0, dtype=torch.int64, device=device), *keys], dim=1)
+        if len(keys) > 1:
+            own_BN = _at_least(least_key(own_BN, kept), own_BN)
+        every_BN = self.group.gather(own_BN, min(kept, self._largest_part))
+        return split_keys(_at_least(least_key(every_BN, kept), own_BN))[0]
+
+    def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
+        """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
+        excluded = _Excluded(without, self.items.device)
+        best_BK = torch.full((len(without), k), NOTHING, device=self.items.device)
+        similarity = self._tower.similarity
+        chunk = max(1, NUMBERS[self.items.device.type] // (len(without) * similarity.pair_numbers))
+        for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
+            keys_BN = rank_keys(score_BN, index_N)
+            excluded.erase(keys_BN, int(index_N[0]))
+            best_BK = merge(best_BK, keys_BN, k)
+        return best_BK
+
+    def _may_find(self, allowed: list[list[int] | None], without: list[list[int]]) -> list[Tensor | None]:
+        """For each device, bits of the items that each query may find, as `hindexer_topk` takes them; None if all may
+        find all."""
+        if not any(without) and all(of is None for of in allowed):
+            return [None] * len(self.corpora)
+        rows: list[list[np.ndarray]] = [[] for _ in self.corpora]
+        for only, out in zip(allowed, without, strict=True):
+            for of_part, (start, corpus) in zip(rows, self.corpora, strict=True):
+                of_part.append(_bits(only, out, start, corpus.num_items))
+        return [
+            torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
+            for of_part, (_, corpus) in zip(rows, self.corpora, strict=True)
+        ]
+
+
+def moved(tables: Mapping[str, Pieces], device: torch.device) -> dict[str, Pieces]:
+    return {name: Pieces([piece.to(device) for piece in of.pieces]) for name, of in tables.items()}
+
+
+def each(query: Sides, change: Callable[[Tensor], Tensor]) -> Sides:
+    hindexer = None if query.hindexer is None else tuple(map(change, query.hindexer))
+    return Sides(tuple(map(change, query.similarity)), hindexer)
+
+
+def _of_rows(query: Sides, rows: list[int]) -> Sides:
+    return each(query, lambda part: part[rows])
+
+
+class _Excluded:
+    """Items to leave out for each history."""
+
+    def __init__(self, histories: list[list[int]], device: torch.device) -> None:
+        lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
+        items = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
+        # UNKNOWN is no item's index, so it excludes nothing.
+        self.row_T = torch.repeat_interleave(lengths).to(device)
+        self.item_T = items.to(device)
+
+    def erase(self, keys_BN: Tensor, start: int) -> None:
+        """Sets the keys of excluded items to NOTHING, where column 0 is item `start`."""
+        inside_T = (self.item_T >= start) & (self.item_T < start + keys_BN.shape[1])
+        keys_BN[self.row_T[inside_T], self.item_T[inside_T] - start] = NOTHING
+
+
+def _bits(only: list[int] | None, without: list[int], start: int, count: int) -> np.ndarray:
+    """uint8 [count / 8], the lowest bit first: which of the items from `start` on are among `only` (None: all) and not
+    among `without`. Takes time for these and not for every item, of which there are many."""
+
+    def places(items: list[int]) -> np.ndarray:
+        place = np.array(items, np.int64) - start
+        return place[(place >= 0) & (place < count)]
+
+    bits = np.full(-(-count // 8), 255 if only is None else 0, np.uint8)
+    place = places(only or [])
+    np.bitwise_or.at(bits, place >> 3, _BIT[place & 7])
+    place = places(without)
+    np.bitwise_and.at(bits, place >> 3, ~_BIT[place & 7])
+    if count % 8:
+        bits[-1] &= (1 << count % 8) - 1
+    return bits
+
+
+def _padded(candidates: list[Tensor], nothing: int = -1) -> Tensor:
+    """[B, K] of rows of any lengths, with `nothing` after the last of each."""
+    return pad_sequence(candidates, True, nothing)
+
+
+def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
+    """The keys [B, K] that are not below these, in their order, and NOTHING after the last of each row."""
+    return _padded([keys_N[keys_N >= least] for keys_N, least in zip(keys_BN, least_B, strict=True)], NOTHING)

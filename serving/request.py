@@ -1,0 +1,234 @@
+"""What callers ask and how it is answered, and its reading: raw ids and features -> item indices, times, features."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, TypedDict, get_args
+
+import torch
+
+from logitmix.common.values import as_list, from_one, id_texts, whole
+from logitmix.modules.features import recency_rows
+from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
+from logitmix.serving.format import Contents
+from logitmix.serving.texts import FEW
+
+STAGE_1 = 100_000
+"""Items that stage 1 keeps unless told otherwise; the paper's k'."""
+UNKNOWN = -1
+"""Instead of an item's index: an unknown item."""
+_LISTS, _LONGEST = 32, 2**14
+"""Lists of ids whose items are cached, and ids of one that is: clients send the same list again."""
+
+UnknownIds = Literal["skip", "unknown", "refuse"]
+
+
+class Request(TypedDict, total=False):
+    """One user and their features; every entry may be missing, or None. An id is text or a whole number of 64 bits, and
+    no float; arrays and tensors of these are lists as well."""
+
+    history: Sequence[str | int]
+    """Raw item ids, oldest first."""
+    timestamps: Sequence[int]
+    """The times of these actions, one whole number each, never decreasing, in the unit of the dataset's timestamps. A
+    model that uses recency derives it from them, except for events that state their recency; without both, recency is
+    unknown. For a model whose encoder sees times, all is at one time without them. Other models accept timestamps and
+    ignore them, so clients can send every model the same request."""
+    time: int
+    """When the request is made, in the same unit and not before the last action; the default is that action's time.
+    Only a model whose encoder sees times uses it, and only beside timestamps."""
+    user: Mapping[str, Any]
+    """Features of the user by name; the manifest's signature has their names and kinds."""
+    events: Sequence[Mapping[str, Any]]
+    """Features of the events, one mapping for each item of the history."""
+    allowed: Sequence[str | int]
+    """Raw ids: if given, only these items are ranked; all of them by the similarity, unless they are more than the
+    h-indexer keeps."""
+    blocked: Sequence[str | int]
+    """Raw ids of items to leave out. Unknown ids are ignored, here and in `allowed`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How requests are answered. ValueError that names the option for a value that is none of its values."""
+
+    k: int = 10
+    """Items of an answer, at least 1; fewer where fewer are left."""
+    unknown: UnknownIds = "skip"
+    """What happens to ids of a history that are not in the corpus: they are left out ("skip"), replaced with an unknown
+    item ("unknown"), or an error ("refuse")."""
+    exclude_history: bool | None = None
+    """Whether all items of a history are left out of the ranking; None: as the model was evaluated."""
+    stage1: int | None = None
+    """Items that the h-indexer keeps for the similarity to rank, at least k; None: 100,000, or k if that is more."""
+
+    def __post_init__(self) -> None:
+        for name in ("k", "stage1"):
+            if (value := getattr(self, name)) is not None or name == "k":
+                try:
+                    object.__setattr__(self, name, from_one(value))
+                except ValueError as error:
+                    raise ValueError(f"{name} {error}") from None
+        if self.stage1 is not None and self.stage1 < self.k:
+            raise ValueError(f"stage1 is {self.stage1}; it must be at least k ({self.k})")
+        if not isinstance(self.exclude_history, bool | None):
+            raise ValueError(f"exclude_history is {self.exclude_history!r:.40}; it must be True, False or None")
+        if self.unknown not in get_args(UnknownIds):
+            raise ValueError(f"unknown is {self.unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
+
+    @property
+    def kept(self) -> int:
+        """K: items that stage 1 keeps."""
+        return max(STAGE_1, self.k) if self.stage1 is None else self.stage1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request in terms of item indices; UNKNOWN is an unknown item."""
+
+    place: int
+    """Number of the request."""
+    items: list[int]
+    user: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] | None = None
+    times: list[int] | None = None
+    """Of the items, and of the request."""
+    blocked: list[int] = field(default_factory=list)
+    allowed: list[int] | None = None
+
+
+class RequestReader:
+    """Reads requests to an export: what they must have, and the items that their ids name."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._raw_ids, self._about = contents.raw_ids, contents.about
+        self._places_of_list = lru_cache(_LISTS)(contents.raw_ids.places)
+        # A dataset may have a feature of this name that means something else.
+        has_recency = RECENCY_FEATURE in contents.about.schema.features
+        self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
+
+    def read_all(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
+        """Requests, whose numbers count from `first`. ValueError, with the number, for one that cannot be answered."""
+        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+            raise ValueError(f"the requests are {requests!r:.100}; they must be a list of mappings, one for each user")
+        return [self.read(request, place, unknown) for place, request in enumerate(requests, first)]
+
+    def read(self, request: Request, place: int, unknown: UnknownIds) -> Asked:
+        """A request. ValueError, with its number, if it cannot be answered; values of features are not read here."""
+        if not isinstance(request, Mapping):
+            raise ValueError(f"request {place} is {request!r:.100}; it must be a mapping, such as {{'history': [...]}}")
+        if strange := sorted(set(request) - set(Request.__annotations__), key=str):
+            there = ", ".join(Request.__annotations__)
+            raise ValueError(f"request {place} has the entry {strange[0]!r}; there are: {there}")
+        history, events = _ids(request, "history", place), _list(request, "events", place)
+        user: Any = {} if request.get("user") is None else request["user"]
+        for found in (user, *events):
+            if not isinstance(found, Mapping):
+                raise ValueError(f"request {place}: user or an event is {found!r}; it must be a mapping of features")
+        if events and len(events) != len(history):
+            raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
+        times = _times(request, len(history), place)
+        if times and self._derives_recency:
+            recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
+            unstated = zip(recency, events or [{}] * len(history), strict=True)
+            events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
+        try:
+            items = self.known(history) if unknown == "refuse" else self._places(history)
+        except ValueError as error:
+            raise ValueError(f"request {place}: {error}") from None
+        kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
+        if not kept and not self._about.schema.of("user"):
+            raise ValueError(f"request {place} names no known item; give at least one")
+        return Asked(
+            place,
+            [items[at] for at in kept],
+            user,
+            [events[at] for at in kept] if events else None,
+            [*(times[at] for at in kept), times[-1]] if times and kept else None,
+            self._some(_ids(request, "blocked", place)),
+            None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
+        )
+
+    def known(self, raw_ids: Sequence[str | int]) -> list[int]:
+        """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
+        list of ids, such as a single text."""
+        try:
+            texts = id_texts(as_list(raw_ids))
+        except ValueError as error:
+            raise ValueError(f"the list of ids {error}") from None
+        places = self._places(texts)
+        unknown = list(dict.fromkeys(text for text, place in zip(texts, places, strict=True) if place == UNKNOWN))
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
+            raise ValueError(
+                f"no item of {self._about.source.dataset} has the id {shown}; give raw ids of its "
+                f"{self._about.num_items} items, such as {self._raw_ids[0]!r}"
+            )
+        return list(places)
+
+    def checked(self, history: Sequence[int], place: int) -> Asked:
+        """A history of item indices. ValueError, with its number, for anything else, and for an empty one."""
+        last = self._about.num_items - 1
+        try:
+            items = [whole(item) for item in as_list(history)]
+        except ValueError as error:
+            raise ValueError(
+                f"history {place} is no list of item indices: it or one {error}; item indices go from 0 to {last}"
+            ) from None
+        if not items:
+            raise ValueError(f"history {place} is empty; give at least one item")
+        for item in items:
+            if not 0 <= item <= last:
+                raise ValueError(f"history {place} holds {item}; item indices go from 0 to {last}")
+        return Asked(place, items)
+
+    def _some(self, texts: list[str]) -> list[int]:
+        """Item indices of those ids that are in the corpus."""
+        return [item for item in self._places(texts) if item != UNKNOWN]
+
+    def _places(self, texts: list[str]) -> list[int]:
+        """Item indices, UNKNOWN where no item has the id."""
+        if len(texts) < FEW:
+            return [UNKNOWN if (item := self._raw_ids.find(text)) is None else item for text in texts]
+        return self._places_of_list(tuple(texts)) if len(texts) <= _LONGEST else self._raw_ids.places(texts)
+
+
+def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any]] = as_list) -> list[Any]:
+    """An entry as a list, made by `of`. ValueError, with the request's number, for anything else, such as one text."""
+    found: Any = request.get(entry)
+    if isinstance(found, Set) and entry not in ("allowed", "blocked"):
+        raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
+    try:
+        return [] if found is None else of(found)
+    except ValueError as error:
+        raise ValueError(f"request {place}: {entry} {error}") from None
+
+
+def _ids(request: Request, entry: str, place: int) -> list[str]:
+    """An entry as the texts of its ids."""
+    return _list(request, entry, place, lambda found: id_texts(as_list(found)))
+
+
+def _times(request: Request, length: int, place: int) -> list[int]:
+    """The times of the items of a request's history, and that of the request; empty without timestamps. ValueError,
+    with the request's number, for invalid times or another number of them."""
+    timestamps, time = _list(request, "timestamps", place), request.get("time")
+    if timestamps and len(timestamps) != length:
+        raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
+    try:
+        times = [whole(of) for of in timestamps]
+    except ValueError as error:
+        raise ValueError(f"request {place}: one of its timestamps {error}") from None
+    for before, after in pairwise(times):
+        if after < before:
+            raise ValueError(
+                f"request {place}: its timestamps fall, from {before} to {after}; they must be oldest first"
+            )
+    try:
+        now = times[-1:] if time is None else [whole(time)]
+    except ValueError as error:
+        raise ValueError(f"request {place}: its time {error}") from None
+    if times and now < times[-1:]:
+        raise ValueError(f"request {place}: its time is {now[0]}; its last action was at {times[-1]}")
+    return times and times + now
