@@ -63,7 +63,8 @@ AMAZON = ("hr@10", "hr@50", "hr@200", "hr@500", "mrr")
 COMPONENTS = ("hr@10", "hr@50", "hr@100", "hr@200")
 SPARSE_MOL = {"projection_hidden": 0, "projection_dropout": 0.5, "gate_dropout": 0.5, "gate_input_dropout": 0.5,
               "temperature": 0.1}  # fmt: skip
-"""With the norm and more dropout than the paper, which lose less of the dot product's HR@200 (docs/results.md)."""
+"""With the norm and more dropout than the paper: they lose less of the dot product's HR@200
+(benchmarks/notes/sparse-data.md)."""
 DENSE_MOL = {"gate_dropout": 0.2}
 DENSE = {"mol": DENSE_MOL, "mlp": (512, 0.1), "hidden": 256, "k": 8, "fm": (256, 0.2), "neumf": 0.1}
 SPARSE = {"mol": SPARSE_MOL, "mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (128, 0.3), "neumf": 0.2}

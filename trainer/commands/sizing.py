@@ -26,7 +26,7 @@ RANKED = 20_000
 DROPOUT = "model.item_id_dropout"
 ITEM_ID_DROPOUT = 0.1
 """So that a model learns to rank items by their features alone; it costs the known items nothing that was seen
-(docs/results.md, "Items without history")."""
+(benchmarks/notes/features.md)."""
 
 Sized = Mapping[str, tuple[Any, str]]
 """Settings by name, each with the reason."""

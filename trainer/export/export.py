@@ -218,7 +218,7 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
 
 def about_new_items(about: About) -> str:
     """Why items that are added to an export may hardly be recommended; empty where nothing speaks against it. Without
-    dropout it depends on how much the features say (docs/results.md, "Items without history")."""
+    dropout it depends on how much the features say (benchmarks/notes/features.md)."""
     if not about.schema.of("item"):
         return (
             "the model uses no features of items, so to it all new items are the same, and they will hardly be "

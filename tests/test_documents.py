@@ -1,0 +1,39 @@
+"""Every relative link of the Markdown files leads to a file, and to a heading if it names one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(
+        page
+        for folder in ("benchmarks", "comm", "common", "docs", "examples", "launch", "modules", "serving", "trainer")
+        for page in (ROOT / folder).rglob("*.md")
+    ),
+]
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """Without blocks of code, whose brackets are no links."""
+    return re.sub(r"^```.*?^```$|^    .*?$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
