@@ -112,10 +112,10 @@ class Parts:
             "encoder": [(tower.query_tower.encoder, "forward")],
             "similarity: query tower": [(similarity, "query")],
             "similarity: item tower": [(similarity, "item")],
-            "similarity: loss": [(similarity, "sampled_softmax"), (similarity, "sampled_bce")],
+            "similarity: loss": [(similarity, "sampled_softmax"), (similarity, "sampled_loss")],
         }
         if hindexer is not None:
-            parts["h-indexer"] = [(hindexer, name) for name in ("query", "item", "sampled_softmax", "sampled_bce")]
+            parts["h-indexer"] = [(hindexer, name) for name in ("query", "item", "sampled_softmax", "sampled_loss")]
         with ExitStack() as patches:
             for part, functions in parts.items():
                 for module, name in functions:

@@ -78,7 +78,8 @@ def _convert(hint: Any, value: Any, source: str, key: str) -> Any:
     if origin is types.UnionType:
         tree = value if isinstance(value, Mapping) else {}
         try:
-            hint = class_of_kind(hint, tree.get("kind", arguments[0].kind), tree, key)
+            classes = {cls.kind: cls for cls in arguments}
+            hint = class_of_kind(classes, tree.get("kind", arguments[0].kind), tree, key)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
     if dataclasses.is_dataclass(hint) or origin is dict:
@@ -116,14 +117,8 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def classes_by_kind(union: types.UnionType) -> dict[str, Any]:
-    """Dataclasses by their field `kind`."""
-    return {cls.kind: cls for cls in typing.get_args(union)}
-
-
-def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], key: str) -> Any:
-    """The class of a kind. ValueError for an unknown kind, and for a setting of another kind."""
-    classes = classes_by_kind(union)
+def class_of_kind(classes: Mapping[str, Any], kind: object, names: Iterable[str], key: str) -> Any:
+    """The dataclass of a kind. ValueError for an unknown kind, and for a setting of another kind."""
     if not isinstance(kind, str) or kind not in classes:
         near = nearest(kind, list(classes)) if isinstance(kind, str) else ""
         raise ValueError(f"{key}.kind is {brief(kind)}{near}; it must be one of {', '.join(classes)}")
@@ -135,9 +130,8 @@ def class_of_kind(union: types.UnionType, kind: object, names: Iterable[str], ke
     return classes[kind]
 
 
-def names_of_kind(union: types.UnionType, kind: object) -> set[str]:
+def names_of_kind(classes: Mapping[str, Any], kind: object) -> set[str]:
     """The settings of a kind; of all kinds where there is none of that name."""
-    classes = classes_by_kind(union)
     of_kind = [cls for name, cls in classes.items() if name == kind] or classes.values()
     return {entry.name for cls in of_kind for entry in dataclasses.fields(cls)}
 

@@ -1,12 +1,11 @@
 """Settings of the model. Imports no torch, so that the command line starts fast."""
 
-import typing
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
-from logitmix.common.mappings import classes_by_kind, require, require_from
+from logitmix.common.mappings import require, require_from
+from logitmix.common.plugins import Kinds
 
 from .schema import USER
 
@@ -21,8 +20,8 @@ class SASRecConfig:
     A."""
 
     module = "logitmix.modules.encoders.sasrec:SASRec"
-    kind: Literal["sasrec"] = "sasrec"
-    """sasrec, hstu or pooled; the other settings are those of the kind."""
+    kind: str = "sasrec"
+    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
     blocks: int = 2
     """b: attention blocks."""
     heads: int = 1
@@ -48,8 +47,8 @@ class HSTUConfig:
     encoder."""
 
     module = "logitmix.modules.encoders.hstu:HSTU"
-    kind: Literal["hstu"] = "hstu"
-    """sasrec, hstu or pooled; the other settings are those of the kind."""
+    kind: str = "hstu"
+    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
     blocks: int = 4
     heads: int = 2
     dropout: float = 0.2
@@ -76,8 +75,8 @@ class PooledConfig:
     non-sequential setting)."""
 
     module = "logitmix.modules.encoders.pooled:Pooled"
-    kind: Literal["pooled"] = "pooled"
-    """sasrec, hstu or pooled; the other settings are those of the kind."""
+    kind: str = "pooled"
+    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
     hidden: int = 256
     """Hidden width of the MLP."""
     dropout: float = 0.2
@@ -118,8 +117,12 @@ def _require_length(value: int) -> None:
 
 
 EncoderConfig = SASRecConfig | HSTUConfig | PooledConfig
-"""One class per kind of encoder; others by `register`. `module` names the class that is built from the width and the
-configuration, so that reading settings imports no torch."""
+ENCODERS = Kinds(
+    "encoder",
+    {"sasrec": SASRecConfig, "hstu": HSTUConfig, "pooled": PooledConfig},
+    needs=("module", "dropout", "max_length", "require_width"),
+)
+"""Settings of encoders, by kind. `module`: its class, which is built from the width and the settings."""
 
 
 def sees_times(config: EncoderConfig) -> bool:
@@ -132,7 +135,7 @@ class DotConfig:
     """phi(x, u), the similarity, of kind "dot": a dot product."""
 
     module = "logitmix.modules.similarity.dot:Dot"
-    kind: Literal["dot"] = "dot"
+    kind: str = "dot"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
     """L2-normalize both embeddings, which makes the product a cosine."""
@@ -148,7 +151,7 @@ class MLPConfig:
     """phi(x, u), the similarity, of kind "mlp": a multilayer perceptron of query and item (appendix A)."""
 
     module = "logitmix.modules.similarity.mlp:MLP"
-    kind: Literal["mlp"] = "mlp"
+    kind: str = "mlp"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     hidden: int = 512
     """H: width of the hidden layer."""
@@ -165,7 +168,7 @@ class NeuMFConfig:
     """phi(x, u), the similarity, of kind "neumf": neural matrix factorization (appendix A)."""
 
     module = "logitmix.modules.similarity.neumf:NeuMF"
-    kind: Literal["neumf"] = "neumf"
+    kind: str = "neumf"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     gmf_dim: int = 32
     """G: width of the product of query and item ("GMF")."""
@@ -190,7 +193,7 @@ class DeepFMConfig:
     (appendix A, "FM")."""
 
     module = "logitmix.modules.similarity.deepfm:DeepFM"
-    kind: Literal["deepfm"] = "deepfm"
+    kind: str = "deepfm"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     query_components: int = 8
     """U: groups of the query, MoL's k_u."""
@@ -224,7 +227,7 @@ class MoLConfig:
     """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
     module = "logitmix.modules.similarity.mol:MoL"
-    kind: Literal["mol"] = "mol"
+    kind: str = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True
     """L2-normalize components ("component-level hypersphere embeddings", section 3.3)."""
@@ -276,7 +279,12 @@ class MoLConfig:
 
 
 SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
-"""One class per kind of similarity, as those of encoders."""
+SIMILARITIES = Kinds(
+    "similarity",
+    {"dot": DotConfig, "mlp": MLPConfig, "neumf": NeuMFConfig, "deepfm": DeepFMConfig, "mol": MoLConfig},
+    needs=("module",),
+)
+"""Settings of similarities, as those of encoders."""
 
 
 @dataclass(frozen=True)
@@ -300,8 +308,14 @@ class HIndexerConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    kind: Literal["softmax", "bce"] = "softmax"
-    """Sampled softmax, or the binary cross entropy of the paper's baseline (section 5.1.2)."""
+    """The loss, a sum over positions of a function of the target's score and those of its negatives."""
+
+    module = "logitmix.modules.losses.blockwise:softmax"
+    corrects = True
+    """Whether scores may be corrected by the log of sampling probabilities, as `in_batch` does."""
+    kind: str = "softmax"
+    """Sampled softmax (softmax), the binary cross entropy of the paper's baseline (bce, section 5.1.2), or a plugin's;
+    --model.loss.kind KIND --help lists the settings."""
     negatives: int = 128
     """N: uniform negatives of a group."""
     in_batch: int = 0
@@ -319,11 +333,23 @@ class LossConfig:
         require_from(1, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
         require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
         require_from(0, MOST_NEGATIVES, "model.loss.in_batch", self.in_batch)
-        if self.in_batch and self.kind != "softmax":
+        if self.in_batch and not self.corrects:
             raise ValueError(
                 f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "
                 f"{self.kind}; set model.loss.kind to softmax, or model.loss.in_batch to 0"
             )
+
+
+@dataclass(frozen=True)
+class BCEConfig(LossConfig):
+    module = "logitmix.modules.losses.blockwise:bce"
+    corrects = False
+    kind: str = "bce"
+
+
+LOSSES = Kinds("loss", {"softmax": LossConfig, "bce": BCEConfig}, needs=("module", *LossConfig.__annotations__))
+"""Settings of losses. `module`: a function of positive_T, negative_TN, hit_TN (true where a negative is the target) and
+the settings, which returns the sum of the losses of T positions."""
 
 
 @dataclass(frozen=True)
@@ -371,28 +397,6 @@ def has_user_component(config: ModelConfig) -> bool:
     return isinstance(config.similarity, MoLConfig) and config.similarity.user_component
 
 
-Part = Literal["encoder", "similarity"]
-"""Parts of a model that have kinds."""
-
-
-def register(part: Part, config: Any) -> None:
-    """Adds a kind that another package defines, by the class of its settings, as docs/extending.md describes. To be
-    called before settings are read, in every process: entry points of the groups logitmix.encoder and
-    logitmix.similarity are registered by themselves. ValueError for a kind that there is already."""
-    known = ModelConfig.__annotations__[part]
-    taken = classes_by_kind(known).get(config.kind, config)
-    if taken is not config:
-        raise ValueError(
-            f"model.{part}.kind {config.kind} is taken, by {taken.__name__}; {config.__name__} needs another kind"
-        )
-    ModelConfig.__annotations__[part] = known | config
-
-
-def kinds_of(part: Part) -> Any:
-    """The union of the classes of all kinds, registered ones too."""
-    return typing.get_type_hints(ModelConfig)[part]
-
-
-for _part in typing.get_args(Part):
-    for _entry in entry_points(group=f"logitmix.{_part}"):
-        register(_part, _entry.load())
+ENCODERS.offer(ModelConfig, "encoder")
+SIMILARITIES.offer(ModelConfig, "similarity")
+LOSSES.offer(ModelConfig, "loss")

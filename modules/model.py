@@ -4,8 +4,11 @@ Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
+
+from logitmix.common.plugins import module_of
 
 from .batch import Batch
 from .config import ModelConfig
@@ -65,8 +68,11 @@ class SampledLosses(nn.Module):
         )
 
     def _loss(self, stage: Similarity, query: Side, item: Side, batch: Batch) -> Tensor:
-        sampled = stage.sampled_softmax if self.tower.config.loss.kind == "softmax" else stage.sampled_bce
-        return sampled(query, item, _examples(batch), batch.noise) / batch.total_positions
+        config, examples = self.tower.config.loss, _examples(batch)
+        if config.kind == "softmax":
+            return stage.sampled_softmax(query, item, examples, batch.noise) / batch.total_positions
+        reduce = partial(module_of(config), config=config)
+        return stage.sampled_loss(reduce, query, item, examples, batch.noise) / batch.total_positions
 
 
 def _examples(batch: Batch) -> Examples:

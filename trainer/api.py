@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from logitmix.common.mappings import nearest, require
+from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import fetched_run, naming_urls, path_of, say
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
@@ -32,6 +33,8 @@ from logitmix.trainer.export import export as exporting
 from logitmix.trainer.quiet import quietly
 
 __all__ = ["Retriever", "compare", "evaluate", "export", "prepare", "train"]
+
+load_plugins()
 
 
 @naming_urls()

@@ -25,6 +25,7 @@ except ModuleNotFoundError as absent:  # where only what serving needs was insta
     raise SystemExit(f"logitmix: the command line needs {absent.name}: pip install logitmix") from None
 
 from logitmix.common.mappings import class_of_kind, nearest, require
+from logitmix.common.plugins import load_plugins, references, take_imports
 from logitmix.common.storage import fetched_run, naming_urls, path_of, say, shown
 from logitmix.launch.processes import (
     LOST_PEER,
@@ -38,7 +39,6 @@ from logitmix.launch.processes import (
     remove_logs_of_no_run,
     run_ranks,
 )
-from logitmix.modules.config import kinds_of
 from logitmix.trainer.commands.sizing import AUTO, load_sized, settled
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import (
@@ -82,6 +82,8 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
   doctor                                            what this machine has, and what is missing or does not work
+
+  --import FILE.py | --import MODULE                with every command: a plugin (docs/extending.md)
 
 datasets: {names}
 recipes:  {recipes}"""
@@ -357,7 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(USER_ERROR)
     try:
         with quietly(), naming_urls():
-            command(words[1:])
+            others, given = take_imports(words[1:])
+            load_plugins(given)
+            command(others)
     except ValueError as error:
         if note_mistake(str(error)):
             _tell_others(str(error), USER_ERROR)
@@ -500,14 +504,14 @@ def _words_of_refit(words: list[str]) -> list[str]:
 
 
 def _with_kinds(config: Config, words: list[str]) -> Config:
-    """The recipe with the kinds of similarity and encoder in `words`: which settings exist depends on them."""
+    """The recipe with the kinds that the words choose: which settings exist depends on them."""
     kinds: dict[str, Any] = {}
-    for name, part in KINDS.items():
+    for name, classes in KINDS.items():
         prefix = f"--{name.removesuffix('kind')}"
         flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
         settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
         kinds[name] = _last_value(words, f"--{name}") or flatten(config)[name]
-        class_of_kind(kinds_of(part), kinds[name], settings, prefix.strip("-."))
+        class_of_kind(classes, kinds[name], settings, prefix.strip("-."))
     return with_settings(config, kinds)
 
 
@@ -727,7 +731,8 @@ def _start_ranks(command: str, words: list[str], count: int) -> None:
             raise ValueError(f"--processes is {count}, but a launcher has started {world_size} ranks; leave it out")
     elif count > 1:
         threads = _threads_of_each(count) if command in ("retrieve", "serve") else 1
-        raise SystemExit(run_ranks([command, *words], count, threads, is_server=command == "serve"))
+        plugins = [word for plugin in references() for word in ("--import", plugin)]
+        raise SystemExit(run_ranks([command, *words, *plugins], count, threads, is_server=command == "serve"))
 
 
 def _threads_of_each(count: int) -> int:

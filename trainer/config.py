@@ -20,9 +20,10 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
+from logitmix.common.plugins import Kinds, load_plugins, references
 from logitmix.common.storage import require_no_secrets
-from logitmix.modules.config import ModelConfig, Part, kinds_of, without_user_component
-from logitmix.trainer.schedule import ScheduleName
+from logitmix.modules.config import ENCODERS, LOSSES, SIMILARITIES, ModelConfig, without_user_component
+from logitmix.trainer.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class TrainConfig:
     refit: bool = False
     """When the best checkpoint has been chosen on validation, train anew for as many epochs on the validation actions
     too, in RUN/refit. Export and the evaluation of the test part then take that model."""
-    schedule: ScheduleName = "constant"
+    schedule: str = "constant"
     """How the learning rates change after the warm-up; cosine and linear fall to 0 at the end of all epochs, or of
     train.minutes if that comes first, and wsd falls linearly over the last fifth."""
     warmup_steps: int = 0
@@ -195,6 +196,7 @@ class TrainConfig:
         require(0 <= self.clip < inf, "train.clip", self.clip, "0 or more and finite")
 
 
+SCHEDULES.offer(TrainConfig, "schedule")
 HistoryRule = Literal["auto", "yes", "no"]
 BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
 """Names of the baselines in results, and for people."""
@@ -231,8 +233,10 @@ class EvaluateConfig:
             )
 
 
-KINDS: Mapping[str, Part] = {"model.similarity.kind": "similarity", "model.encoder.kind": "encoder"}
-"""Settings that name a kind, on which the other settings of their section depend, and the part that has the kinds."""
+KINDS: Mapping[str, Kinds] = {
+    "model.similarity.kind": SIMILARITIES, "model.encoder.kind": ENCODERS, "model.loss.kind": LOSSES
+}  # fmt: skip
+"""Settings that name a kind, on which the other settings of their section depend."""
 STARTED = ("model", "tables", "dense", "train", "evaluate")
 """Sections whose settings may differ in the run that is trained first."""
 
@@ -329,18 +333,27 @@ def load_recipe(name: str) -> Config:
 
 
 def load_toml(text: str, source: str) -> Config:
-    """Strict: unknown keys and wrong types are errors that name `source` and the key."""
+    """Imports the plugins that the list `plugins` names. Strict: unknown keys and wrong types are errors that name
+    `source` and the key."""
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid TOML: {error}") from None
+    plugins = tree.pop("plugins", [])
+    require(
+        isinstance(plugins, list) and all(isinstance(name, str) for name in plugins),
+        f"{source}: plugins", plugins, "a list of files and modules",
+    )  # fmt: skip
+    load_plugins(plugins, source)
     return from_mapping(Config, tree, source)
 
 
 def dump_toml(config: Config) -> str:
+    """The settings, and the plugins that this process was given."""
     import tomli_w  # only what writes settings needs it
 
-    return tomli_w.dumps(to_mapping(config))
+    plugins = {"plugins": references()} if references() else {}
+    return tomli_w.dumps(plugins | to_mapping(config))
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:
@@ -400,8 +413,8 @@ def with_start(config: Config, first: Config) -> Config:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any], source: str = "settings") -> Config:
-    """The configuration with these settings on top: {"train.epochs": 8}. If the kind of a similarity or encoder
-    changes, settings that both kinds have are kept. `source` is for errors.
+    """The configuration with these settings on top: {"train.epochs": 8}. If a kind of similarity,
+    encoder or loss changes, settings that both kinds have are kept. `source` is for errors.
 
     Raises ValueError for an unknown setting or an impossible value.
     """
@@ -413,8 +426,8 @@ def with_settings(config: Config, settings: Mapping[str, Any], source: str = "se
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
-        if part := KINDS.get(name.removeprefix("start.")):
-            for other in set(node) - names_of_kind(kinds_of(part), value):
+        if kinds := KINDS.get(name.removeprefix("start.")):
+            for other in set(node) - names_of_kind(kinds, value):
                 del node[other]
         node[key] = list(value) if isinstance(value, tuple) else value
     return from_mapping(Config, tree, source)

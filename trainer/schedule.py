@@ -1,15 +1,15 @@
 """How the learning rates change over a run. Imports no torch.
 
 A schedule is a function of the share of training that has passed, from 0 at the first step to almost 1 at the last: the
-factor of the configured learning rates. A new one is a function here, its name in ScheduleName and a line in SCHEDULES.
+factor of the configured learning rates. A new one is a function and an entry in SCHEDULES.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import cos, pi
-from typing import Literal
+
+from logitmix.common.plugins import Registry
 
 Schedule = Callable[[float], float]
-ScheduleName = Literal["constant", "cosine", "linear", "wsd"]
 
 
 def constant(passed: float) -> float:
@@ -32,13 +32,13 @@ def wsd(passed: float) -> float:
 
 
 DECAY = 0.2
-SCHEDULES: Mapping[ScheduleName, Schedule] = {"constant": constant, "cosine": cosine, "linear": linear, "wsd": wsd}
+SCHEDULES = Registry[Schedule]("schedule", {"constant": constant, "cosine": cosine, "linear": linear, "wsd": wsd})
 
 
-def learning_rate_factor(name: ScheduleName, warmup_steps: int, step: int, total: int, of_time: float = 0.0) -> float:
+def learning_rate_factor(name: str, warmup_steps: int, step: int, total: int, of_time: float = 0.0) -> float:
     """In step `step`, from 1, of `total`: a linear rise over the first steps, then the named schedule over the others,
     or over the training time, of which the share `of_time` has passed, if that ends first."""
     if step <= warmup_steps:
         return step / warmup_steps
     of_steps = (step - 1 - warmup_steps) / (total - warmup_steps)
-    return SCHEDULES[name](min(1.0, max(of_steps, of_time)))
+    return SCHEDULES.find(name)(min(1.0, max(of_steps, of_time)))

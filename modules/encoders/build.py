@@ -1,10 +1,11 @@
 """Configuration -> encoder."""
 
-from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from logitmix.common.plugins import module_of
 
 from ..batch import Packing
 from ..config import EncoderConfig
@@ -22,4 +23,8 @@ class Encoder(Protocol):
 
 
 def build_encoder(dim: int, config: EncoderConfig) -> Any:
-    return resolve_name(config.module)(dim, config)
+    """ValueError for a plugin's that is none."""
+    encoder = module_of(config)(dim, config)
+    if not isinstance(encoder, nn.Module) or not hasattr(encoder, "reset_parameters"):
+        raise ValueError(f"{type(encoder).__name__} of kind {config.kind} is no nn.Module with reset_parameters")
+    return encoder

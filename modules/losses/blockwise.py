@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..config import LossConfig
 from ..noise import Noise
 
 Side = tuple[Tensor, ...]
@@ -107,13 +108,13 @@ def blockwise_loss(
     return _Blockwise.apply(block_loss, blocks, examples, len(query), len(item), *tensors)
 
 
-def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
+def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
     """-log softmax of the target among itself and the negatives (section 3.2)."""
     negative_TN = negative_TN.masked_fill(hit_TN, -torch.inf)
     return (torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T).sum()
 
 
-def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor) -> Tensor:
+def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
     """Binary cross entropy of the target plus the mean over the negatives (the paper's baseline, section 5.1.2)."""
     valid_TN = (~hit_TN).float()
     negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)

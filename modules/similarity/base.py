@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..features import Embedded
 from ..initialize import reset_layers
-from ..losses.blockwise import Examples, bce, blockwise_loss, softmax
+from ..losses.blockwise import Examples, Reduce, blockwise_loss, softmax
 from ..losses.blockwise import Side as Side
 from ..noise import Noise
 
@@ -92,10 +92,11 @@ class Similarity(nn.Module, ABC):
         """
         return blockwise_loss(softmax, self, query, item, examples, noise, self.pair_dropout)
 
-    def sampled_bce(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        """Sum over T positions of the binary cross entropy of the target plus its mean over the negatives (the paper's
-        baseline)."""
-        return blockwise_loss(bce, self, query, item, examples, noise, self.pair_dropout)
+    def sampled_loss(
+        self, reduce: Reduce, query: Side, item: Side, examples: Examples, noise: Noise | None = None
+    ) -> Tensor:
+        """Sum over T positions of another loss, which is `reduce` of the scores."""
+        return blockwise_loss(reduce, self, query, item, examples, noise, self.pair_dropout)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draws initial weights, from the generator only."""

@@ -107,5 +107,5 @@ def test_what_is_of_no_kind_or_of_another_is_refused(tree: object, message: str)
 
 
 def test_a_kind_has_its_settings_and_an_unknown_one_may_have_all() -> None:
-    assert names_of_kind(Circle | Square, "square") == {"kind", "name", "side"}
-    assert names_of_kind(Circle | Square, "squere") == {"kind", "name", "side", "radius"}
+    assert names_of_kind({"circle": Circle, "square": Square}, "square") == {"kind", "name", "side"}
+    assert names_of_kind({"circle": Circle, "square": Square}, "squere") == {"kind", "name", "side", "radius"}

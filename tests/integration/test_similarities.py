@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from small_data import small_config, write_dataset
 
-from logitmix.common.mappings import classes_by_kind
-from logitmix.modules.config import SimilarityConfig
+from logitmix.modules.config import SIMILARITIES
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -29,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
 """Settings of the kinds that are large by default."""
 
 
-@pytest.mark.parametrize("kind", classes_by_kind(SimilarityConfig))
+@pytest.mark.parametrize("kind", SIMILARITIES)
 def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", users=120, items=30, ring=True)
     settings = {"model.similarity.kind": kind, "model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2}

@@ -76,8 +76,9 @@ def sampled_loss(
     """The method of that kind, at another rate of dropout than the similarity's own."""
     similarity = copy(similarity)
     similarity.pair_dropout = pair_dropout
-    loss: Tensor = getattr(similarity, f"sampled_{kind}")(query, item, examples, noise)
-    return loss
+    if kind == "softmax":
+        return similarity.sampled_softmax(query, item, examples, noise)
+    return similarity.sampled_loss(blockwise.bce, query, item, examples, noise)
 
 
 def sides(similarity: Similarity, positions: int, items: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from logitmix.modules.config import (
+    BCEConfig,
     DeepFMConfig,
     DotConfig,
     HIndexerConfig,
@@ -138,5 +139,5 @@ def test_which_encoders_see_times() -> None:
 
 def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:
     with pytest.raises(ValueError, match=r"^model\.loss\.in_batch is 8, .* model\.loss\.kind is bce; set model\.loss"):
-        LossConfig(kind="bce", in_batch=8)
+        BCEConfig(in_batch=8)
     assert LossConfig(in_batch=8).in_batch == 8

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import (
+    LOSSES,
     DeepFMConfig,
     DotConfig,
     HIndexerConfig,
-    LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
@@ -75,7 +75,7 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
         encoder=SASRecConfig(blocks=2, heads=2, dropout=0.3, max_length=9),
         similarity=similarities[similarity],
         hindexer=HIndexerConfig(dim=8, temperature=0.2, weight=0.2),
-        loss=LossConfig(kind=kind, negatives=6, share=share),
+        loss=LOSSES[kind](negatives=6, share=share),
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from logitmix.common.mappings import classes_by_kind
 from logitmix.modules.config import (
+    ENCODERS,
+    LOSSES,
+    SIMILARITIES,
     DotConfig,
     EncoderConfig,
     HSTUConfig,
@@ -18,7 +20,6 @@ from logitmix.modules.config import (
     MoLConfig,
     PooledConfig,
     SASRecConfig,
-    SimilarityConfig,
 )
 from logitmix.trainer import cli, loop
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
@@ -155,8 +156,9 @@ def test_wrong_settings_of_a_table_are_refused(
 
 @pytest.mark.parametrize(
     ("section", "kind"),
-    [("similarity", kind) for kind in classes_by_kind(SimilarityConfig)]
-    + [("encoder", kind) for kind in classes_by_kind(EncoderConfig)],
+    [("similarity", kind) for kind in SIMILARITIES]
+    + [("encoder", kind) for kind in ENCODERS]
+    + [("loss", kind) for kind in LOSSES],
 )
 def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -164,7 +166,7 @@ def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.Captur
     assert stop.value.code == 0
     said = capsys.readouterr().out
     recipe = load_recipe("demo-mol")
-    cls = (classes_by_kind(SimilarityConfig) | classes_by_kind(EncoderConfig))[kind]
+    cls = {**SIMILARITIES, **ENCODERS, **LOSSES}[kind]
     config = replace(recipe, model=replace(recipe.model, **{section: cls()}))
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from logitmix.comm.config import WireConfig
-from logitmix.common.mappings import classes_by_kind, from_mapping
-from logitmix.modules.config import SimilarityConfig
+from logitmix.common.mappings import from_mapping
+from logitmix.modules.config import SIMILARITIES
 from logitmix.trainer.config import (
     Config,
     DataConfig,
@@ -73,7 +73,6 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
         assert getattr(section(**{field: value}), field) == value
 
 
-SIMILARITIES = classes_by_kind(SimilarityConfig)
 CONFIGS = {kind: from_mapping(Config, {"model": {"similarity": {"kind": kind}}}, "here") for kind in SIMILARITIES}
 """All at its default, once for each kind of similarity."""
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from logitmix.common.plugins import plugins
 from logitmix.launch.processes import launched
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import Dataset
@@ -15,14 +16,15 @@ LIBRARIES = ("logitmix", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 def facts_of(command: str, config: Config | None, dataset: Dataset | None, **options: Any) -> dict[str, str]:
-    """The command, the versions, the settings and `options`, and what dataset.json says. Empty where there is one
-    process alone."""
+    """The command, the versions and plugins, the settings and `options`, and what dataset.json says. Empty where there
+    is one process alone."""
     if not launched():
         return {}
     facts = {"the command": command}
     for library in LIBRARIES:
         with suppress(PackageNotFoundError):
             facts[f"the version of {library}"] = version(library)
+    facts |= {f"the plugin {plugin.name}": plugin.version for plugin in plugins()}
     settings = (flatten(config) if config else {}) | {f"--{name.replace('_', '-')}": of for name, of in options.items()}
     facts |= {name: _text(value) for name, value in settings.items() if name not in MAY_DIFFER}
     entries = flatten(dataset.identity()) if dataset else {}

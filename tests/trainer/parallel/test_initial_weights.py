@@ -10,8 +10,7 @@ import torch
 from small_data import small_config, write_dataset
 from torch import Tensor, nn
 
-from logitmix.common.mappings import classes_by_kind
-from logitmix.modules.config import ModelConfig, kinds_of, register
+from logitmix.modules.config import ModelConfig
 from logitmix.modules.initialize import initialized, reset_layers
 from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
@@ -137,12 +136,3 @@ def test_serving_has_the_buffers_that_are_not_saved() -> None:
     served = trained_tower(config, schema, saved.state_dict())
     assert torch.equal(served.query_tower.encoder.scale, torch.full((4,), 2.0))
     assert torch.equal(served.query_tower.encoder.output.weight, saved.query_tower.encoder.output.weight)
-
-
-def test_a_kind_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelConfig, "__annotations__", dict(ModelConfig.__annotations__))
-    for _ in range(2):
-        register("encoder", MaskedConfig)
-    assert classes_by_kind(kinds_of("encoder"))["masked"] is MaskedConfig
-    with pytest.raises(ValueError, match=r"encoder\.kind masked is taken, by MaskedConfig; Other needs another kind"):
-        register("encoder", type("Other", (MaskedConfig,), {}))

@@ -1,0 +1,258 @@
+"""Plugins: registries of what settings choose by name, and the files and modules that add to them.
+
+A plugin adds entries, such as `SCHEDULES["sqrt"] = sqrt`, when it is imported. Users name it by `--import FILE.py` or
+`--import MODULE`, or in the list `plugins` of a TOML file, or import it in Python. An installed package names its
+module in an entry point of the group logitmix.plugins. docs/extending.md has the registries.
+"""
+
+import functools
+import operator
+import sys
+import traceback
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal, TypeVar
+
+from logitmix.common.files import file_digest
+from logitmix.common.mappings import first_line
+
+T = TypeVar("T")
+
+GROUP = "logitmix.plugins"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin that this process has."""
+
+    name: str
+    """Of the installed package, of the module, or of the file."""
+    version: str
+    """Of the package, or the first digits of the file's SHA-256."""
+    reference: str
+    """What `--import` finds it by, the file's absolute path or the module; empty for an installed package, which needs
+    none, and for a script, which would run again."""
+
+
+class Registry(UserDict[str, T]):
+    """What settings choose by name, such as schedules: `REGISTRY[name] = entry` adds one. Instead of the entry it may
+    be "module:attribute", which is imported when it is first needed.
+
+    Raises ValueError for a name that is taken, and for an entry without one of the attributes `needs`.
+    """
+
+    def __init__(self, what: str, ours: Mapping[str, Any], needs: Sequence[str] = ("__call__",)) -> None:
+        """`what`: the word for an entry. `ours`: the entries of logitmix."""
+        super().__init__()
+        self.what, self.needs = what, needs
+        self.plugins: dict[str, Plugin] = {}
+        """Where the others come from."""
+        self._offers: list[tuple[type, str]] = []
+        self.data.update(ours)
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        if self.get(name, entry) is not entry:
+            by = f"the plugin {self.plugins[name].name}" if name in self.plugins else "logitmix"
+            raise ValueError(f"there is a {self.what} {name!r} already, of {by}; choose another name")
+        if not isinstance(entry, str):
+            self.check(name, entry)
+        self.plugins[name] = _registering(sys._getframe(1).f_globals)
+        super().__setitem__(name, entry)
+        self._offer()
+
+    def find(self, name: str) -> T:
+        """The entry of that name. ValueError if its module cannot be imported, or it lacks something."""
+        entry = self[name]
+        if not isinstance(entry, str):
+            return entry
+        found = _named(entry)
+        self.check(name, found)
+        return found
+
+    def offer(self, settings: type, field: str) -> None:
+        """Makes the names the possible values of a field of settings, in TOML and on the command line."""
+        self._offers.append((settings, field))
+        self._offer()
+
+    def _offer(self) -> None:
+        for settings, field in self._offers:
+            settings.__annotations__[field] = self._type()
+
+    def _type(self) -> Any:
+        return Literal[tuple(self)]
+
+    def check(self, name: str, entry: Any) -> None:
+        """ValueError for an entry that lacks something."""
+        for needed in self.needs:
+            if not hasattr(entry, needed):
+                raise ValueError(f"the {self.what} {name!r} has no {needed}; see docs/extending.md")
+
+
+class Kinds(Registry[Any]):
+    """Classes of settings: `REGISTRY["mol"] = MoLConfig`, a frozen dataclass whose field `kind` is "mol". Its attribute
+    `module` is the class or function that works by these settings, or "module:attribute", so that settings are read
+    without importing it."""
+
+    def check(self, name: str, entry: Any) -> None:
+        super().check(name, entry)
+        if not is_dataclass(entry) or getattr(entry, "kind", None) != name:
+            raise ValueError(
+                f"the {self.what} {name!r} is not a dataclass of settings with kind: str = {name!r}; see "
+                "docs/extending.md"
+            )
+
+    def _type(self) -> Any:
+        for settings in self.values():
+            settings.__annotations__["kind"] = super()._type()
+        return functools.reduce(operator.or_, self.values())
+
+
+def module_of(settings: Any) -> Any:
+    """The class or function that works by these settings of a kind. ValueError where there is none, and for a class
+    that lacks methods."""
+    # Of the class, because a function would be bound to the instance.
+    module = _named(type(settings).module)
+    if missing := getattr(module, "__abstractmethods__", ()):
+        raise ValueError(f"{module.__name__} of kind {settings.kind} lacks {', '.join(sorted(missing))}")
+    return module
+
+
+def _named(reference: Any) -> Any:
+    """What "module:attribute" names; anything else is itself."""
+    if not isinstance(reference, str):
+        return reference
+    try:
+        return resolve_name(reference)
+    except AttributeError as error:
+        raise ValueError(f"there is no {reference}: {first_line(error)}") from None
+
+
+_loaded: dict[str, Plugin] = {}
+"""By name."""
+_importing: list[Plugin] = []
+"""What is being imported: all that its modules register is its own."""
+
+
+def plugins() -> list[Plugin]:
+    """Those that this process has, in the order of their names."""
+    return [_loaded[name] for name in sorted(_loaded)]
+
+
+def references() -> list[str]:
+    """By which `--import` finds them, where they need it."""
+    return [plugin.reference for plugin in plugins() if plugin.reference]
+
+
+def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
+    """Imports the installed plugins, and those given as files or modules, unless this process has them. A file that is
+    not there may be another of its name that was loaded, as on another host.
+
+    Raises ValueError, with `source` for those given, for a plugin that is not there, and for an exception in one, with
+    file and line.
+    """
+    for entry in entry_points(group=GROUP):
+        _import_module(entry.module, f"the plugin {entry.name}, which is installed")
+    for name in given:
+        if not name.endswith(".py"):
+            _import_module(name, source)
+        elif Path(name).is_file() or Path(name).name not in _loaded:
+            _import_file(Path(name), source)
+
+
+def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line without `--import PLUGIN`, and these plugins. ValueError for one without a value."""
+    left: list[str] = []
+    given: list[str] = []
+    coming = iter(words)
+    for word in coming:
+        flag, equals, value = word.partition("=")
+        if flag != "--import":
+            left.append(word)
+            continue
+        value = value if equals else next(coming, "")
+        if not value or value.startswith("-"):
+            raise ValueError("--import needs a plugin: --import FILE.py, or --import MODULE")
+        given.append(value)
+    return left, given
+
+
+def _import_module(name: str, source: str) -> None:
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError:  # of a package around it
+        spec = None
+    except Exception as error:
+        raise ValueError(f"{source}: {_said(error, '')}") from None
+    if spec is None:
+        raise ValueError(f"{source}: there is no module {name}; pip install it, or give a file: --import FILE.py")
+    file = spec.origin or ""
+    _import(_plugin(name, file), file, source, lambda: import_module(name))
+
+
+def _import_file(path: Path, source: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{source}: there is no plugin {path}; give its place: --import PLACE/{path.name}")
+    path = path.resolve()
+    name = f"logitmix_plugin_{path.stem}"
+    plugin = _plugin(name, str(path))
+    if (other := _loaded.get(plugin.name)) and other.version == plugin.version:
+        return
+    if other:
+        raise ValueError(f"{source}: {path} is another plugin than the {path.name} that is loaded; rename one of them")
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    # Dataclasses look up their module there.
+    module = sys.modules[name] = module_from_spec(spec)
+    _import(plugin, str(path), source, partial(spec.loader.exec_module, module))
+
+
+def _import(plugin: Plugin, file: str, source: str, run: Callable[[], object]) -> None:
+    _importing.append(plugin)
+    try:
+        run()
+    except Exception as error:
+        raise ValueError(f"{source}: {_said(error, file)}") from None
+    finally:
+        _importing.clear()
+    _loaded[plugin.name] = plugin
+
+
+def _said(error: Exception, file: str) -> str:
+    """File and line of an error in a plugin, and its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+    place = f"{frame.filename}:{frame.lineno}"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{place}: {kind}{first_line(error)}"
+
+
+def _registering(caller: Mapping[str, Any]) -> Plugin:
+    """The plugin that registers something: the one that is being imported, or else the calling module."""
+    if _importing:
+        return _importing[0]
+    plugin = _plugin(caller["__name__"], caller.get("__file__") or "")
+    return _loaded.setdefault(plugin.name, plugin)
+
+
+def _plugin(module: str, file: str) -> Plugin:
+    """What is known of a module, from where it was installed, or else from its file."""
+    package = module.partition(".")[0]
+    for entry in entry_points(group=GROUP):
+        if entry.module.partition(".")[0] == package and entry.dist is not None:
+            return Plugin(entry.dist.name, entry.dist.version, "")
+    with suppress(PackageNotFoundError):
+        return Plugin(package, version(package), module)
+    digest = file_digest(Path(file))[:12] if file else ""
+    if "." in module or Path(file).stem == "__init__":
+        return Plugin(module, digest, module)
+    return Plugin(Path(file).name or module, digest, "" if module == "__main__" else file)

@@ -1,0 +1,160 @@
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from logitmix.common import plugins
+from logitmix.common.mappings import from_mapping
+from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, take_imports
+from logitmix.trainer.schedule import SCHEDULES
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing stays registered."""
+    monkeypatch.setattr(plugins, "_loaded", {})
+    before = dict(SCHEDULES.data)
+    yield
+    SCHEDULES.data = before
+    SCHEDULES._offer()
+    for name in [name for name in sys.modules if name.startswith("logitmix_plugin_")]:
+        del sys.modules[name]
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+HALF = "from logitmix.trainer.schedule import SCHEDULES\nSCHEDULES['half'] = lambda passed: 0.5\n"
+
+
+def test_a_file_is_loaded_once_and_is_known_by_its_digest(tmp_path: Path) -> None:
+    file = written(tmp_path / "half.py", HALF)
+    for _ in range(2):
+        load_plugins([file])
+    assert SCHEDULES.find("half")(0.1) == 0.5
+    (plugin,) = plugins.plugins()
+    assert (plugin.name, plugin.reference, len(plugin.version)) == ("half.py", file, 12)
+    assert SCHEDULES.plugins["half"] is plugin and "cosine" not in SCHEDULES.plugins
+    # On another host, where it is elsewhere, another copy was given.
+    load_plugins([str(tmp_path / "elsewhere/half.py")])
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"other/half\.py is another plugin than the half\.py that is loaded; rename"):
+        load_plugins([written(tmp_path / "other/half.py", HALF.replace("0.5", "0.25"))])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            HALF.replace("half", "cosine"),
+            r"half\.py:2: there is a schedule 'cosine' already, of logitmix; choose",
+        ),
+        (HALF + HALF, r"half\.py:4: there is a schedule 'half' already, of the plugin half\.py; choose another name"),
+        (HALF.replace("lambda passed: 0.5", "0.5"), r"half\.py:2: the schedule 'half' has no __call__; see docs/ext"),
+        ("\n1 / 0", r"half\.py:2: ZeroDivisionError: division by zero"),
+        ("\nhalf = (", r"half\.py:2: SyntaxError: '\(' was never closed"),
+        ("import numpy\nnumpy.array([[1], [1, 2]])", r"half\.py:2: setting an array element with a sequence"),
+        ("import of_nobody", r"half\.py:1: ModuleNotFoundError: No module named 'of_nobody'"),
+    ],
+)
+def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^--import: .*{message}"):
+        load_plugins([written(tmp_path / "half.py", text)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "there/is/none.py",
+            r"^run/config\.toml: there is no plugin there/is/none\.py; give its place: --import P",
+        ),
+        (
+            "of_nobody",
+            r"^run/config\.toml: there is no module of_nobody; pip install it, or give a file: --import FILE",
+        ),
+        ("of_nobody.at_all", r"^run/config\.toml: there is no module of_nobody\.at_all; pip install it, or give a"),
+    ],
+)
+def test_a_plugin_that_is_not_there_is_named(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_plugins([given], "run/config.toml")
+
+
+def test_a_module_that_a_program_imports_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path / "own_half.py", HALF)
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("own_half")
+    assert [plugin.reference for plugin in plugins.plugins()] == plugins.references() == [file]
+    # A run names it by its file; it is not loaded anew.
+    load_plugins([file])
+    del sys.modules["own_half"]
+
+
+def test_a_package_that_is_installed_needs_no_import(tmp_path: Path) -> None:
+    folder = tmp_path / "own-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.2\n")
+    (folder / "entry_points.txt").write_text("[logitmix.plugins]\nany = own_half\n")
+    written(tmp_path / "own_half.py", HALF)
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+from logitmix.common import plugins
+plugins.load_plugins()
+from logitmix.trainer.schedule import SCHEDULES
+print(plugins.plugins(), plugins.references(), SCHEDULES.find("half")(1))
+"""
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == f"{[Plugin('own', '1.2', '')]} [] 0.5"
+
+
+def test_an_entry_may_be_imported_when_it_is_needed() -> None:
+    registry = Registry[object]("thing", {"path": "pathlib:Path", "none": "pathlib:Nothing", "no": "pathlib:__doc__"})
+    assert registry.find("path") is Path
+    with pytest.raises(ValueError, match=r"^there is no pathlib:Nothing: "):
+        registry.find("none")
+    with pytest.raises(ValueError, match=r"^the thing 'no' has no __call__"):
+        registry.find("no")
+
+
+@dataclass(frozen=True)
+class Round:
+    kind: str = "round"
+    radius: int = 1
+
+
+@dataclass(frozen=True)
+class Square:
+    kind: str = "square"
+    side: int = 1
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: Round = Round()
+    color: str = "red"
+
+
+def test_what_is_registered_later_can_be_chosen() -> None:
+    shapes, colors = Kinds("shape", {"round": Round}, needs=()), Registry[int]("color", {"red": 1}, needs=())
+    shapes.offer(Drawing, "shape")
+    colors.offer(Drawing, "color")
+    tree = {"shape": {"kind": "square", "side": 2}, "color": "blue"}
+    with pytest.raises(ValueError, match=r"^here: shape\.kind is 'square'"):
+        from_mapping(Drawing, tree, "here")
+    shapes["square"], colors["blue"] = Square, 2
+    assert from_mapping(Drawing, tree, "here") == Drawing(Square(side=2), "blue")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^the shape 'circle' is not a dataclass of settings with kind: str"):
+        shapes["circle"] = Round
+
+
+def test_words_without_the_plugins() -> None:
+    assert take_imports(["a", "--import", "x.py", "-k", "3", "--import=y"]) == (["a", "-k", "3"], ["x.py", "y"])
+    for words in ("--import", "--import --json", "--import="):
+        with pytest.raises(ValueError, match=r"^--import needs a plugin: --import FILE\.py, or --import MODULE$"):
+            take_imports(words.split())
