@@ -1,6 +1,8 @@
-"""Every relative link of the Markdown files leads to a file, and to a heading if it names one."""
+"""Every relative link of the Markdown files leads to a file, and to a heading if it names one. Diagrams are those of
+their script."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_diagrams_are_those_of_the_script() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))
+    for name in ("system", "training_step"):
+        assert drawn[name]() == (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
