@@ -1,6 +1,7 @@
 # make install   the environment, in .venv
 # make train     the demo from nothing: prepare, train on two processes (or all GPUs), evaluate, export, retrieve
 # make test      lint and the tests: what a change must pass
+# make quick     the tests that start no process and train no run, up to three cases of each: a minute
 # make lint      ruff, mypy, import-linter
 # make soak      the long proofs
 # make gpu       proves a machine with NVIDIA GPUs and measures it, into docs/gpu.md
@@ -19,7 +20,7 @@ HISTORY := item-0000,item-0001,item-0002
 # torchx starts the python that it finds here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: install train test lint soak gpu
+.PHONY: install train test quick lint soak gpu
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -58,12 +59,15 @@ train: install data/demo/dataset.json
 data/demo/dataset.json: | install
 	logitmix prepare demo --out data/demo
 
-# A file's tests stay in one process: what they share is made once.
+# Two processes begin with half of the tests each, in order, so that what a file's tests share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist worksteal)
+
+quick: install
+	pytest -m quick --durations 10
 
 soak: install
-	pytest -m $(if $(filter cuda,$(ACCELERATOR)),slow,'slow and not gpu') --timeout 3600
+	pytest -m '(slow or hypothesis)$(if $(filter cuda,$(ACCELERATOR)),, and not gpu)' --hypothesis-profile many --timeout 3600
 
 gpu:
 	@nvidia-smi >/dev/null 2>&1 || { echo 'make gpu: no NVIDIA GPU here; nvidia-smi finds none.' >&2; exit 1; }

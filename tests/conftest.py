@@ -1,19 +1,75 @@
 import gc
+import inspect
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
+from hypothesis import settings
 from leftovers import listening, living
 
+HERE = str(Path(__file__).parent)
+LONG = {"compiled", "fork", "jobs", "subprocess", "train", "two_ranks"}
+"""Names in the code of tests that start processes, train runs or compile kernels."""
 TO_END = 5.0
 """Seconds for the last test's processes to end."""
 OTHERS = ("torchelastic_*", "torchx_*", "torchinductor_*", "pymp-*", ".ses")
 """What torchrun, torchx, torch, Python's multiprocessing and onnxruntime keep among temporary files."""
+
+settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("many", max_examples=500, deadline=None)
+settings.load_profile("few")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as quick up to three cases of each test that is not long."""
+    of_tests: dict[Any, list[pytest.Function]] = {}
+    for item in items:
+        if not _is_long(item):
+            of_tests.setdefault(item.function, []).append(item)
+    for cases in of_tests.values():
+        for item in cases[:: -(-len(cases) // 3)]:
+            item.add_marker("quick")
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Whether the test, its fixtures or the tests' own functions that they call name something LONG."""
+    if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, ("gpu", "slow"))):
+        return True
+    known = item._fixtureinfo.name2fixturedefs
+    fixtures = [fixture.func for name in item.fixturenames for fixture in known.get(name, ())]
+    return bool(_names((item.function, *fixtures)) & LONG)
+
+
+@cache
+def _names(functions: tuple[Callable[..., Any], ...]) -> set[str]:
+    names, seen, left = set[str](), set[Any](), list[Any](functions)
+    while left:
+        function = left.pop()
+        function = inspect.unwrap(function.hypothesis.inner_test if hasattr(function, "hypothesis") else function)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        if function.__code__.co_filename.startswith(HERE):
+            seen.add(function)
+            found = set(_names_in(function.__code__))
+            names |= found
+            left += [function.__globals__.get(name) for name in found]
+    return names
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from fp8_cases import BAD, FORMATS, LAYOUTS, dressed, grouped_rows
-from hypothesis import given, settings
+from hypothesis import given
 
 from logitmix.comm import fp8, fp8_c, fp8_plain
 from logitmix.comm.fp8 import dequantize_rowwise, quantize_rowwise
@@ -47,7 +47,6 @@ def error_bound(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, st
     return bound + exact.abs() * 2**-22 + 2**-149 + saturated
 
 
-@settings(max_examples=500, deadline=None)
 @given(case=grouped_rows(finite=True), dtype=st.sampled_from(FORMATS), seed=SEEDS)
 def test_error_stays_within_the_bound(
     case: tuple[torch.Tensor, list[int]], dtype: torch.dtype, seed: int | None
@@ -60,7 +59,6 @@ def test_error_stays_within_the_bound(
     assert ((received.double() - rows.double()).abs() <= bound).all()
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=grouped_rows(finite=True))
 def test_scale_is_the_largest_rounded_up(case: tuple[torch.Tensor, list[int]]) -> None:
     rows, widths = case
@@ -72,7 +70,6 @@ def test_scale_is_the_largest_rounded_up(case: tuple[torch.Tensor, list[int]]) -
         assert (s[:, 0] == 0).eq(amax == 0).all()
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     case=grouped_rows(finite=True),
     dtype=st.sampled_from(FORMATS),
@@ -249,7 +246,6 @@ def test_where_there_is_a_compiler_its_library_serves() -> None:
     assert fp8.backend("cpu") == "c", "the C part was not built: install again, and read what the compiler said"
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     case=grouped_rows(),
     dtype=st.sampled_from(FORMATS),
@@ -268,7 +264,6 @@ def test_c_gives_the_bytes_of_the_plain_path(
     assert wide[:, :2].count_nonzero() == wide[:, 2 + rows.shape[1] :].count_nonzero() == 0
 
 
-@settings(max_examples=200, deadline=None)
 @given(scale=st.integers(0, 0x7F7F), dtype=st.sampled_from(FORMATS), D=st.integers(1, 256))
 def test_c_reads_any_byte_as_the_plain_path_does(scale: int, dtype: torch.dtype, D: int) -> None:
     wire = torch.cat([torch.arange(256)[-D:], torch.tensor([scale & 0xFF, scale >> 8])]).to(torch.uint8).unsqueeze(0)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -180,7 +180,6 @@ def shapes(draw: st.DrawFn) -> tuple[int, Examples]:
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
 @pytest.mark.parametrize("similarity", SIMILARITIES)
-@settings(max_examples=100, deadline=None)
 @given(shape=shapes(), gate_dropout=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 10))
 def test_equals_the_sum_without_blocks(
     kind: Kind, similarity: str, shape: tuple[int, Examples], gate_dropout: float, seed: int

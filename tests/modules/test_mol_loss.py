@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -151,7 +151,6 @@ def cases(draw: st.DrawFn) -> Case:
     return replace(case, log_q_V=log_q_V) if draw(st.booleans()) else case
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=cases(), at=st.sampled_from(LEVELS or [0]), tile=st.sampled_from([1, 2, 3, 8, 1024]))
 def test_equals_the_dense_sum(case: Case, at: int, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

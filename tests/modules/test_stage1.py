@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +37,6 @@ def assert_same(found: Found, expected: Found) -> None:
 
 @needs_library
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_form_is_the_definition(level: int, data: st.DataObject) -> None:
     X, H, B = (data.draw(st.integers(1, most)) for most in (700, 70, 19))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_models import LENGTH, SmallModel, brute_force, export_small, in_order, random_histories, raw_ids, small_model
 from torch import Tensor
@@ -147,7 +147,6 @@ def test_equal_scores_come_by_index(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 scores = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -1.5]) | scores, min_size=1, max_size=40), st.integers(1, 50))
 def test_keys_order_as_scores_then_indices(values: list[float], k: int) -> None:
     expected = sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))[:k]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -140,7 +140,6 @@ def part(whole: Packing, first: int, last: int) -> Packing:
     return Packing(whole.lengths_B[first:last], start + of_T.start, whole.time_T[of_T], whole.asked_T[of_T])
 
 
-@settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), max_size=5))
 @torch.no_grad()
 def test_a_sequence_does_not_see_the_others(lengths: list[int]) -> None:
@@ -306,7 +305,6 @@ def test_compiled_equals_plain(lengths: list[int], heads: int, width: int, times
     assert_same(tensors, packing(lengths))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 70), max_size=6),
     heads=st.integers(1, 3),
@@ -376,7 +374,6 @@ def test_any_times_are_in_some_bucket(latest: int, level: int) -> None:
     assert_same(inputs(lengths, 2, 8, 40, True), Packing(torch.tensor(lengths), 0, time_T, asked_T))
 
 
-@settings(max_examples=200, deadline=None)
 @given(gaps=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50))
 def test_compiled_buckets_are_those_of_torch(gaps: list[int]) -> None:
     """A position that sees itself alone has the score of its bucket's bias."""

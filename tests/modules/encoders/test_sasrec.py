@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -110,7 +110,6 @@ def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None)
         torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), max_size=5))
 @torch.no_grad()
 def test_a_sequence_does_not_see_the_others(lengths: list[int]) -> None:

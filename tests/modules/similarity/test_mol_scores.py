@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -181,7 +181,6 @@ def rounded(x: Tensor, steps: int) -> Tensor:
     return (x / scale).round() * scale
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5),
     X=st.integers(1, 40),

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from small_data import in_memory
 
@@ -326,7 +326,6 @@ def test_ranking_users_are_all_who_have_a_target_and_a_history(
     assert {users.history.dtype, users.lengths.dtype, users.target.dtype} == {np.dtype(np.int64)}
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), seed=st.integers(0, 100), share=st.floats(0.05, 0.45)
 )
@@ -392,7 +391,6 @@ def test_batches_of_ranking_users_are_consecutive(size: int) -> None:
     assert all(len(part.history) == part.lengths.sum() and isinstance(part, RankingUsers) for part in parts)
 
 
-@settings(max_examples=100, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 6)), max_size=8))
 def test_ranges_are_those_of_each_pair_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
     starts, lengths = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in (0, 1))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitmix.modules.schema import Feature, Kind, Owner, Table
@@ -346,7 +346,6 @@ value = (
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.none() | value, min_size=1), st.lists(st.none() | st.lists(value)), st.integers(1, 3))
 def test_any_text_comes_back(single: list[str | None], lists: list[list[str] | None], min_count: int) -> None:
     joined = [None if row is None else "|".join(row) for row in lists]

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reading import decoded
 from rich.console import Console
@@ -555,7 +555,6 @@ ids = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"),
 triples = st.tuples(ids, ids, st.integers(-5, 5) | st.integers(1 - 2**62, 2**62 - 1))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(triples, min_size=1, max_size=40))
 def test_any_table_comes_back_without_its_duplicates(actions: list[tuple[str, str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from reading import PROGRESS, file_of, listed
 from rich.console import Console
@@ -96,7 +96,6 @@ pieces = st.sampled_from([*ROWS, *ENDS, *PARTS, "\ufeff".encode()])
 texts = st.lists(pieces, max_size=25).map(b"".join)
 
 
-@settings(max_examples=200, deadline=None)
 @given(texts, st.sampled_from([",", ";"]), st.integers(1, 40))
 @example(b'1,2,3\n4,"5\n6",7\n', ",", 9)
 def test_every_text_is_read_as_the_csv_module_reads_it(body: bytes, delimiter: str, block: int) -> None:
@@ -107,7 +106,6 @@ def test_every_text_is_read_as_the_csv_module_reads_it(body: bytes, delimiter: s
     assert tuple(found) == expected(content, delimiter)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.text('ab,;"\n é', max_size=5), min_size=2, max_size=4), max_size=30),
     st.integers(64, 200),

@@ -4,7 +4,7 @@ from decimal import Decimal
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitmix.trainer.data.times import (
@@ -74,7 +74,6 @@ def test_texts(text: str | None, seconds: int | None) -> None:
 zones = st.none() | st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.datetimes(datetime(1000, 1, 1), datetime(9000, 1, 1), timezones=zones)), st.sampled_from("T "))
 def test_what_python_writes_is_read(times: list[datetime], separator: str) -> None:
     texts = pa.array([time.isoformat(separator) for time in times], pa.string())

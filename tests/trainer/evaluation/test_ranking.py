@@ -107,7 +107,7 @@ def ranked(scores: list[list[float]], targets: list[int], histories: list[list[i
 VALUES = st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0, INF, NAN])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), items=st.integers(1, 8), users=st.integers(1, 4))
 def test_ranks_are_those_counted_by_hand_with_ties_infinities_and_nan(
     ranks: Ranks, data: st.DataObject, items: int, users: int
