@@ -8,6 +8,7 @@ import pytest
 
 OF_A_BLOCK = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory that one block can have, bytes, by compute capability."""
+EACH = pytest.mark.parametrize("compute_capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 
 
 def compiled(

@@ -1,9 +1,10 @@
-"""Holds the Triton codec to the plain path's bytes: `python triton_checks.py` does it in Triton's interpreter.
+"""Holds the Triton codec to the plain path's bytes: `python triton_checks.py few|all` does it in Triton's interpreter.
 
 A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
 """
 
 import os
+import sys
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -93,12 +94,12 @@ def check_empty(device: str) -> None:
         fp8_triton.dequantize(wire, FORMATS[0], [W], torch.empty(R, W, device=device))
 
 
-def check_all(device: str, examples: int) -> None:
+def check_all(device: str, few: bool = False) -> None:
     check_empty(device)
     check_every_byte(device)
     check_every_kind_of_number(device)
-    check_rows(device, examples)
+    check_rows(device, 5 if few else 100)
 
 
 if __name__ == "__main__":
-    check_all("cpu", examples=100)
+    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,9 +1,10 @@
-"""Holds stage 1 in Triton to its definition: `python stage1_triton_checks.py` does it in the interpreter.
+"""Holds stage 1 in Triton to its definition: `python stage1_triton_checks.py few|all` does it in the interpreter.
 
 A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
 """
 
 import os
+import sys
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -146,7 +147,7 @@ def check_few_allowed(device: str) -> None:
         assert ways == ["top", "_plain"]  # of the expectation
 
 
-def check_all(device: str, examples: int) -> None:
+def check_all(device: str, few: bool = False) -> None:
     with mock.patch.object(stage1, "SMALLEST_SAMPLE", 8):
         stage1._sample_on.cache_clear()
         check_sizes(device)
@@ -155,9 +156,9 @@ def check_all(device: str, examples: int) -> None:
         check_misleading_samples(device)
         check_equal_scores(device)
         check_few_allowed(device)
-        check_cases(device, examples)
+        check_cases(device, 5 if few else 100)
         stage1._sample_on.cache_clear()
 
 
 if __name__ == "__main__":
-    check_all("cpu", examples=30)
+    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,25 +1,17 @@
-import subprocess
-import sys
-from pathlib import Path
+from itertools import product
+from operator import itemgetter
 
 import pytest
 import torch
-from gpu_targets import OF_A_BLOCK, compiled
+from gpu_targets import EACH, OF_A_BLOCK, compiled
+from sampling import one_of_each
 
 from logitmix.modules import stage1
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 
-CHECKS = Path(__file__).with_name("stage1_triton_checks.py")
 
-
-def test_triton_finds_what_the_definition_does_in_the_interpreter() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", str(CHECKS)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("compute_capability", OF_A_BLOCK)
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("queries", [8, 16, 64])
+@EACH
+@pytest.mark.parametrize(("filtered", "queries"), one_of_each(product((False, True), (8, 16, 64)), itemgetter(0)))
 def test_the_kernels_fit_gpus_that_are_not_here(compute_capability: int, filtered: bool, queries: int) -> None:
     """Width 64: the corpus is read 16 bytes at a time, and scored by tensor cores."""
     from logitmix.modules import stage1_triton
@@ -47,7 +39,7 @@ def test_the_kernels_fit_gpus_that_are_not_here(compute_capability: int, filtere
 def test_triton_finds_what_the_definition_does_on_the_device() -> None:
     from stage1_triton_checks import check_all
 
-    check_all("cuda", examples=200)
+    check_all("cuda")
 
 
 @pytest.mark.gpu
