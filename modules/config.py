@@ -226,7 +226,7 @@ def _require_projection_hidden(value: int) -> None:
 class MoLConfig:
     """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
-    module = "logitmix.modules.similarity.mol:MoL"
+    module = "logitmix.modules.similarity.mol:mixture_of_logits"
     kind: str = "mol"
     """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
     normalize: bool = True

@@ -30,8 +30,7 @@ PREFERENCE = 4.0
 
 class MoL(Similarity):
     """phi(x, u) = sum over (u, i) of pi_ui(x, u) <f_u(u), g_i(x)> / tau, with decomposed gating (section 3.2): pi is a
-    softmax of SiLU(uw xw + cw), each weight from an MLP of query, item and logits. With joint gating it is a softmax of
-    one MLP of all three, whose first layer is a sum of three parts. That form has no compiled loss and scores.
+    softmax of SiLU(uw xw + cw), each weight from an MLP of query, item and logits.
 
     Precision: projections, logits, gating MLPs, SiLU and the gates' softmax run in the dtype that autocast sets, as
     in section 4.3. L2 norms are FP32, and the weighted sum over components accumulates and ends in FP32: there are few
@@ -46,19 +45,18 @@ class MoL(Similarity):
         self.query_projection = Projection(dim, hidden, U - config.user_component, C)
         self.user_map = Linear(dim, C, bias=False) if config.user_component else None
         self.item_projection = Projection(dim, 0 if config.item_projection_linear else hidden, I, C)
-        H, M = config.gate_hidden, U * I
-        if config.gating == "joint":
-            # The first layer of one MLP of [query, item, logits], in three parts.
-            self.query_gate: nn.Module = Linear(dim, H)
-            self.item_gate: nn.Module = Linear(dim, H, bias=False)
-            self.cross_gate = nn.Sequential(Linear(M, H, bias=False), nn.SiLU(), Linear(H, M))
-        else:
-            self.query_gate = _gate(dim, H, M, bias=False)
-            self.item_gate = _gate(dim, H, M, bias=False)
-            self.cross_gate = _gate(M, H, M, bias=True)
+        self.query_gate, self.item_gate, self.cross_gate = self._make_gates(dim, config.gate_hidden, U * I)
         self.dim = dim
         self.query_features: Compressed | None = None
         self.item_features: Compressed | None = None
+
+    def _make_gates(self, dim: int, hidden: int, M: int) -> tuple[nn.Module, nn.Module, nn.Sequential]:
+        """The MLPs of query, item and logits, drawn in this order."""
+        return (
+            _gate(dim, hidden, M, bias=False),
+            _gate(dim, hidden, M, bias=False),
+            _gate(M, hidden, M, bias=True),
+        )
 
     def use_features(self, of_query: int, of_item: int) -> None:
         """Gives each feature its own component, which is compressed together with the others; not the user's id where
@@ -89,8 +87,8 @@ class MoL(Similarity):
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [T, U, C], already divided by tau, and gating weights [T, M], or with joint gating the query's
-        part of the hidden layer [T, H]. With a component of the user's id, its embedding is the last group [T, D]."""
+        """Components [T, U, C], already divided by tau, and gating weights [T, M]. With a component of the
+        user's id, its embedding is the last group [T, D]."""
         components = self.query_projection(query_TD)
         if self.user_map is not None:
             *groups, user_TD = groups
@@ -102,8 +100,7 @@ class MoL(Similarity):
         return self._scaled(components, 1 / self.config.temperature), weights
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [N, I, C] and gating weights [N, M], or the item's part of the hidden layer [N, H]; both depend on
-        the item alone, so serving caches them."""
+        """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
         dropped_ND = item_ND
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
@@ -149,8 +146,6 @@ class MoL(Similarity):
         return self.config.query_components * self.config.item_components + self.config.gate_hidden
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        if self.config.gating == "joint":
-            return super().sampled_softmax(query, item, examples, noise)
         rate = self.pair_dropout
         dropout = GateDropout(noise, rate, examples.row_T) if noise and rate else None
         fused = mol_sampled_softmax(
@@ -193,9 +188,6 @@ class MoL(Similarity):
         }
 
     def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
-        """`mol_scores`, which has no joint gating."""
-        if self.config.gating == "joint":
-            return None
         return mol_scores(query, item, self.pair_parameters(), item_P, bounds)
 
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
@@ -206,13 +198,12 @@ class MoL(Similarity):
 
     def _gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
         """The gates of logits [..., M], a distribution over the M components."""
-        if self.config.gating == "joint":
-            first, silu, last = self.cross_gate
-            combined = last(silu(first(logits) + query_weights + item_weights))
-        else:
-            combined = F.silu(torch.addcmul(self.cross_gate(logits), query_weights, item_weights))
+        combined = self._combined(logits, query_weights, item_weights)
         with torch.autocast(combined.device.type, enabled=False):
             return F.softmax(combined, dim=-1)
+
+    def _combined(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
+        return F.silu(torch.addcmul(self.cross_gate(logits), query_weights, item_weights))
 
     def _mix(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor, dropout: PairDropout | None) -> Tensor:
         pi = self._gates(logits, query_weights, item_weights)
@@ -223,6 +214,31 @@ class MoL(Similarity):
             # The gates stay a distribution: those that dropout keeps are renormalized.
             mixed = mixed / pi.sum(-1, dtype=torch.float32).clamp(min=1e-6)
         return mixed
+
+
+class JointMoL(MoL):
+    """MoL with joint gating: pi is a softmax of one MLP of query, item and logits. Its first layer is a sum of three
+    parts, so the gating weights of a side are its part of the hidden layer, [T, H] or [N, H]. Loss and scores are in
+    plain torch."""
+
+    def _make_gates(self, dim: int, hidden: int, M: int) -> tuple[nn.Module, nn.Module, nn.Sequential]:
+        last = nn.Sequential(Linear(M, hidden, bias=False), nn.SiLU(), Linear(hidden, M))
+        return Linear(dim, hidden), Linear(dim, hidden, bias=False), last
+
+    def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
+        return Similarity.sampled_softmax(self, query, item, examples, noise)
+
+    def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
+        return None
+
+    def _combined(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
+        first, silu, last = self.cross_gate
+        return last(silu(first(logits) + query_weights + item_weights))
+
+
+def mixture_of_logits(dim: int, config: MoLConfig) -> MoL:
+    """With the gating that the configuration names."""
+    return JointMoL(dim, config) if config.gating == "joint" else MoL(dim, config)
 
 
 def _logits_of_pairs(query: Side, item: Side) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.noise import Noise
+from logitmix.modules.similarity.build import build_similarity
 from logitmix.modules.similarity.mol import MoL
 
 DIM, U, I, C = 12, 3, 2, 4
@@ -26,7 +27,8 @@ def make(dim: int = DIM, spread: float = 0.3, **options: object) -> MoL:
         "gate_hidden": 5,
         "projection_hidden": 7,
     }
-    mol = MoL(dim, MoLConfig(**(defaults | options)))
+    mol = build_similarity(dim, MoLConfig(**(defaults | options)))
+    assert isinstance(mol, MoL)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in mol.parameters():
