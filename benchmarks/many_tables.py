@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks.measure import logitmix, machine
-from logitmix.modules.schema import Feature, Kind, Owner, Schema, Table
+from logitmix.modules.schema import Feature, Owner, Schema, Table
 from logitmix.trainer.data.dataset import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.run.metrics import read_rows
@@ -97,7 +97,7 @@ def schema_of(largest: int) -> Schema:
     features = [Feature("item", "item", "id", "item")]
     for number in range(22):
         table, kinds = tables[1 + number % (TABLES - 1)].name, ("id", "ids")
-        kind: Kind = "ids" if kinds[number % 3 == 2] == "ids" else "id"
+        kind: str = "ids" if kinds[number % 3 == 2] == "ids" else "id"
         features.append(Feature(f"sparse{number}", OWNERS[number % 3], kind, table))
     features += [Feature(f"number{number}", OWNERS[number % 3], "number") for number in range(6)]
     features += [Feature(f"vector{number}", OWNERS[number], "vector", width=8) for number in range(2)]

@@ -84,13 +84,16 @@ def _groups(lengths_B: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
 
 
 class Bags(NamedTuple):
-    """Bags of a table's ids: int64 values [S], and the offsets [R + 1] at which the R bags begin."""
+    """Bags of a table's ids: int64 values [S], and the offsets [R + 1] at which the R bags begin. shares: FP32 [S],
+    what each id's row counts in the sum of its bag; None: the bag is the mean of its rows."""
 
     values: Tensor
     offsets: Tensor
+    shares: Tensor | None = None
 
     def to(self, device: torch.device) -> "Bags":
-        return Bags(self.values.to(device), self.offsets.to(device))
+        shares = None if self.shares is None else self.shares.to(device)
+        return Bags(self.values.to(device), self.offsets.to(device), shares)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class EmbeddingTable:
     precision: Literal["fp32", "fp16"] = "fp32"
     pooled: bool = False
     """Whether the owner ranks sum the rows of each bag, rather than send them one by one."""
+    weighs: bool = False
+    """With `pooled`: whether each id of a bag says what its row counts in the sum."""
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -60,7 +62,7 @@ def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
     for table in tables:
         if table.pooled:
             config = EmbeddingBagConfig(**table._config(), pooling=PoolingType.SUM)
-            collections[f"bags_{table.name}"] = EmbeddingBagCollection(tables=[config], device=device("meta"))
+            collections[f"bags_{table.name}"] = EmbeddingBagCollection([config], table.weighs, device("meta"))
     return nn.ModuleDict(collections)
 
 
@@ -73,4 +75,4 @@ def lookup(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
 
 def bag_lookup(name: str, bags: Bags) -> KeyedJaggedTensor:
     """Bags of a table's ids, unchanged."""
-    return KeyedJaggedTensor(keys=[name], values=bags.values, lengths=bags.offsets.diff())
+    return KeyedJaggedTensor(keys=[name], values=bags.values, weights=bags.shares, lengths=bags.offsets.diff())

@@ -4,9 +4,9 @@ Axes: R rows (items, sequences or positions), S ids of all bags, V unique ids of
 or vector, D width of the model, B users, T their actions, one user's after another's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +20,77 @@ from .schema import Feature
 class Values:
     """One feature of R rows.
 
-    For kind id, `values` is int64 [R]; for kind ids, int64 [S] with `offsets` [R + 1], or [R, any] with -1 behind each
-    row's ids, for programs whose shapes may not depend on values. They index the unique ids of the feature's table. For
-    kind number it is FP32 [R], for kind vector FP32 [R, W], as in the dataset.
+    `values` of a sparse kind are int64 [R] and index the unique ids of the feature's table; those of others are FP32,
+    as in the dataset: [R], or [R, W] where they are wide. Bags are [S] with `offsets` [R + 1], or [R, any] with -1
+    behind each row's ids, for programs whose shapes may not depend on values. `parallel`: what each value of a bag has
+    beside it, FP32 of the same shape, by the kind's names.
     """
 
     values: Tensor
     offsets: Tensor | None = None
+    parallel: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_cells(cls, feature: Feature, cells: Sequence[Any]) -> "Values":
+        """From what the feature's kind makes of R requests."""
+        form, dtype = feature.form, torch.int64 if feature.sparse else torch.float32
+        if not form.bag:
+            shape = (len(cells), feature.width) if form.wide else (len(cells),)
+            return cls(torch.tensor(cells, dtype=dtype).view(shape))
+        first, *others = zip(*cells, strict=True) if form.parallel and cells else (cells, *([] for _ in form.parallel))
+        lengths = torch.tensor([0, *map(len, first)])
+        parallel = dict(zip(form.parallel, (_flat(of, torch.float32) for of in others), strict=True))
+        return cls(_flat(first, dtype), lengths.cumsum(0), parallel)
+
+    @classmethod
+    def of_tensors(cls, feature: Feature, tensors: Mapping[str, Tensor]) -> "Values":
+        """From the output of `tensors`, among others."""
+        parallel = {name: tensors[f"{feature.name}.{name}"] for name in feature.form.parallel}
+        return cls(tensors[f"{feature.name}.values"], tensors.get(f"{feature.name}.offsets"), parallel)
+
+    def tensors(self, feature: Feature) -> dict[str, Tensor]:
+        """By name, as an export stores them."""
+        offsets = {} if self.offsets is None else {"offsets": self.offsets}
+        return {
+            f"{feature.name}.{name}": of for name, of in {"values": self.values, **offsets, **self.parallel}.items()
+        }
 
     def to(self, device: torch.device) -> "Values":
         offsets = None if self.offsets is None else self.offsets.to(device, non_blocking=True)
-        return Values(self.values.to(device, non_blocking=True), offsets)
+        parallel = {name: of.to(device, non_blocking=True) for name, of in self.parallel.items()}
+        return Values(self.values.to(device, non_blocking=True), offsets, parallel)
 
     def first(self, rows: int) -> "Values":
         """The values of the first rows."""
         if self.offsets is None:
             return Values(self.values[:rows])
-        return Values(self.values[: int(self.offsets[rows])], self.offsets[: rows + 1])
+        end = int(self.offsets[rows])
+        parallel = {name: of[:end] for name, of in self.parallel.items()}
+        return Values(self.values[:end], self.offsets[: rows + 1], parallel)
+
+    def take(self, index_N: Tensor) -> "Values":
+        """The values of some rows, by place."""
+        if self.offsets is None:
+            return Values(self.values[index_N])
+        start_N = self.offsets[index_N]
+        lengths_N = self.offsets[index_N + 1] - start_N
+        offsets = F.pad(lengths_N.cumsum(0), (1, 0))
+        place_S = torch.repeat_interleave(start_N - offsets[:-1], lengths_N)
+        place_S += torch.arange(len(place_S), device=place_S.device)
+        return Values(self.values[place_S], offsets, {name: of[place_S] for name, of in self.parallel.items()})
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        self.values.record_stream(stream)
+        for of in self._all():
+            of.record_stream(stream)
+
+    def _all(self) -> Iterator[Tensor]:
+        yield from (self.values, *self.parallel.values())
         if self.offsets is not None:
-            self.offsets.record_stream(stream)
+            yield self.offsets
+
+
+def _flat(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for values in lists for value in values], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -78,9 +127,8 @@ class Embedded(NamedTuple):
 
 
 class FeatureEmbeddings(nn.Module):
-    """Each feature as an embedding [R, D]: the row of an id, the mean of a bag's rows (zero for an empty bag), or a
-    linear map of a number or vector, normalized by the dataset's mean and deviation. Rows whose width is not D go
-    through a linear map too."""
+    """Each feature as an embedding [R, D]: what its kind makes of its values, and a linear map of that, unless it is
+    made of a table's rows of width D."""
 
     def __init__(self, features: Sequence[Feature], table_dims: Mapping[str, int], dim: int) -> None:
         super().__init__()
@@ -91,31 +139,16 @@ class FeatureEmbeddings(nn.Module):
     def forward(self, rows: Mapping[str, Tensor], of: Mapping[str, Values]) -> list[Tensor]:
         """The features' embeddings [R, D], from the rows [V, W] of each table's unique ids."""
         return [
-            map_(_looked_up(feature, rows, of[feature.name]))
+            map_(feature.form.embed(feature, of[feature.name], rows.get(feature.table)))
             for feature, map_ in zip(self.features, self.maps, strict=True)
         ]
 
 
 def _map(feature: Feature, table_dims: Mapping[str, int], dim: int) -> nn.Module:
     if not feature.table:
-        return Linear(feature.width, dim)
+        return Linear(feature.form.inputs(feature), dim)
     width = table_dims[feature.table]
     return nn.Identity() if width == dim else Linear(width, dim, bias=False)
-
-
-def _looked_up(feature: Feature, rows: Mapping[str, Tensor], of: Values) -> Tensor:
-    match feature.kind:
-        case "id":
-            return F.embedding(of.values, rows[feature.table])
-        case "ids" if of.offsets is None:
-            weight_RS1 = (of.values >= 0).unsqueeze(2).to(rows[feature.table].dtype)
-            row_RSW = F.embedding(of.values.clamp(min=0), rows[feature.table])
-            return (row_RSW * weight_RS1).sum(1) / weight_RS1.sum(1).clamp(min=1)
-        case "ids":
-            return F.embedding_bag(of.values, rows[feature.table], of.offsets, mode="mean", include_last_offset=True)
-        case _:
-            normalized = (of.values - feature.mean) / feature.deviation
-            return normalized.view(-1, feature.width)
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:

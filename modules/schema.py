@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from logitmix.common.mappings import nearest
 
+from .kinds.base import Kind
+from .kinds.registry import kind_named
+
 Owner = Literal["item", "user", "event"]
 """What a feature has one value for: an item, a user, or one action of a user (an event)."""
-Kind = Literal["id", "ids", "number", "vector"]
-"""One row of a table, any number of rows of a table, a number, or `width` numbers. The first two are sparse."""
 
 ITEM = "item"
 """Name of the item id, the one required feature, and of its table."""
-SPARSE = ("id", "ids")
 ALL = "all"
 """Instead of features' names: all that have a column in the dataset."""
 RECENCY = "recency"
@@ -55,7 +55,8 @@ class Table:
 class Feature:
     name: str
     owner: Owner
-    kind: Kind
+    kind: str
+    """One of modules/kinds/registry.py."""
     table: str = ""
     """The table of a sparse feature; several features may share one."""
     width: int = 1
@@ -64,14 +65,20 @@ class Feature:
     """Mean of a number or of all numbers in a vector, over the dataset; missing values are stored as the mean."""
     deviation: float = 1.0
     """Standard deviation over the same numbers: (value - mean) / deviation normalizes."""
+    columns: dict[str, str] = field(default_factory=dict, hash=False)
+    """The source's columns of what is parallel to the values of a bag, such as its weights, by the kind's names."""
 
     def __post_init__(self) -> None:
         _require_name("feature", self.name)
+        try:
+            kind_named(self.kind)
+        except ValueError as error:
+            raise ValueError(f"feature {self.name}: its {error}") from None
         if self.sparse and not self.table:
             raise ValueError(f"feature {self.name} of kind {self.kind} names no table; a sparse feature needs one")
         if not self.sparse and self.table:
-            raise ValueError(f"feature {self.name} of kind {self.kind} names a table; only id and ids have one")
-        if self.width < 1 or (self.width > 1 and self.kind != "vector"):
+            raise ValueError(f"feature {self.name} of kind {self.kind} names a table; only kinds of ids have one")
+        if self.width < 1 or (self.width > 1 and not self.form.wide):
             raise ValueError(f"feature {self.name} of kind {self.kind} has width {self.width}; only vectors are wide")
         if self.sparse and (self.mean, self.deviation) != (0.0, 1.0):
             raise ValueError(f"feature {self.name} of kind {self.kind} has a mean or deviation; only numbers do")
@@ -82,8 +89,13 @@ class Feature:
             )
 
     @property
+    def form(self) -> Kind:
+        """What its values are, and what differs by kind."""
+        return kind_named(self.kind)
+
+    @property
     def sparse(self) -> bool:
-        return self.kind in SPARSE
+        return self.form.sparse
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,10 @@ class Schema:
         """Features of an owner, in order, without the item id."""
         return tuple(feature for feature in self.features if feature.owner == owner and feature.name != ITEM)
 
+    def weighs(self, table: str) -> bool:
+        """Whether rows of a table may count differently in the sum of a bag."""
+        return any(feature.table == table and feature.form.parallel for feature in self.features)
+
     def table(self, name: str) -> Table:
         """The table of this name, which must exist."""
         return next(table for table in self.tables if table.name == name)
@@ -180,7 +196,7 @@ def _require_unique(what: str, names: Sequence[str]) -> None:
 
 def _fields(entry: Feature | Table) -> dict[str, Any]:
     values = {of: getattr(entry, of.name) for of in dataclasses.fields(entry)}
-    return {of.name: value for of, value in values.items() if value != of.default}
+    return {of.name: value for of, value in values.items() if value not in (of.default, {})}
 
 
 ITEM_FEATURE = Feature(ITEM, "item", "id", ITEM)

@@ -4,21 +4,17 @@ Axes: R rows (requests, events or items), S ids of all bags.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-import torch
-
 from logitmix.common.mappings import nearest
-from logitmix.common.values import as_list, id_text, plain
+from logitmix.common.values import id_text
 from logitmix.modules.features import Values
 from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.serving.texts import Texts
 
 _REMEMBERED = 2**16
 """Most values whose rows are cached."""
-
-LARGEST = torch.finfo(torch.float32).max
 
 
 class FeatureReader:
@@ -52,35 +48,13 @@ class FeatureReader:
         return {name: self._column(feature, records, names) for name, feature in features.items()}
 
     def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Values:
-        cells = []
+        cells, row_of = [], partial(self._row, feature)
         for place, record in enumerate(records):
             try:
-                cells.append(self._cell(feature, record.get(feature.name)))
+                cells.append(feature.form.cell(feature, record.get(feature.name), row_of))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{names[place]}: feature {feature.name} {error}") from None
-        if feature.kind == "ids":
-            lengths = torch.tensor([0, *(len(cell) for cell in cells)])
-            return Values(torch.tensor([row for cell in cells for row in cell], dtype=torch.int64), lengths.cumsum(0))
-        kind = torch.int64 if feature.kind == "id" else torch.float32
-        shape = (len(cells), feature.width) if feature.kind == "vector" else (len(cells),)
-        return Values(torch.tensor(cells, dtype=kind).view(shape))
-
-    def _cell(self, feature: Feature, value: Any) -> Any:
-        match feature.kind:
-            case "id":
-                return self._row(feature, value)
-            case "ids":
-                there = [] if value is None else [entry for entry in as_list(value) if entry not in (None, "")]
-                return [self._row(feature, entry) for entry in there]
-            case "number":
-                return feature.mean if value is None else _number(value)
-            case _:
-                if value is None:
-                    return [feature.mean] * feature.width
-                numbers = [_number(entry) for entry in as_list(value)]
-                if len(numbers) != feature.width:
-                    raise ValueError(f"has {len(numbers)} numbers; it must have {feature.width}")
-                return numbers
+        return Values.of_cells(feature, cells)
 
     def _row(self, feature: Feature, value: Any) -> int:
         unknown = self.schema.table(feature.table).unknown
@@ -88,10 +62,3 @@ class FeatureReader:
             return unknown
         row: int | None = self._find(feature.table, id_text(value))
         return unknown if row is None else row
-
-
-def _number(value: Any) -> float:
-    number = plain(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
-        raise ValueError(f"is {value!r:.40}; it must be a finite number in FP32")
-    return float(number)

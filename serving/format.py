@@ -9,10 +9,11 @@
                          manifest's precision. int8 stores MoL's components as I8, with their scale in
                          similarity.0.scale [1], and the weights in BF16. If item_cache is false, the inputs of all this
                          instead: own_row [R, W], the items' rows of the item table, and NAME.values of each of their
-                         features. For kinds id and ids, these are rows of the feature's table (I32, or I64 if a table
-                         has more than 2^31 rows); kind ids also has NAME.offsets (I64 [R + 1], where each item's
-                         values begin and end). With an h-indexer, its vectors in INT8: corpus (U8 [R / 16, H / 4, 16,
-                         4], see Int8Corpus in modules/stage1.py) and corpus.scale [1], the same in all files
+                         features. For kinds of ids, these are rows of the feature's table (I32, or I64 if a table has
+                         more than 2^31 rows). Bags also have NAME.offsets (I64 [R + 1], where each item's values begin
+                         and end), and a tensor for each number that a value has beside it, such as NAME.weights. With
+                         an h-indexer, its vectors in INT8: corpus (U8 [R / 16, H / 4, 16, 4], see Int8Corpus in
+                         modules/stage1.py) and corpus.scale [1], the same in all files
     tables-00000-of-000NN.safetensors
                          consecutive rows: TABLE [any number, W], a piece of each table that has rows in this file. A
                          table's pieces, file after file, are all of its rows; of the item table, only the row of
@@ -394,10 +395,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
     """Inputs and outputs of a retrieval, for readers of the manifest."""
-    kinds = {"id": "text or whole number", "ids": "list of texts or whole numbers", "number": "number"}
 
     def features(owner: Owner) -> dict[str, str]:
-        return {of.name: kinds.get(of.kind, f"list of {of.width} numbers") for of in schema.of(owner)}
+        return {of.name: of.form.in_request(of) for of in schema.of(owner)}
 
     return {
         "inputs": {
@@ -561,10 +561,12 @@ def _items(found: Mapping[str, Any], about: About) -> dict[str, Any]:
     expected |= _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
     for feature in about.schema.of("item"):
         name, dtype = f"{feature.name}.values", _DTYPES[stored_type(feature, about.schema)]
-        count = found[name]["shape"][0] if feature.kind == "ids" else R
-        expected[name] = {"dtype": dtype, "shape": [count, feature.width] if feature.kind == "vector" else [count]}
-        if feature.kind == "ids":
+        form = feature.form
+        count = found[name]["shape"][0] if form.bag else R
+        expected[name] = {"dtype": dtype, "shape": [count, feature.width] if form.wide else [count]}
+        if form.bag:
             expected[f"{feature.name}.offsets"] = {"dtype": "I64", "shape": [R + 1]}
+        expected |= _float32({f"{feature.name}.{beside}": [count] for beside in form.parallel})
     return expected
 
 

@@ -6,13 +6,12 @@ model, W of the item table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, Feature, Schema
@@ -86,23 +85,19 @@ class ItemInputs:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], schema: Schema) -> "ItemInputs":
         """From the output of `tensors`."""
-        names = [feature.name for feature in schema.of("item")]
-        values = {name: Values(tensors[f"{name}.values"], tensors.get(f"{name}.offsets")) for name in names}
-        return cls(tensors[OWN_ROW], values)
+        return cls(tensors[OWN_ROW], {of.name: Values.of_tensors(of, tensors) for of in schema.of("item")})
 
     def tensors(self, schema: Schema) -> dict[str, Tensor]:
         """As an export stores them."""
         tensors = {OWN_ROW: self.own_RW}
         for feature in schema.of("item"):
             of = self.values[feature.name]
-            tensors[f"{feature.name}.values"] = of.values.to(stored_type(feature, schema))
-            if of.offsets is not None:
-                tensors[f"{feature.name}.offsets"] = of.offsets
+            tensors |= replace(of, values=of.values.to(stored_type(feature, schema))).tensors(feature)
         return tensors
 
     def take(self, index_N: Tensor) -> "ItemInputs":
         """The inputs of some items, by place."""
-        return ItemInputs(self.own_RW[index_N], {name: _taken(of, index_N) for name, of in self.values.items()})
+        return ItemInputs(self.own_RW[index_N], {name: of.take(index_N) for name, of in self.values.items()})
 
     def embed(self, tower: Tower, tables: Mapping[str, Pieces]) -> Embedded:
         rows, values = fetch_rows(tables, tower.schema, self.values)
@@ -122,6 +117,9 @@ class ItemInputs:
                 rows = schema.table(feature.table).rows
                 if not 0 <= int(of.values.min()) <= int(of.values.max()) < rows:
                     return f"{feature.name}.values name rows that table {feature.table} does not have"
+            for name, numbers in of.parallel.items():
+                if not bool(feature.form.allows(name, numbers).all()):
+                    return f"{feature.name}.{name} are not all as kind {feature.kind} allows"
         return None
 
 
@@ -130,17 +128,6 @@ def stored_type(feature: Feature, schema: Schema) -> torch.dtype:
     if not feature.sparse:
         return torch.float32
     return torch.int32 if schema.table(feature.table).rows <= 2**31 else torch.int64
-
-
-def _taken(of: Values, index_N: Tensor) -> Values:
-    if of.offsets is None:
-        return Values(of.values[index_N])
-    start_N = of.offsets[index_N]
-    lengths_N = of.offsets[index_N + 1] - start_N
-    offsets = F.pad(lengths_N.cumsum(0), (1, 0))
-    place_S = torch.repeat_interleave(start_N - offsets[:-1], lengths_N)
-    place_S += torch.arange(len(place_S), device=place_S.device)
-    return Values(of.values[place_S], offsets)
 
 
 class ComputedShard:

@@ -5,6 +5,7 @@ Axes: T rows that are asked for, N of them in one piece, V unique ids, W width o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,5 +57,5 @@ def fetch_rows(
         id_V, place = torch.cat(ids).long().unique(return_inverse=True)
         rows[table] = tables[table].fetch(id_V)
         for name, index in zip(names, place.split([len(of) for of in ids]), strict=True):
-            local[name] = Values(index, values[name].offsets)
+            local[name] = replace(values[name], values=index)
     return rows, local

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from logitmix.modules.schema import Kind
-
 Keys = Callable[[str, list[str]], list[str]]
 """From a file's name and header, the columns that every row must have. ValueError if one is missing."""
 
@@ -26,7 +24,7 @@ class TableBlock:
     """All other columns that have a name."""
     text: Callable[[int], str]
     """A row as text."""
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns that the file itself states."""
     places: np.ndarray | None = None
     """The place of each row in the list that it comes from, where all rows of the list have one time."""

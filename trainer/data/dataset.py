@@ -18,8 +18,8 @@
         format_version     2
         name               NAME of `logitmix prepare`
         users, items, actions                      counts of what is here
-        schema             {features: [{name, owner, kind, table, width, mean, deviation}], tables: [{name, rows}]},
-                           without fields at their defaults: modules/schema.py defines them
+        schema             {features: [{name, owner, kind, table, width, mean, deviation, columns}],
+                           tables: [{name, rows}]}, without fields at their defaults: modules/schema.py defines them
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
         last_actions       {51, 201: {actions, items}}: what is left if each user has so many last actions alone, as the
@@ -48,6 +48,9 @@ A feature's column has its name and is stored by its kind:
     ids       list<int64>      rows of its table; [] where missing
     number    float32          its mean, from the schema, where missing
     vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing
+
+Where each id of a bag has numbers beside it (`parallel` of its kind), the bag is a list<struct<row: int64, NAME:
+float32, …>>.
 
 Rows of table item are item indices, and its last row, `items`, is the unknown item: so it has items + 1 rows. The item
 id itself is in the schema and has no column.
@@ -95,6 +98,8 @@ FORMAT_VERSION = 2
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""
+ROW = "row"
+"""Of the structs in which bags with parallel numbers are stored: the field with the row of the table."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
 VALUES_AT_ONCE = 2**20
@@ -114,10 +119,26 @@ class Column:
     """Values of a feature for R rows: items, users, or the actions of all users, one after the other."""
 
     values: np.ndarray
-    """id: integer [R]; ids: integer, all rows' one after the other; number: float32 [R]; vector: float32 [R, width].
-    Integers are rows of the feature's table, int32 where that fits."""
+    """By the form of the feature's kind: [R], [R, width], or those of all bags one after the other [S]. Integers for
+    sparse kinds, rows of the feature's table, int32 where that fits; float32 for others."""
     offsets: np.ndarray | None = None
-    """ids only: int64 [R + 1]; row r has values[offsets[r] : offsets[r + 1]]."""
+    """Bags only: int64 [R + 1]; row r has values[offsets[r] : offsets[r + 1]]."""
+    parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What each value of a bag has beside it: float32 [S], by the kind's names."""
+
+    def take(self, rows: np.ndarray) -> "Column":
+        """Some rows, by place."""
+        if self.offsets is None:
+            return Column(self.values[rows])
+        starts = self.offsets[rows].astype(np.int64)
+        lengths = self.offsets[rows + 1] - starts
+        places, offsets = ranges(starts, lengths), np.concatenate([[0], np.cumsum(lengths)])
+        return Column(self.values[places], offsets, {name: of[places] for name, of in self.parallel.items()})
+
+    @property
+    def nbytes(self) -> int:
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return self.values.nbytes + offsets + sum(of.nbytes for of in self.parallel.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +355,7 @@ def _require_counts(path: Path, parts: Sequence[Path], schema: Schema, num_users
 
 def _require_plausible(table: pq.ParquetFile, file: Path, features: Sequence[Feature]) -> None:
     """ValueError if a Parquet file claims more than VALUES_A_BYTE, by its metadata."""
-    size, widths = file.stat().st_size, {of.name: of.width for of in features if of.kind == "vector"}
+    size, widths = file.stat().st_size, {of.name: of.width for of in features}
     if table.metadata.num_rows > VALUES_A_BYTE * size:
         raise ValueError(f"it claims {table.metadata.num_rows:,} rows, more than {size:,} bytes can hold")
     for column, values in _values_of(table.metadata).items():
@@ -409,40 +430,61 @@ class _ColumnReader:
     """Collects the column of a feature, some rows at a time. ValueError for values that the feature does not allow."""
 
     def __init__(self, feature: Feature, schema: Schema, rows: int) -> None:
-        self.feature, self.filled = feature, 0
+        self.feature, self.form, self.filled = feature, feature.form, 0
         self.table_rows = schema.table(feature.table).rows if feature.sparse else 0
+        dtype = index_type(self.table_rows) if feature.sparse else np.float32
+        self.values = np.empty((rows, feature.width) if self.form.wide else 0 if self.form.bag else rows, dtype)
+        self.offsets = np.zeros(rows + 1, np.int64) if self.form.bag else None
         self.parts: list[np.ndarray] = []
-        """ids only: the values of each block."""
-        if feature.kind == "ids":
-            self.values = np.zeros(rows + 1, np.int64)
-            """ids: the offsets."""
-        elif feature.kind == "id":
-            self.values = np.empty(rows, index_type(self.table_rows))
-        else:
-            self.values = np.empty(rows if feature.kind == "number" else (rows, feature.width), np.float32)
+        """Of bags: the values of each block."""
+        self.parallel: dict[str, list[np.ndarray]] = {name: [] for name in self.form.parallel}
 
     def append(self, array: pa.Array, place: "Place") -> None:
         name, start, stop = self.feature.name, self.filled, self.filled + len(array)
-        if self.feature.kind == "ids":
-            lengths, rows = _list(name, array)
-            indices = _within(name, rows, 0, self.table_rows, _in_lists(lengths, place))
-            self.parts.append(indices.astype(index_type(self.table_rows)))
-            self.values[start + 1 : stop + 1] = self.values[start] + np.cumsum(lengths)
-        elif self.feature.kind == "id":
-            self.values[start:stop] = _within(name, array, 0, self.table_rows, place)
-        elif self.feature.kind == "number":
-            self.values[start:stop] = _numbers(name, array)
-        else:
+        if self.offsets is not None:
+            lengths, elements = _list(name, array)
+            place = _in_lists(lengths, place)
+            if self.parallel:
+                elements, *others = _fields(name, elements, (ROW, *self.parallel))
+                for (other, parts), numbers in zip(self.parallel.items(), others, strict=True):
+                    parts.append(self._allowed(f"{name}.{other}", other, numbers, place))
+            self.parts.append(self._values(name, elements, place))
+            self.offsets[start + 1 : stop + 1] = self.offsets[start] + np.cumsum(lengths)
+        elif self.form.wide:
             lengths, numbers = _list(name, array)
             if not (lengths == self.feature.width).all():
                 raise ValueError(f"column {name} has vectors that are not {self.feature.width} wide")
-            self.values[start:stop] = _numbers(name, numbers).reshape(-1, self.feature.width)
+            self.values[start:stop] = self._values(name, numbers, place).reshape(-1, self.feature.width)
+        else:
+            self.values[start:stop] = self._values(name, array, place)
         self.filled = stop
 
+    def _values(self, name: str, array: pa.Array, place: "Place") -> np.ndarray:
+        if not self.feature.sparse:
+            return _numbers(name, array)
+        return _within(name, array, 0, self.table_rows, place).astype(self.values.dtype, copy=False)
+
+    def _allowed(self, column: str, name: str, array: pa.Array, place: "Place") -> np.ndarray:
+        numbers = _numbers(column, array)
+        wrong = np.flatnonzero(~self.form.allows(name, numbers))
+        if len(wrong):
+            raise ValueError(
+                f"column {column} has {numbers[wrong[0]]} at {place(wrong[0])}; it must be {self.form.needs}"
+            )
+        return numbers
+
     def column(self) -> Column:
-        if self.feature.kind != "ids":
+        if self.offsets is None:
             return Column(self.values)
-        return Column(np.concatenate([np.empty(0, index_type(self.table_rows)), *self.parts]), self.values)
+        none = np.empty(0, np.float32)
+        parallel = {name: np.concatenate([none, *parts]) for name, parts in self.parallel.items()}
+        return Column(np.concatenate([self.values, *self.parts]), self.offsets, parallel)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenated arange(start, start + length) of each pair."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def index_type(count: int) -> type[np.signedinteger[Any]]:
@@ -460,6 +502,15 @@ def _list(name: str, array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     if array.null_count:
         raise ValueError(f"empty values in column {name}")
     return lengths, array.flatten()
+
+
+def _fields(name: str, array: pa.Array, wanted: Sequence[str]) -> list[pa.Array]:
+    """Those of structs."""
+    if not pa.types.is_struct(array.type) or {field.name for field in array.type} != set(wanted):
+        raise ValueError(f"column {name} has lists of type {array.type}, not structs of {', '.join(wanted)}")
+    if array.null_count:
+        raise ValueError(f"empty values in column {name}")
+    return [array.field(field) for field in wanted]
 
 
 def _require_list(name: str, kind: pa.DataType) -> None:

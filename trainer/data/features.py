@@ -17,23 +17,28 @@ are missing values, unless --schema names others.
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.common.mappings import nearest
-from logitmix.modules.schema import ITEM, ITEM_FEATURE, SPARSE, Feature, Kind, Owner, Schema, Table
+from logitmix.common.mappings import from_mapping, nearest
+from logitmix.modules.kinds.registry import KINDS, kind_named
+from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
 from logitmix.trainer.data.numbers import MISSING, read_numbers
 from logitmix.trainer.data.raw import as_numpy, order_of_texts
 from logitmix.trainer.data.times import is_text
 
 SEPARATOR = "|"
+VALUE = "value"
+"""The field of a value in the structs of columns that were joined (joined.py)."""
 RESERVED = {ITEM, "title", "raw_user_id", *ITEM_COLUMNS, *SEQUENCE_COLUMNS}
 """Names that the dataset directory uses for other columns."""
 
@@ -48,9 +53,11 @@ class FeatureOptions:
     owner: Literal["auto", "item", "user", "event"] = "auto"
     """A column of the actions can be assigned to their items or users. An item takes the value of its first action that
     has one, a user that of the user's first action."""
-    kind: Literal["auto", "id", "ids", "number", "vector"] = "auto"
+    kind: str = "auto"
     table: str = ""
     """Table of an id or ids; the feature's name when left empty. Features that name the same table share it."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """For a kind with several columns, the others: { weights = "COLUMN" }."""
     use: bool = True
     missing: tuple[str, ...] = MISSING
     """Texts that stand for no value; blank ones always do."""
@@ -62,6 +69,30 @@ class FeaturesOptions:
 
     features: dict[str, FeatureOptions] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, said in self.features.items():
+            if said.kind != "auto" and said.kind not in KINDS:
+                near = nearest(said.kind, list(KINDS))
+                raise ValueError(
+                    f"features.{name}.kind is {said.kind!r}{near}; it must be one of auto, {', '.join(KINDS)}"
+                )
+            needed = () if said.kind == "auto" else kind_named(said.kind).parallel
+            if set(said.columns) != set(needed):
+                columns = ", ".join(f'{of} = "COLUMN"' for of in needed)
+                todo = f"needs columns = {{ {columns} }}" if needed else "has no further columns"
+                raise ValueError(f"features.{name} is of kind {said.kind}, which {todo}")
+
+
+def read_schema(path: str) -> FeaturesOptions:
+    """The file that --schema names; nothing without one. ValueError if it is not as above."""
+    if not path:
+        return FeaturesOptions()
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    return from_mapping(FeaturesOptions, tree, path)
+
 
 @dataclass(frozen=True)
 class RawColumn:
@@ -71,7 +102,7 @@ class RawColumn:
     name: str
     owner: Owner
     values: pa.Array
-    kind: Kind | None = None
+    kind: str | None = None
     """None: inferred."""
     table: str = ""
     """The feature's name when left empty."""
@@ -79,6 +110,8 @@ class RawColumn:
     """False: without a kind it is not used."""
     missing: tuple[str, ...] = MISSING
     """Texts that stand for no value."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """As in the schema's feature."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +137,11 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     columns = [replace(column, values=_filled(column.values, column.missing)) for column in columns]
     columns = [replace(column, kind=_likely_kind(column)) for column in columns]
     used = [column for column in columns if column.kind]
-    coded = {column.name: _code(column) for column in used if column.kind in SPARSE}
-    sharing: dict[str, list[_Codes]] = {}
+    read = {column.name: kind_named(column.kind).read(_Source(column)) for column in used if column.kind}
+    sharing: dict[str, list[Codes]] = {}
     for column in used:
-        if column.name in coded:
-            sharing.setdefault(column.table or column.name, []).append(coded[column.name])
+        if isinstance(read[column.name], Codes):
+            sharing.setdefault(column.table or column.name, []).append(read[column.name])
     values = {ITEM: item_ids} | {
         table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
     }
@@ -116,14 +149,15 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     features, made = [ITEM_FEATURE], {}
     for column in used:
         assert column.kind is not None
-        if column.name in coded:
+        found = read.pop(column.name)
+        if isinstance(found, Codes):
             table = column.table or column.name
-            features.append(Feature(column.name, column.owner, column.kind, table))
-            made[column.name] = _look_up(coded.pop(column.name), values[table], tables[table])
+            features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
+            made[column.name] = _look_up(found, values[table], tables[table])
         else:
-            numbers = _numbers(column) if column.kind == "number" else _vectors(column)
+            numbers: np.ndarray = found
             mean, deviation = _statistics(numbers)
-            width = 1 if column.kind == "number" else numbers.shape[1]
+            width = 1 if numbers.ndim == 1 else numbers.shape[1]
             features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(numbers)
@@ -133,7 +167,7 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     unused = {column.name: _why_unused(column) for column in columns if not column.kind}
     notes = [
         *_of_markers(marked),
-        *(note for column in used if column.kind == "number" for note in _of_numbers(column)),
+        *(note for column in used if _is_of_numbers(column) for note in _of_numbers(column)),
     ]
     return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes)
 
@@ -161,6 +195,11 @@ def _of_markers(marked: Mapping[str, Mapping[str, int]]) -> list[str]:
     return [f"taken as missing: {said} (--schema FILE can state other texts: missing = [])"] if columns else []
 
 
+def _is_of_numbers(column: RawColumn) -> bool:
+    form = kind_named(column.kind or "")
+    return not form.sparse and not form.wide
+
+
 def _of_numbers(column: RawColumn) -> list[str]:
     """What was read of a column of numbers in a way that a user may want otherwise."""
     if not pa.types.is_dictionary(column.values.type):
@@ -177,25 +216,32 @@ def _of_numbers(column: RawColumn) -> list[str]:
 
 def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
     """A column of new items, read as `make_features` reads that of a dataset, as the values that a FeatureReader takes:
-    texts, None for a missing one; lists of texts; numbers and lists of numbers, the feature's mean for missing ones.
+    texts, None for a missing one; lists of texts, and of pairs with what is parallel to them; numbers and lists of
+    numbers, the feature's mean for missing ones.
 
     Raises ValueError where values do not fit the feature's kind.
     """
     # A text of an id that is in no vocabulary is as unknown as a missing one.
-    missing = () if feature.kind == "id" else MISSING
-    column = RawColumn(feature.name, feature.owner, _filled(values, missing), feature.kind, feature.table)
+    missing = () if feature.sparse and not feature.form.bag else MISSING
+    column = RawColumn(
+        feature.name, feature.owner, _filled(values, missing), feature.kind, feature.table, columns=feature.columns
+    )
     if column.values.null_count == len(column.values):
         return [None] * len(column.values)
-    if not feature.sparse:
-        numbers = _numbers(column, exceptions=False) if feature.kind == "number" else _vectors(column)
+    found = feature.form.read(_Source(column, exceptions=False))
+    if not isinstance(found, Codes):
+        numbers: np.ndarray = found
         if numbers[0].size != feature.width:
             raise ValueError(f"feature {feature.name} has lists of {numbers[0].size} numbers, not {feature.width}")
         numbers[np.isnan(numbers)] = feature.mean
         return numbers.tolist()
-    coded = _code(column)
     # Code -1, a missing value, takes the last place.
-    texts = np.array([*coded.texts.to_pylist(), None], object)[coded.codes].tolist()
-    return texts if coded.offsets is None else [texts[first:last] for first, last in pairwise(coded.offsets.tolist())]
+    texts = np.array([*found.texts.to_pylist(), None], object)[found.codes].tolist()
+    if found.offsets is None:
+        return texts
+    if found.parallel:
+        texts = list(zip(texts, *(numbers.tolist() for numbers in found.parallel.values()), strict=True))
+    return [texts[first:last] for first, last in pairwise(found.offsets.tolist())]
 
 
 def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
@@ -204,10 +250,10 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
     same name."""
     owners: dict[str, set[Owner]] = {}
     for column in columns:
-        owners.setdefault(_valid_name(column.name), set()).add(column.owner)
+        owners.setdefault(valid_name(column.name), set()).add(column.owner)
     named: dict[str, RawColumn] = {}
     for column in columns:
-        plain = _valid_name(column.name)
+        plain = valid_name(column.name)
         name = f"{column.owner}_{plain}" if len(owners[plain]) > 1 or plain in RESERVED else plain
         if name in named:
             raise ValueError(
@@ -218,7 +264,7 @@ def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
     return [replace(column, name=name) for name, column in named.items()]
 
 
-def _valid_name(column: str) -> str:
+def valid_name(column: str) -> str:
     """A column's name with nothing but letters, digits and underscores, the first of them no digit."""
     name = re.sub(r"\W+", "_", column).strip("_")
     return name if name.isidentifier() else f"_{name}"
@@ -229,7 +275,7 @@ def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str
     such feature. ValueError if two columns have the same feature."""
     found: dict[str, str] = {}
     for column in columns:
-        plain = _valid_name(column)
+        plain = valid_name(column)
         name = next((name for name in (column, plain, f"item_{plain}") if name in features), column)
         if name in found:
             raise ValueError(f"columns {found[name]!r} and {column!r} would both be feature {name}; leave one out")
@@ -264,10 +310,12 @@ def apply_options(
         if column.name in options.features and not (kind or infer_kind(_filled(column.values, said.missing))):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
-                "set its kind to id, ids, number or vector, or use = false"
+                f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
             )
         infer = column.infer or column.name in options.features
-        changed.append(replace(column, kind=kind, table=said.table, missing=said.missing, infer=infer))
+        changed.append(
+            replace(column, kind=kind, table=said.table, missing=said.missing, infer=infer, columns=said.columns)
+        )
     return changed
 
 
@@ -285,11 +333,11 @@ def values_of_items(
     return values.take(pa.array(rows, mask=rows < 0))
 
 
-def _likely_kind(column: RawColumn) -> Kind | None:
+def _likely_kind(column: RawColumn) -> str | None:
     return column.kind or (infer_kind(column.values) if column.infer else None)
 
 
-def infer_kind(values: pa.Array) -> Kind | None:
+def infer_kind(values: pa.Array) -> str | None:
     """The kind by the rules above; None if the column is not used."""
     kind = values.type
     if values.null_count == len(values):
@@ -309,7 +357,7 @@ def infer_kind(values: pa.Array) -> Kind | None:
     return "id" if pa.types.is_integer(kind) and _comes_again(values) else "number"
 
 
-def _infer_text(values: pa.DictionaryArray) -> Kind | None:
+def _infer_text(values: pa.DictionaryArray) -> str | None:
     texts = _used(values)
     again = _comes_again(values)
     numbers = read_numbers(texts)
@@ -393,6 +441,34 @@ def _encoded(values: pa.Array) -> pa.Array:
     return values.cast(pa.string()).dictionary_encode() if is_text(values.type) else values
 
 
+def as_lists(values: pa.Array) -> pa.Array:
+    """One list a row: the parts of a text between separators, and a single value as a list of one."""
+    values = _filled(values)
+    if _is_list(values.type):
+        return values
+    if pa.types.is_dictionary(values.type):
+        texts = values.cast(pa.string())
+        split = pc.split_pattern(texts, SEPARATOR)
+        return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values), mask=texts.is_null())
+    there = as_numpy(values.is_valid())
+    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(there)]), pa.int32()), values.drop_null())
+
+
+def as_floats(values: pa.Array) -> np.ndarray:
+    """float32, NaN for what is no number, is infinite or missing."""
+    values = _filled(values)
+    if pa.types.is_dictionary(values.type):
+        used = _used(values)
+        values = read_numbers(used).values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices))
+    return _floats(values) if _is_scalar(values.type) else np.full(len(values), np.nan, np.float32)
+
+
+def ids_as_texts(values: pa.Array) -> pa.StringArray:
+    """Ids as they are in vocabularies, null where missing."""
+    coded = _code_values(_filled(values))
+    return coded.texts.take(pa.array(coded.codes, mask=coded.codes < 0))
+
+
 def _are_missing(texts: pa.StringArray, missing: tuple[str, ...]) -> pa.BooleanArray:
     pattern = "|".join(re.escape(text) for text in ("", *missing))
     return pc.fill_null(pc.match_substring_regex(texts, rf"^\s*(?:{pattern})\s*$"), True)
@@ -424,7 +500,7 @@ def _lengths(values: pa.Array) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Codes:
+class Codes:
     """The values of a sparse feature, as places in a list of distinct texts."""
 
     codes: np.ndarray
@@ -432,32 +508,68 @@ class _Codes:
     texts: pa.StringArray
     offsets: np.ndarray | None = None
     """Of lists: int64 [R + 1]."""
+    parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What each value of a list has beside it, float32, by the kind's names."""
 
 
-def _code(column: RawColumn) -> _Codes:
-    values, lists = column.values, _is_list(column.values.type)
-    kind = values.type.value_type if lists else values.type
-    if not (_is_scalar(kind) or is_text(kind)):
-        raise ValueError(f"feature {column.name} has values of type {kind}, which are no ids")
-    if column.kind == "id" and lists:
-        raise ValueError(f"feature {column.name} has lists of values: its kind can be ids or vector, not id")
-    if column.kind == "id":
+@dataclass(frozen=True)
+class _Source:
+    """A column in the forms in which kinds read it."""
+
+    column: RawColumn
+    exceptions: bool = True
+    """Whether a few texts among numbers may be none."""
+
+    def one_id(self) -> Codes:
+        values = self.column.values
+        self._require_ids(values.type.value_type if _is_list(values.type) else values.type)
+        if _is_list(values.type):
+            raise ValueError(
+                f"feature {self.column.name} has lists of values: its kind can be ids or vector, not {self.column.kind}"
+            )
         return _code_values(values)
-    if lists:
-        return _code_lists(values)
-    if pa.types.is_dictionary(values.type):
-        return _code_text_lists(values)
-    single = _code_values(values)
-    there = single.codes >= 0
-    return _Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
+
+    def ids(self) -> Codes:
+        values = self.column.values
+        if self.column.columns:
+            return self._with_parallel()
+        if _is_list(values.type):
+            self._require_ids(values.type.value_type)
+            return _code_lists(values)
+        self._require_ids(values.type)
+        if pa.types.is_dictionary(values.type):
+            return _code_text_lists(values)
+        single = _code_values(values)
+        there = single.codes >= 0
+        return Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
+
+    def _with_parallel(self) -> Codes:
+        """Of lists of structs, as joined.py makes them."""
+        values, names = self.column.values, list(self.column.columns)
+        if not (_is_list(values.type) and pa.types.is_struct(values.type.value_type)):
+            raise ValueError(f"feature {self.column.name} is not read with {' and '.join(names)} from this source")
+        flat, ends = values.flatten(), np.cumsum(_lengths(values))
+        coded = _code_values(flat.field(VALUE).dictionary_encode())
+        parallel = {name: flat.field(name).to_numpy(zero_copy_only=False) for name in names}
+        return Codes(coded.codes, coded.texts, np.concatenate([[0], ends]), parallel)
+
+    def numbers(self) -> np.ndarray:
+        return _numbers(self.column, self.exceptions)
+
+    def vectors(self) -> np.ndarray:
+        return _vectors(self.column)
+
+    def _require_ids(self, kind: pa.DataType) -> None:
+        if not (_is_scalar(kind) or is_text(kind)):
+            raise ValueError(f"feature {self.column.name} has values of type {kind}, which are no ids")
 
 
-def _code_values(values: pa.Array) -> _Codes:
+def _code_values(values: pa.Array) -> Codes:
     if pa.types.is_floating(values.type) and _are_whole(values):
         # pandas makes floats of integers where one is missing, and Arrow writes large ones with an exponent.
         values = values.cast(pa.int64())
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    return _Codes(encoded.indices.fill_null(-1).to_numpy(), encoded.dictionary.cast(pa.string()))
+    return Codes(encoded.indices.fill_null(-1).to_numpy(), encoded.dictionary.cast(pa.string()))
 
 
 def _are_whole(numbers: pa.Array) -> bool:
@@ -465,16 +577,16 @@ def _are_whole(numbers: pa.Array) -> bool:
     return pc.all(whole, min_count=0).as_py()
 
 
-def _code_lists(lists: pa.Array) -> _Codes:
+def _code_lists(lists: pa.Array) -> Codes:
     """Missing elements are left out."""
     flat = _code_values(_filled(lists.flatten()))
     there = flat.codes >= 0
     rows = np.repeat(np.arange(len(lists)), _lengths(lists))
     counts = np.bincount(rows[there], minlength=len(lists))
-    return _Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
+    return Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _code_text_lists(values: pa.DictionaryArray) -> _Codes:
+def _code_text_lists(values: pa.DictionaryArray) -> Codes:
     """The parts of each text between separators. Each distinct text is split once."""
     split = pc.split_pattern(values.dictionary, SEPARATOR)
     split = pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
@@ -484,10 +596,10 @@ def _code_text_lists(values: pa.DictionaryArray) -> _Codes:
     lengths = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])
     ends = np.cumsum(lengths)
     places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(distinct.offsets[texts] - (ends - lengths), lengths)
-    return _Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], ends]))
+    return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], ends]))
 
 
-def _vocabulary(features: Sequence[_Codes], min_count: int) -> pa.StringArray:
+def _vocabulary(features: Sequence[Codes], min_count: int) -> pa.StringArray:
     """The values with enough occurrences in all features of a table together, in order."""
     counts = [np.bincount(each.codes[each.codes >= 0], minlength=len(each.texts)) for each in features]
     table = pa.table(
@@ -499,13 +611,14 @@ def _vocabulary(features: Sequence[_Codes], min_count: int) -> pa.StringArray:
     return often.take(pa.array(order_of_texts(often)))
 
 
-def _look_up(coded: _Codes, vocabulary: pa.StringArray, table: Table) -> Column:
+def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:
     """Rows of the table: they follow the unknown one, except for items."""
     first = 0 if table.name == ITEM else 1
     rows = pc.index_in(coded.texts, value_set=vocabulary).cast(pa.int64())
     rows_of_codes = pc.fill_null(pc.add(rows, first), table.unknown).to_numpy()
     # Code -1, a missing value, takes the last place.
-    return Column(np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))[coded.codes], coded.offsets)
+    rows_of_codes = np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))
+    return Column(rows_of_codes[coded.codes], coded.offsets, coded.parallel)
 
 
 def _numbers(column: RawColumn, exceptions: bool = True) -> np.ndarray:

@@ -4,7 +4,7 @@ Axes: T actions, V items, B users, S ids of a feature's bags.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -60,62 +60,66 @@ def look_up(
     `pooled` table, the features' bags are looked up rather than their rows.
     """
     rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
-    named: dict[str, dict[str, Ints]] = {table.name: {} for table in schema.tables}
-    named[ITEM][ITEM] = item_row_V
+    named: dict[str, dict[str, Column]] = {table.name: {} for table in schema.tables}
+    named[ITEM][ITEM] = Column(item_row_V)
     values: dict[str, Values] = {}
-    offsets: dict[str, Ints | None] = {}
     for feature in schema.features:
         if feature.name == ITEM:
             continue
-        taken, offsets[feature.name] = taken_rows(columns[feature.owner][feature.name], rows[feature.owner])
+        taken = columns[feature.owner][feature.name].take(rows[feature.owner])
         if feature == USER_FEATURE and user_row_B is not None:
-            taken = user_row_B
+            taken = Column(user_row_B)
         if feature.sparse:
-            named[feature.table][feature.name] = taken.astype(np.int64, copy=False)
+            named[feature.table][feature.name] = replace(taken, values=taken.values.astype(np.int64, copy=False))
         else:
-            values[feature.name] = Values(torch.from_numpy(np.ascontiguousarray(taken, np.float32)))
+            values[feature.name] = values_of(taken, np.ascontiguousarray(taken.values, np.float32))
     ids: dict[str, Tensor | Bags] = {}
     for table, by_feature in named.items():
         if table in pooled:
-            ids[table], of_table = _pooled(by_feature, offsets)
+            ids[table], of_table = _pooled(by_feature, schema, table)
             values |= of_table
             continue
         if list(by_feature) == [ITEM] and item_row_V is items_V:
             # Already sorted and unique.
             ids[table], values[ITEM] = torch.from_numpy(items_V), Values(torch.arange(len(items_V)))
             continue
-        unique, inverse = unique_inverse(np.concatenate([*by_feature.values()]), schema.table(table).rows)
+        named_ids = [column.values for column in by_feature.values()]
+        unique, inverse = unique_inverse(np.concatenate(named_ids), schema.table(table).rows)
         ids[table] = torch.from_numpy(unique)
-        ends = np.cumsum([len(part) for part in by_feature.values()])[:-1]
-        for name, index in zip(by_feature, np.split(inverse, ends), strict=True):
-            bags = offsets.get(name)
-            values[name] = Values(torch.from_numpy(index), None if bags is None else torch.from_numpy(bags))
+        ends = np.cumsum([len(part) for part in named_ids])[:-1]
+        for (name, column), index in zip(by_feature.items(), np.split(inverse, ends), strict=True):
+            values[name] = values_of(column, index)
     row_V = values.pop(ITEM).values
     in_order = len(row_V) == len(ids[ITEM]) and torch.equal(row_V, torch.arange(len(row_V)))
     return Lookups(ids, Features(None if in_order else row_V, values))
 
 
-def _pooled(named: Mapping[str, Ints], offsets: Mapping[str, Ints | None]) -> tuple[Bags, dict[str, Values]]:
+def values_of(column: Column, values: np.ndarray) -> Values:
+    """A column's rows as tensors, with other values."""
+    offsets = None if column.offsets is None else torch.from_numpy(column.offsets)
+    return Values(
+        torch.from_numpy(values), offsets, {name: torch.from_numpy(of) for name, of in column.parallel.items()}
+    )
+
+
+def _pooled(named: Mapping[str, Column], schema: Schema, table: str) -> tuple[Bags, dict[str, Values]]:
     """The bags of all features that look up a pooled table, and each feature as the numbers of its bags, each a bag of
     one pooled row. A single id is a bag of one."""
-    lengths, values, first = [], {}, 0
-    for name, ids in named.items():
-        bags = offsets[name]
-        lengths.append(np.ones(len(ids), np.int64) if bags is None else np.diff(bags))
-        number_R = torch.arange(first, first + len(lengths[-1]))
-        values[name] = Values(number_R, None if bags is None else torch.arange(len(number_R) + 1))
-        first += len(number_R)
+    lengths, shares, values, first = [], list[Tensor](), {}, 0
+    forms = {feature.name: feature.form for feature in schema.features}
+    for name, column in named.items():
+        lengths.append(np.ones(len(column.values), np.int64) if column.offsets is None else np.diff(column.offsets))
+        of_each = forms[name].shares(values_of(column, column.values))
+        equal = np.repeat(1 / np.maximum(lengths[-1], 1), lengths[-1])
+        shares.append(torch.from_numpy(equal).float() if of_each is None else of_each)
+        R, form = len(lengths[-1]), forms[name]
+        bags = torch.arange(R + 1) if form.bag else None
+        values[name] = Values(torch.arange(first, first + R), bags, {of: torch.ones(R) for of in form.parallel})
+        first += R
     ends = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    return Bags(torch.from_numpy(np.concatenate([*named.values()])), torch.from_numpy(ends)), values
-
-
-def taken_rows(column: Column, rows: Ints) -> tuple[np.ndarray, Ints | None]:
-    """The values of rows, one after the other, and the offsets of each row's values if rows have several."""
-    if column.offsets is None:
-        return column.values[rows], None
-    starts = column.offsets[rows].astype(np.int64)
-    lengths = column.offsets[rows + 1] - starts
-    return column.values[ranges(starts, lengths)], np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate([column.values for column in named.values()])
+    weights = torch.cat(shares) if schema.weighs(table) else None
+    return Bags(torch.from_numpy(ids), torch.from_numpy(ends), weights), values
 
 
 def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
@@ -127,9 +131,3 @@ def unique_inverse(named: Ints, count: int) -> tuple[Ints, Ints]:
     present = np.zeros(count, dtype=bool)
     present[named] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[named]
-
-
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Concatenated arange(start, start + length) of each pair."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)

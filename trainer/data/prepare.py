@@ -10,7 +10,6 @@ The dataset appears at once and complete: it is written to a hidden directory be
 The same source and options give the same bytes.
 """
 
-import tomllib
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import clean_up, naming, whole_directory
-from logitmix.common.mappings import from_mapping
 from logitmix.common.storage import alone, fetch_names, push, tell
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
@@ -38,6 +36,7 @@ from logitmix.trainer.data.features import (
     apply_options,
     make_features,
     name_features,
+    read_schema,
     values_of_items,
 )
 from logitmix.trainer.data.files import digests, plain
@@ -81,7 +80,7 @@ def _prepare(options: PrepareOptions, console: Console) -> dict[str, Any]:
         path = Path(getattr(options, setting))
         if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
             raise ValueError(f"no file at {path}; --{setting} must name one")
-    said = _read_schema(options.schema)
+    said = read_schema(options.schema)
     with (
         whole_directory(out) as staging,
         closing(Rejects(staging / "rejects.tsv", options.max_rejects, console)) as rejects,
@@ -95,16 +94,6 @@ def _prepare(options: PrepareOptions, console: Console) -> dict[str, Any]:
             kept = out.with_name(out.name + ".rejects.tsv")
             rejects.path.replace(kept)
             raise ValueError(f"{error}; they are listed in {kept}") from None
-
-
-def _read_schema(path: str) -> FeaturesOptions:
-    if not path:
-        return FeaturesOptions()
-    try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
-    return from_mapping(FeaturesOptions, tree, path)
 
 
 def _progress(console: Console) -> Progress:

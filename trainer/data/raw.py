@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.modules.schema import Kind
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.times import Clock, Times, is_text, note_units
@@ -35,7 +34,7 @@ class ActionBlock:
     """Other columns of the actions."""
     nanoseconds: np.ndarray | None = None
     """int32: billionths of the timestamps' unit, which these leave out but which order the actions; None: all 0."""
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns by name; the others are inferred from the values."""
     label: str = ""
     """The file."""
@@ -58,7 +57,7 @@ class Actions:
     columns: dict[str, pa.Array] = field(default_factory=dict)
     nanoseconds: np.ndarray | None = None
     """As in the blocks."""
-    kinds: dict[str, Kind | None] = field(default_factory=dict)
+    kinds: dict[str, str | None] = field(default_factory=dict)
     """As in the blocks; and None for columns that are not used unless --schema states a kind."""
     unit: str | None = None
     """Of the timestamps, one of UNITS; "" for numbers that are no times since 1970. None: told from them."""
@@ -73,7 +72,7 @@ class SideTable:
     ids: pa.StringArray = field(default_factory=lambda: pa.array([], pa.string()))
     """If an id occurs in several rows, the last one counts."""
     columns: dict[str, pa.Array] = field(default_factory=dict)
-    kinds: dict[str, Kind | None] = field(default_factory=dict)
+    kinds: dict[str, str | None] = field(default_factory=dict)
     """As of the actions."""
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
@@ -118,7 +117,7 @@ class RawDataset:
     items: SideTable = field(default_factory=SideTable)
     """A column named title is text to show, not a feature."""
     users: SideTable = field(default_factory=SideTable)
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns of any owner."""
 
 
@@ -197,7 +196,7 @@ def is_number(kind: pa.DataType) -> bool:
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
-    kinds: dict[str, Kind | None] = {}
+    kinds: dict[str, str | None] = {}
     users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
     examples: dict[str, str] = {}
     for block in blocks:

@@ -123,15 +123,18 @@ def _titles(known: int, items: int) -> str:
 def _features(features: list[Feature], schema: Schema) -> list[str]:
     if not features:
         return ["features  none but the item ids"]
-    width = max(len(feature.name) for feature in features)
-    rows = [f"{f.name:{width}}  {f.kind:6}  of {OWNERS[f.owner]:7}{_values(f, schema)}".rstrip() for f in features]
+    width, wide = (max(len(getattr(feature, of)) for feature in features) for of in ("name", "kind"))
+    rows = [
+        f"{f.name:{width}}  {f.kind:{max(wide, 6)}}  of {OWNERS[f.owner]:7}{_values(f, schema)}".rstrip()
+        for f in features
+    ]
     return [f"features  {rows[0]}", *(f"{'':10}{row}" for row in rows[1:])]
 
 
 def _values(feature: Feature, schema: Schema) -> str:
     if feature.sparse:
         return f"  {_count(schema.table(feature.table).rows - 1, 'value')}"
-    return f"  {_count(feature.width, 'number')} each" if feature.kind == "vector" else ""
+    return f"  {_count(feature.width, 'number')} each" if feature.form.wide else ""
 
 
 def _next(directory: Path) -> str:

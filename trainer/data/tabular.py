@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.common.mappings import first_line
-from logitmix.modules.schema import Kind
 from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import is_utf8, require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
@@ -37,7 +36,7 @@ BLOCK_ROWS = 1 << 16
 BLOCK_BYTES = 1 << 20
 """Of CSV."""
 DELIMITERS = ",;\t|"
-KINDS: Mapping[str, Kind] = {"token": "id", "float": "number", "token_seq": "ids"}
+KINDS: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
 _QUOTED = re.compile(r'".*"')
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")

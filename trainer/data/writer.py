@@ -15,6 +15,7 @@ from logitmix.trainer.data.dataset import (
     FILES_DIGESTS,
     FORMAT_VERSION,
     OWN_DIGEST,
+    ROW,
     SEQUENCE_COLUMNS,
     Column,
     description_text,
@@ -150,11 +151,14 @@ def _items(contents: DatasetContents, schema: Schema) -> pa.Table:
 
 def _rows(feature: Feature, column: Column, start: int, stop: int) -> pa.Array:
     """Some rows of a column as the directory stores them."""
+    dtype = pa.int64() if feature.sparse else pa.float32()
     if column.offsets is not None:
         bounds = column.offsets[start : stop + 1]
-        values = pa.array(column.values[bounds[0] : bounds[-1]], pa.int64())
+        part = slice(bounds[0], bounds[-1])
+        values = pa.array(column.values[part], dtype)
+        if column.parallel:
+            beside = [pa.array(of[part], pa.float32()) for of in column.parallel.values()]
+            values = pa.StructArray.from_arrays([values, *beside], [ROW, *column.parallel])
         return pa.ListArray.from_arrays(pa.array(bounds - bounds[0], pa.int32()), values)
-    values = column.values[start:stop]
-    if feature.kind == "vector":
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel(), pa.float32()), feature.width)
-    return pa.array(values, pa.int64() if feature.kind == "id" else pa.float32())
+    values = pa.array(column.values[start:stop].ravel(), dtype)
+    return pa.FixedSizeListArray.from_arrays(values, feature.width) if feature.form.wide else values

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitmix.trainer.data.batches import HeldOut, RankingUsers
-from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.data.lookups import Ints, ranges
+from logitmix.trainer.data.dataset import Dataset, ranges
+from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluation.ranking import NOT_SERVED
 
 NEIGHBORS = 100

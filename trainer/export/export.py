@@ -37,7 +37,7 @@ from logitmix.serving.model import Precision, Scales, estimated, item_types, row
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
-from logitmix.trainer.data.lookups import Ints, taken_rows
+from logitmix.trainer.data.lookups import Ints, values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
 from logitmix.trainer.export.indexes import check_indexes, write_indexes
@@ -337,7 +337,7 @@ def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
         item_bytes = -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
     else:
         own = [columns[feature.name] for feature in about.schema.of("item")]
-        of_all = sum(array.nbytes for column in own for array in (column.values, column.offsets) if array is not None)
+        of_all = sum(column.nbytes for column in own)
         item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
     # Whole blocks of the INT8 corpus.
     rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
@@ -348,11 +348,9 @@ def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict
     """The items' features, with ids that are rows of whole tables."""
     values = {}
     for feature in schema.of("item"):
-        taken, offsets = taken_rows(columns[feature.name], item_R)
-        values[feature.name] = Values(
-            torch.from_numpy(taken).to(stored_type(feature, schema)),
-            None if offsets is None else torch.from_numpy(offsets),
-        )
+        taken = columns[feature.name].take(item_R)
+        found = values_of(taken, taken.values)
+        values[feature.name] = replace(found, values=found.values.to(stored_type(feature, schema)))
     return values
 
 

@@ -10,8 +10,9 @@ cascade       what both return of queries and of the corpus's items, but the vec
               the whole corpus where it has no more, ranked by the similarity
 
 Features are those of users [B, ...], events [B, L, ...] or items [V, ...]. Kind id: int64, the row of the feature's
-table, which is its value's place in the vocabulary. Kind ids: int64 [..., S], such rows with -1 behind them. Kinds
-number [...] and vector [..., W]: FP32. The tables of features are in the programs.
+table, which is its value's place in the vocabulary. Kind ids: int64 [..., S], such rows with -1 behind them. What a
+kind has beside each id is a further input, such as NAME_weights, FP32 [..., S] with 0 behind. Kinds number [...] and
+vector [..., W]: FP32. The tables of features are in the programs.
 
 Axes: B histories, L positions, T of all histories, V items, X items of the corpus, S ids of a list, K items that are
 kept, P pairs, D width of the model, W of a table or vector, R rows.
@@ -124,14 +125,16 @@ class QueryProgram(_Program):
         if sees_times(tower.config.encoder):
             inputs["times"] = _Input(torch.zeros(2, min(2, most), dtype=torch.int64), BL)
             inputs["time"] = _Input(torch.zeros(2, dtype=torch.int64), B)
-        inputs |= {_name(of): _example(of, (2,), B) for of in tower.schema.of("user")}
-        inputs |= {_name(of): _example(of, (2, min(2, most)), BL) for of in tower.schema.of("event")}
+        for feature in tower.schema.of("user"):
+            inputs |= _inputs(feature, (2,), B)
+        for feature in tower.schema.of("event"):
+            inputs |= _inputs(feature, (2, min(2, most)), BL)
         super().__init__(tower, inputs, _tables_of([*tower.schema.of("user"), *tower.schema.of("event")], tables))
 
     def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         vectors_BLD, tower = given["vectors"], self.tower
         values = {of.name: _values(of, given) for of in tower.schema.of("user")}
-        values |= {of.name: Values(_values(of, given).values.flatten(0, 1)) for of in tower.schema.of("event")}
+        values |= {of.name: _flat(_values(of, given)) for of in tower.schema.of("event")}
         packing = _Rows(given["lengths"], vectors_BLD.shape[1], given.get("times"), given.get("time"))
         query = tower.queries(vectors_BLD.flatten(0, 1), packing, self.tables, Features(values=values))
         return _outputs("query", tower.query_sides(query))
@@ -143,7 +146,8 @@ class ItemProgram(_Program):
     def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
         V = {0: Dim("items", min=1)}
         inputs = {OWN_ROW: _Input(torch.zeros(2, tower.schema.dims(tower.config.dim)[ITEM]), V)}
-        inputs |= {_name(of): _example(of, (2,), V) for of in tower.schema.of("item")}
+        for feature in tower.schema.of("item"):
+            inputs |= _inputs(feature, (2,), V)
         super().__init__(tower, inputs, _tables_of(tower.schema.of("item"), tables))
 
     def compute(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -232,22 +236,26 @@ def _name(feature: Feature) -> str:
     return f"{feature.owner}_{feature.name}"
 
 
-def _example(feature: Feature, rows: tuple[int, ...], dynamic: Mapping[int, Any]) -> _Input:
-    match feature.kind:
-        case "id":
-            return _Input(torch.zeros(rows, dtype=torch.int64), dynamic)
-        case "ids":
-            return _Input(torch.full((*rows, 2), -1), {**dynamic, len(rows): Dim(f"ids_of_{_name(feature)}", min=1)})
-        case "number":
-            return _Input(torch.zeros(rows), dynamic)
-        case _:
-            return _Input(torch.zeros(*rows, feature.width), dynamic)
+def _inputs(feature: Feature, rows: tuple[int, ...], dynamic: Mapping[int, Any]) -> dict[str, _Input]:
+    name, form = _name(feature), feature.form
+    if not form.bag:
+        shape, dtype = (*rows, feature.width) if form.wide else rows, torch.int64 if form.sparse else torch.float32
+        return {name: _Input(torch.zeros(shape, dtype=dtype), dynamic)}
+    dynamic = {**dynamic, len(rows): Dim(f"ids_of_{name}", min=1)}
+    beside = {f"{name}_{of}": _Input(torch.zeros(*rows, 2), dynamic) for of in form.parallel}
+    return {name: _Input(torch.full((*rows, 2), -1), dynamic), **beside}
 
 
 def _values(feature: Feature, given: Mapping[str, Tensor]) -> Values:
-    values = given[_name(feature)]
+    name, form = _name(feature), feature.form
     # Behind a history there may be -1, as in lists.
-    return Values(values.clamp(min=0) if feature.kind == "id" else values)
+    values = given[name].clamp(min=0) if form.sparse and not form.bag else given[name]
+    return Values(values, parallel={of: given[f"{name}_{of}"] for of in form.parallel})
+
+
+def _flat(of: Values) -> Values:
+    """One position after the other."""
+    return Values(of.values.flatten(0, 1), parallel={name: each.flatten(0, 1) for name, each in of.parallel.items()})
 
 
 def _outputs(owner: str, sides: Sides) -> dict[str, Tensor]:

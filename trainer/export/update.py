@@ -24,6 +24,7 @@ from logitmix.serving import format as serving
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.features import as_in_requests, find_features
+from logitmix.trainer.data.joined import Joins, joins_of
 from logitmix.trainer.data.prepare import TITLE, titles_of
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
@@ -51,7 +52,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
 def _update(directory: Path, items: str, id_column: str, said: Console | None) -> dict[str, int]:
     contents = serving.read(directory)
     retriever = Retriever(contents)
-    table = _read(items, id_column, said or Console(stderr=True))
+    table = _read(items, id_column, joins_of(contents.about.schema.of("item")), said or Console(stderr=True))
     if said and (line := table.contradictions(Path(items).name)):
         tell(said, line)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
@@ -71,7 +72,7 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
 
 
-def _read(items: str, id_column: str, console: Console) -> SideTable:
+def _read(items: str, id_column: str, joins: Joins, console: Console) -> SideTable:
     """A table of items; ValueError if a row is malformed."""
     if not Path(items).exists():
         raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
@@ -80,7 +81,7 @@ def _read(items: str, id_column: str, console: Console) -> SideTable:
         closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,
         Progress(console=console, disable=True) as progress,
     ):
-        table = read_side(items, "--items", id_column, rejects, progress)
+        table = read_side(items, "--items", id_column, rejects, progress, joins=joins)
         rejects.finish()
     return table
 

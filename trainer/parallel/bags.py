@@ -43,13 +43,15 @@ def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) ->
 
 
 class PooledRows:
-    """The mean row of each bag of one table, zero for empty bags; used as a part of a RowExchange."""
+    """The mean row of each bag of one table, or the sum that its shares say, zero for empty bags; used as a part of a
+    RowExchange."""
 
     def __init__(self, table: PooledTable, bags: Bags, device: torch.device) -> None:
         self.table, self.context = table, table.module.create_context()
         self.ids_in_flight: Any = None
         bags = bags.to(device)
-        self.count_R1 = bags.offsets.diff().clamp(min=1).unsqueeze(1)
+        lengths_R = bags.offsets.diff()
+        self.count_R1 = (lengths_R.clamp(min=1) if bags.shares is None else torch.ones_like(lengths_R)).unsqueeze(1)
         self.sizes_in_flight = table.module.input_dist(self.context, bag_lookup(table.name, bags))
 
     def send_ids(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from logitmix.trainer.parallel.optimizer import ShardedCollection, kernels
+from logitmix.trainer.parallel.optimizer import ShardedCollection, kernels, of_each_id
 
 Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
 
@@ -51,8 +51,10 @@ class CutLookup(NamedTuple):
         tables = self.kernel.config.embedding_tables
         columns = [tables[table].local_cols for table in self.kernel._feature_table_map]
         lengths = self.features.lengths().long().view(len(columns), -1)
-        by_feature = zip(self._gradient.split(columns, dim=1), lengths, strict=True)
-        return (gradient_RC.repeat_interleave(of_bags, dim=0) for gradient_RC, of_bags in by_feature)
+        shares = self.features.weights_or_none()
+        of_ids = [None] * len(columns) if shares is None else shares.split(self.features.length_per_key())
+        by_feature = zip(self._gradient.split(columns, dim=1), lengths, of_ids, strict=True)
+        return (of_each_id(gradient_RC, of_bags, of_each) for gradient_RC, of_bags, of_each in by_feature)
 
     @property
     def _gradient(self) -> Tensor:

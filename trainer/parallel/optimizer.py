@@ -238,10 +238,11 @@ class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
         values = features.values().long().split(features.length_per_key())
         lengths = features.lengths().long().view(len(values), -1)
         shards = [self._shards[table] for table in self._feature_table_map]
-        asks = torch.empty(0, requires_grad=True)
+        asks, shares = torch.empty(0, requires_grad=True), features.weights_or_none()
+        of_ids = [None] * len(values) if shares is None else shares.split(features.length_per_key())
         sums = [
-            _BagLookup.apply(*shard, ids, of_bags, asks)
-            for shard, ids, of_bags in zip(shards, values, lengths, strict=True)
+            _BagLookup.apply(*shard, ids, of_bags, of_each, asks)
+            for shard, ids, of_bags, of_each in zip(shards, values, lengths, of_ids, strict=True)
         ]
         return sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
 
@@ -262,17 +263,29 @@ class _Lookup(torch.autograd.Function):
 class _BagLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, optimizer: TouchedRowsAdam, shard: _Shard, ids: Tensor, lengths: Tensor, asks: Tensor
+        ctx: Any,
+        optimizer: TouchedRowsAdam,
+        shard: _Shard,
+        ids: Tensor,
+        lengths: Tensor,
+        shares: Tensor | None,
+        asks: Tensor,
     ) -> Tensor:
-        ctx.update, ctx.lengths = partial(optimizer.update, shard, ids), lengths
+        ctx.update, ctx.lengths, ctx.shares = partial(optimizer.update, shard, ids), lengths, shares
         ends = lengths.cumsum(0)
-        return F.embedding_bag(ids, shard.row, ends - lengths, mode="sum")
+        return F.embedding_bag(ids, shard.row, ends - lengths, mode="sum", per_sample_weights=shares)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, None]:
-        ctx.update(gradient.repeat_interleave(ctx.lengths, dim=0))
-        return None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, None, None]:
+        ctx.update(of_each_id(gradient, ctx.lengths, ctx.shares))
+        return None, None, None, None, None, None
+
+
+def of_each_id(gradient_RC: Tensor, lengths_R: Tensor, shares_S: Tensor | None) -> Tensor:
+    """The gradients of the rows in bags [S, C], from those of the bags' sums."""
+    gradient_SC = gradient_RC.repeat_interleave(lengths_R, dim=0)
+    return gradient_SC if shares_S is None else gradient_SC * shares_S.unsqueeze(1)
 
 
 def _take_over(

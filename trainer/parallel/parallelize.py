@@ -29,7 +29,7 @@ from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.modules.initialize import initialized
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import ITEM, Schema, Table
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.parallel.average import MovingAverage
@@ -142,7 +142,7 @@ def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[Ret
     """The model on the meta device, and its tables. Raises ValueError for settings of an unknown table and settings
     that the device does not support."""
     schema = model_schema(schema, config)
-    embedded = embedding_tables(schema.tables, config, device)
+    embedded = embedding_tables(schema, config, device)
     with torch.device("meta"):
         return RetrievalModel(embedded, schema, config.model), embedded
 
@@ -161,18 +161,17 @@ def model_schema(schema: Schema, config: Config) -> Schema:
     return replace(used, tables=tuple(tables))
 
 
-def embedding_tables(tables: Sequence[Table], config: Config, device: torch.device) -> list[EmbeddingTable]:
+def embedding_tables(schema: Schema, config: Config, device: torch.device) -> list[EmbeddingTable]:
     """The tables of a model's schema with their configured precisions.
 
     Raises ValueError for settings that the device does not support.
     """
-    for table in tables:
-        _require_supported(table.name, config, device)
-    settings = {each.name: config.tables.of(each.name) for each in tables}
-    return [
-        EmbeddingTable(each.name, each.rows, each.dim, settings[each.name].precision, settings[each.name].pooled)
-        for each in tables
-    ]
+    found = []
+    for each in schema.tables:
+        _require_supported(each.name, config, device)
+        of = config.tables.of(each.name)
+        found.append(EmbeddingTable(each.name, each.rows, each.dim, of.precision, of.pooled, schema.weighs(each.name)))
+    return found
 
 
 def _require_supported(name: str, config: Config, device: torch.device) -> None:

@@ -205,7 +205,7 @@ def _features(tower: Tower) -> dict[str, list[str]]:
 
 
 def _said(feature: Feature) -> str:
-    about = {"vector": f", {feature.width} wide", "number": ""}.get(feature.kind, f" of table {feature.table}")
+    about = f" of table {feature.table}" if feature.sparse else f", {feature.width} wide" if feature.form.wide else ""
     return f"{feature.name} ({feature.kind}{about})"
 
 

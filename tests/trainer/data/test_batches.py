@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from small_data import in_memory
 
 from logitmix.modules.batch import Batch
-from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranges, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import Dataset, ranges
 
 Share = Literal["position", "sequence", "group", "batch"]
 SHARES: tuple[Share, ...] = get_args(Share)

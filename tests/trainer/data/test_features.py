@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitmix.modules.schema import Feature, Kind, Owner, Table
+from logitmix.modules.schema import Feature, Owner, Table
 from logitmix.serving.features import FeatureReader
 from logitmix.trainer.data.features import (
     FeatureOptions,
@@ -108,7 +108,7 @@ def texts_of(features: Features, name: str) -> list[Any]:
         ([None, None], None),
     ],
 )
-def test_kinds_are_told_from_values(values: list[Any], kind: Kind | None) -> None:
+def test_kinds_are_told_from_values(values: list[Any], kind: str | None) -> None:
     column = pa.array(values)
     features = made(RawColumn("given", "item", column))
     assert [feature.kind for feature in features.schema.features[1:]] == ([kind] if kind else [])
@@ -187,7 +187,7 @@ def test_items_are_a_table_as_well() -> None:
 
 def test_what_stands_for_no_value_is_said_and_can_be_stated() -> None:
     country = pa.array(["NA", "DE", "NA", "NULL", " - ", "", None, "DE", "NULL"])
-    kind: Kind = "id"
+    kind: str = "id"
     price = pa.array(["1", "2.5", r"\N", "n/a", "4", "NaN", "NULL", "", "NA"])
     features = made(RawColumn("country", "item", country, kind), RawColumn("price", "item", price))
     assert texts_of(features, "country") == ["", "DE", "", "", "", "", "", "DE", ""]
@@ -277,7 +277,7 @@ def test_values_that_no_row_has_are_no_part_of_a_vocabulary() -> None:
         (pa.array(["a|b", "a", None]), "id", ["a|b", "a", ""]),
     ],
 )
-def test_stated_kinds_of_sparse_features(values: pa.Array, kind: Kind, texts: list[Any]) -> None:
+def test_stated_kinds_of_sparse_features(values: pa.Array, kind: str, texts: list[Any]) -> None:
     assert texts_of(made(RawColumn("given", "item", values, kind)), "given") == texts
 
 
@@ -302,7 +302,7 @@ def test_stated_kinds_of_sparse_features(values: pa.Array, kind: Kind, texts: li
         (pa.array([[7.0], [8.0]]), "vector", [[7], [8]]),
     ],
 )
-def test_stated_kinds_of_numbers(values: pa.Array, kind: Kind, numbers: list[Any]) -> None:
+def test_stated_kinds_of_numbers(values: pa.Array, kind: str, numbers: list[Any]) -> None:
     assert made(RawColumn("given", "item", values, kind)).columns["given"].values.tolist() == numbers
 
 
@@ -329,7 +329,7 @@ def test_stated_kinds_of_numbers(values: pa.Array, kind: Kind, numbers: list[Any
         (pa.array([1.5]), "vector", "feature given has values of type double; a vector needs lists of numbers"),
     ],
 )
-def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: Kind, message: str) -> None:
+def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(RawColumn("given", "item", values, kind))
 
@@ -480,7 +480,7 @@ def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
         ("vector", pa.array(["1|2", "", "3|4"])),
     ],
 )
-def test_new_items_are_read_as_those_of_a_dataset(kind: Kind, values: pa.Array) -> None:
+def test_new_items_are_read_as_those_of_a_dataset(kind: str, values: pa.Array) -> None:
     features = made(RawColumn("of", "item", values, kind))
     (feature,) = features.schema.of("item")
     found = as_in_requests(feature, values)

@@ -121,4 +121,4 @@ def test_a_row_for_each_bag_is_sent(on_two_ranks: dict[str, tuple[Seen, Seen]]) 
 def test_items_are_not_pooled() -> None:
     config = small_config(Path("none"), {"tables.item.pooled": True})
     with pytest.raises(ValueError, match=r"^tables\.item\.pooled is true, but items are needed one by one"):
-        embedding_tables(SCHEMA.tables, config, torch.device("cpu"))
+        embedding_tables(SCHEMA, config, torch.device("cpu"))

@@ -211,7 +211,7 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
 ) -> None:
     config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
     with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
-        embedding_tables([Table(ITEM, ITEMS)], config, torch.device(device))
+        embedding_tables(Schema.of_ids(ITEMS - 1), config, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict,
         zip_code = Feature("zip", "user", "id", "zip")
         schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
         config = small_config(data, {"model.features": ["zip"]} | settings)
-        embedding_tables(model_schema(schema, config).tables, config, torch.device("cpu"))
+        embedding_tables(model_schema(schema, config), config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

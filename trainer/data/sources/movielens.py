@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow as pa
 from rich.progress import Progress
 
-from logitmix.modules.schema import Kind
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.delimited import Layout, read_delimited, read_rows
 from logitmix.trainer.data.download import Download, find_source
@@ -41,7 +40,7 @@ GENRES_100K = (
 """The 0/1 fields at the end of a line of u.item, in order."""
 
 TEXT, LIST = pa.string(), pa.list_(pa.string())
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, str] = {
     "genres": "ids", "year": "id", "gender": "id", "age": "id", "occupation": "id", "zip": "id", "rating": "number",
 }  # fmt: skip
 

@@ -16,12 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
-from logitmix.modules.schema import Kind
+from logitmix.modules.schema import Owner
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
+from logitmix.trainer.data.features import read_schema
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
 from logitmix.trainer.data.ids import as_whole, exact_ids
+from logitmix.trainer.data.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.raw import (
     TIME,
@@ -41,6 +43,7 @@ from logitmix.trainer.data.row_numbers import is_pandas_index
 from logitmix.trainer.data.tabular import read_blocks
 from logitmix.trainer.data.times import Clock, Times
 
+OWNERS: dict[str, Owner] = {"--items": "item", "--users": "user"}
 TIMES = f"{TIME}, nor a date in a usual form (--time-format gives another)"
 
 
@@ -82,13 +85,19 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
     columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
     clock, quote = Clock(options.time_format), options.quote
-    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns, clock, quote))
+    joins = joins_of(read_schema(options.schema))
+    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns, clock, quote, joins))
     _settle_times(actions, clock, names.timestamp, rejects)
     actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
     actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
     lists.say()
-    items = read_side(options.items, "--items", names.item, rejects, progress, delimiter, actions.item_ids, quote)
-    users = read_side(options.users, "--users", names.user, rejects, progress, delimiter, actions.user_ids, quote)
+    items, users = (
+        read_side(path, flag, column, rejects, progress, delimiter, known, quote, joins)
+        for path, flag, column, known in (
+            (options.items, "--items", names.item, actions.item_ids),
+            (options.users, "--users", names.user, actions.user_ids),
+        )
+    )
     _find_titles(options.title_column, (items, actions))
     for owner in (actions, items, users):
         owner.kinds.update(dict.fromkeys(_tokens_of_one_row(owner)))
@@ -142,16 +151,18 @@ def read_actions(
     columns: Sequence[str] = (),
     clock: Clock | None = None,
     quote: bool = False,
+    joins: Joins = NOTHING_JOINED,
 ) -> Iterator[ActionBlock]:
     """The actions of the parts of a table, in the given order; rows with lists of items are several. `columns` are the
-    names in files without a header. `clock.settle` makes the times final. ValueError if a column is missing or has an
-    unfit type."""
+    names in files without a header, `joins` the columns that are read as one. `clock.settle` makes the times final.
+    ValueError if a column is missing or has an unfit type."""
     taken = 0
     lists = lists or Lists(names.there, "", rejects)
     clock = clock or Clock()
     for file in files:
         blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns, quote)
         for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
+            rows = join(file.label, rows, "event", joins, rejects)
             rows, (users, items) = exact_ids(file.label, rows, ("user", "item"), rejects)
             times = _times(clock, file.label, rows) if names.timestamp else None
             block = accept(file.label, rows.numbers, users, items, times, rows.text, rejects, rows.columns, TIMES)
@@ -170,6 +181,7 @@ def read_side(
     delimiter: str = "",
     known: pa.StringArray | None = None,
     quote: bool = False,
+    joins: Joins = NOTHING_JOINED,
 ) -> SideTable:
     """A table of items or users by id, which is the column of that name, or else the first column that is not pandas'
     index. ValueError if the first name in the header is like the `known` ids, for then it is data."""
@@ -183,7 +195,7 @@ def read_side(
         return [_found(id_column, header) or first]
 
     ids: list[pa.StringArray] = []
-    kinds: dict[str, Kind | None] = {}
+    kinds: dict[str, str | None] = {}
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, delimiter, quote=quote):
@@ -193,6 +205,7 @@ def read_side(
                     f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; put "
                     "the names of the columns in a line before it"
                 )
+            rows = join(file.label, rows, OWNERS[flag], joins, rejects)
             rows, (found,) = exact_ids(file.label, rows, ("id",), rejects)
             there = filled(found) & without_nul(found)
             for row in np.flatnonzero(~there):

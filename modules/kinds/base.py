@@ -1,0 +1,107 @@
+"""What a kind of feature is. Its form says what its values are: from that follow how they are stored, in a dataset, in
+a batch and in an export, and how they are moved. Its methods are what differs otherwise: how a column of a source is
+read, how the values in a request are, and what the embedding is.
+
+Imports no torch, for schemas are read without: methods that compute with tensors import it themselves.
+
+Axes: R rows (items, users or events), S values of all their bags, V unique ids of a table, W width of a table's rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..features import Values
+    from ..schema import Feature
+
+LARGEST = 3.4028234663852886e38
+"""The largest number in FP32."""
+
+
+class SourceColumn(Protocol):
+    """A column of a source, in the forms in which it can be read. ValueError where its values do not fit."""
+
+    def one_id(self) -> Any:
+        """One id a row."""
+
+    def ids(self) -> Any:
+        """Any number of ids a row, and what is parallel to them."""
+
+    def numbers(self) -> Any:
+        """One number a row: float32 [R], NaN where it is missing."""
+
+    def vectors(self) -> Any:
+        """As many numbers in each row: float32 [R, width], NaN where they are missing."""
+
+
+class Kind(ABC):
+    sparse = False
+    """Values are rows of the feature's table; otherwise FP32 numbers."""
+    bag = False
+    """A row has any number of values."""
+    wide = False
+    """A row has as many numbers as the feature's width says."""
+    parallel: tuple[str, ...] = ()
+    """Names of the FP32 numbers that each value of a bag has beside it. In a source, they are other columns of lists,
+    which --schema names: columns = { weights = "COLUMN" }."""
+
+    needs = "a finite number"
+    """What a parallel number must be."""
+
+    @abstractmethod
+    def read(self, column: SourceColumn) -> Any:
+        """The column in one of its forms: one of ids for sparse kinds, of numbers for others."""
+
+    @abstractmethod
+    def in_request(self, feature: Feature) -> str:
+        """What the value is in a request, in words."""
+
+    @abstractmethod
+    def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], int]) -> Any:
+        """The value of a request, None where it is missing. `row_of` finds the row of an id. Returns a row or a list of
+        rows of the table, or a number or a list of numbers; a kind with parallel numbers, a list for the rows and one
+        more for each of these.
+
+        TypeError or ValueError that begins with what is wrong: "is …; it must be …".
+        """
+
+    @abstractmethod
+    def embed(self, feature: Feature, of: Values, row_VW: Tensor | None) -> Tensor:
+        """[R, W], before it is mapped to the model's width: from the rows of the table's unique ids, which `of` indexes
+        (for sparse kinds), or [R, `inputs`], from the numbers. Where a bag's values have no offsets, they are [R, any],
+        with -1 behind each row's ids and 0 behind its parallel numbers."""
+
+    def inputs(self, feature: Feature) -> int:
+        """Numbers of a row that `embed` returns, for kinds that are not sparse."""
+        return feature.width
+
+    def allows(self, name: str, numbers: Any) -> Any:
+        """Whether parallel numbers of this name are what the kind `needs`: for a number, or each of an array or
+        tensor."""
+        return (numbers > -inf) & (numbers < inf)
+
+    def shares(self, of: Values) -> Tensor | None:
+        """FP32 [S]: what each row counts in its bag's sum, where the owners of rows pool the bags; None: as much as the
+        others, so that the sum is the mean."""
+        return None
+
+
+def number_of(value: Any) -> float:
+    """A number of a request. ValueError if it is none, or not finite in FP32."""
+    from logitmix.common.values import plain
+
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
+        raise ValueError(f"is {value!r:.40}; it must be a finite number in FP32")
+    return float(number)
+
+
+def normalized(feature: Feature, of: Values) -> Tensor:
+    """Numbers [R, width] with the feature's mean and deviation taken out."""
+    return ((of.values - feature.mean) / feature.deviation).view(-1, feature.width)
