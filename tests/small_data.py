@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
-from logitmix.modules.schema import ITEM, Feature, Schema, Table
+from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, Column, Dataset
@@ -43,10 +43,16 @@ def in_memory(offsets: np.ndarray, items_flat: np.ndarray, items: int) -> Datase
 
 
 def write_dataset(
-    path: Path, users: int = 60, items: int = ITEMS, seed: int = 0, features: bool = False, ring: bool = False
+    path: Path,
+    users: int = 60,
+    items: int = ITEMS,
+    seed: int = 0,
+    features: bool = False,
+    ring: bool = False,
+    weighted: bool = False,
 ) -> Path:
-    """Users with 5 to 24 random actions each, at random times; `features` adds one of each owner and kind; on the ring,
-    each user walks from item to next item."""
+    """Users with 5 to 24 random actions each, at random times; `features` adds one of each owner and kind, `weighted`
+    weighted bags too; on the ring, each user walks from item to next item."""
     random = np.random.default_rng(seed)
     lengths = random.integers(5, 25, users)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -55,7 +61,8 @@ def write_dataset(
         actions = (np.repeat(actions[offsets[:-1]] - offsets[:-1], lengths) + np.arange(offsets[-1])) % items
     names = pa.array([f"item-{index}" for index in range(items)])
     rows = {"item": items, "user": users, "event": int(offsets[-1])}
-    schema = FEATURES if features else Schema.of_ids(items)
+    features = features or weighted
+    schema = (WEIGHTED if weighted else FEATURES) if features else Schema.of_ids(items)
     if features:
         schema = replace(schema, tables=(Table("item", items + 1), *schema.tables[1:]))
     columns = {f.name: random_column(f, schema, rows[f.owner], random) for f in schema.features if f.name != "item"}
@@ -117,6 +124,17 @@ FEATURES = Schema(
     (Table("item", ITEMS + 1), Table("brand", 7), Table("tags", 11), Table("country", 4), Table("type", 3)),
 )
 """Every owner with every kind; two tables are shared, and one has the name of an attribute of torch's modules."""
+WEIGHTED = replace(
+    FEATURES,
+    features=(
+        *FEATURES.features,
+        *(
+            Feature(f"weighted_{owner}", owner, "weighted_ids", "brand", columns={"weights": f"weights_{owner}"})
+            for owner in get_args(Owner)
+        ),
+    ),
+)
+"""The same with weighted bags of brands."""
 
 
 def random_column(feature: Feature, schema: Schema, rows: int, random: np.random.Generator) -> Column:
@@ -130,7 +148,10 @@ def random_column(feature: Feature, schema: Schema, rows: int, random: np.random
     if feature.kind == "id":
         return Column(random.integers(0, table_rows, rows))
     offsets = np.concatenate([[0], np.cumsum(random.integers(0, 4, rows))])
-    return Column(random.integers(0, table_rows, offsets[-1]), offsets)
+    ids = random.integers(0, table_rows, offsets[-1])
+    # Some are 0, and so are all of some bags.
+    weights = {"weights": (random.integers(0, 4, len(ids)) / 2).astype(np.float32)} if feature.form.parallel else {}
+    return Column(ids, offsets, weights)
 
 
 def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Config:

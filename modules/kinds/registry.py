@@ -7,12 +7,14 @@ from .ids import Ids
 from .number import Number
 from .one_id import Id
 from .vector import Vector
+from .weighted_ids import WeightedIds
 
 KINDS: dict[str, Kind] = {
     "id": Id(),
     "ids": Ids(),
     "number": Number(),
     "vector": Vector(),
+    "weighted_ids": WeightedIds(),
 }
 
 

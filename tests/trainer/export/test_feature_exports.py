@@ -40,7 +40,7 @@ from logitmix.trainer.run.tensor_files import SavedTensors
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    data = write_dataset(folder / "data", features=True)
+    data = write_dataset(folder / "data", weighted=True)
     settings = {"model.features": ["all", RECENCY], "model.item_id_dropout": 0.2, "tables.brand.dim": 4}
     train(small_config(data, settings | {"dense.lr": 0.02, "tables.lr": 0.05}), folder / "run")
     return folder / "run"
@@ -66,6 +66,11 @@ def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
         case "ids":
             assert column.offsets is not None
             return [values[of] or "?" for of in column.values[column.offsets[row] : column.offsets[row + 1]]]
+        case "weighted_ids":
+            assert column.offsets is not None
+            of_row = slice(column.offsets[row], column.offsets[row + 1])
+            ids = [values[of] or "?" for of in column.values[of_row]]
+            return list(zip(ids, column.parallel["weights"][of_row].tolist(), strict=True))
         case "number":
             return float(column.values[row])
         case _:
@@ -233,6 +238,9 @@ def csv_of(records: dict[str, dict[str, Any]]) -> str:
             return "|".join(str(part) for part in value)
         return "" if value is None else str(value)
 
+    for record in records.values():
+        pairs = record.pop("weighted_item")
+        record |= {"weighted_item": [of for of, _ in pairs], "weights_item": [weight for _, weight in pairs]}
     names = list(next(iter(records.values())))
     lines = [",".join([raw_id, *(cell(record[name]) for name in names)]) for raw_id, record in records.items()]
     return "\n".join([",".join(["item", *names]), *lines]) + "\n"

@@ -56,7 +56,12 @@ BAGS = {
     if (sharding, optimizer) != ("column_wise", "rowwise_adagrad")
 }
 """The tags are pooled by the owners of their rows."""
-SETTINGS |= BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
+WEIGHTED_BAGS = {
+    name.replace("bags", "weighted bags"): {key.replace("tags", "brand"): value for key, value in settings.items()}
+    for name, settings in BAGS.items()
+}
+"""Instead of them the brands: single ids, bags and weighted bags."""
+SETTINGS |= BAGS | WEIGHTED_BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
 CLIP = {"train.clip": 4.0, "tables.eps": 0.001, "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
 CLIPPED: dict[str, dict[str, Any]] = {
     "clip sgd": CLIP | {"tables.optimizer": "sgd", "comm.parts": 3},
@@ -64,6 +69,8 @@ CLIPPED: dict[str, dict[str, Any]] = {
     "clip rowwise_adagrad": CLIP | {"tables.optimizer": "rowwise_adagrad", "tables.tags.sharding": "table_wise"},
     "clip bags sgd": CLIP | BAGS["bags row_wise sgd"],
     "clip bags adam": CLIP | BAGS["bags column_wise adam"],
+    "clip weighted bags sgd": CLIP | WEIGHTED_BAGS["weighted bags row_wise sgd"],
+    "clip weighted bags adam": CLIP | WEIGHTED_BAGS["weighted bags column_wise adam"],
     "clip nothing": CLIP | SGD | {"train.clip": 1e6},
 }
 SETTINGS |= CLIPPED
@@ -72,7 +79,7 @@ FP8 = CLIP | SGD | {"comm.forward": "fp8", "comm.backward": "fp8", "comm.parts":
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", features=True)
+    return write_dataset(tmp_path_factory.mktemp("data") / "small", weighted=True)
 
 
 @dataclass
@@ -148,7 +155,7 @@ def test_two_ranks_do_what_one_process_does(trained: dict[str, tuple[Seen, Seen,
         assert_close(first.after[table] - before, alone.after[table] - before, relative)
 
 
-@pytest.mark.parametrize("name", BAGS)
+@pytest.mark.parametrize("name", BAGS | WEIGHTED_BAGS)
 def test_bags_that_their_owners_pool_train_like_those_that_the_tower_pools(
     trained: dict[str, tuple[Seen, Seen, Seen]], name: str
 ) -> None:
@@ -156,7 +163,8 @@ def test_bags_that_their_owners_pool_train_like_those_that_the_tower_pools(
     for pooled in trained[name]:
         if pooled is trained[name][2]:
             assert_close(pooled.losses[0], by_tower.losses[0], 1e-5)
-        assert pooled.plan["tags"].pooled and not by_tower.plan["tags"].pooled
+        table = "brand" if "weighted" in name else "tags"
+        assert pooled.plan[table].pooled and not by_tower.plan[table].pooled
         for key, expected in by_tower.gradients.items():
             assert_close(pooled.gradients[key], expected, 1e-5)
         for table, before in by_tower.before.items():
@@ -182,7 +190,13 @@ def clipped_by_torch(config: Config) -> Clipped:
         tables = {name: gather_table(model, name).requires_grad_() for name in model.shards()}
         tower = model.tower
         rows = {
-            name: F.embedding_bag(ids.values, tables[name], ids.offsets[:-1], mode="mean")
+            name: F.embedding_bag(
+                ids.values,
+                tables[name],
+                ids.offsets[:-1],
+                mode="mean" if ids.shares is None else "sum",
+                per_sample_weights=ids.shares,
+            )
             if isinstance(ids, Bags)
             else tables[name][ids]
             for name, ids in batch.ids.items()
@@ -263,10 +277,16 @@ def test_lookups_name_each_row_once_and_every_value(data: Path) -> None:
             continue
         of = found.features.values[feature.name]
         values = found.ids[feature.table][of.values] if feature.sparse else of.values
-        pieces = values if of.offsets is None else values.tensor_split(of.offsets[1:-1])
-        assert len(pieces) == len(rows[feature.owner])
-        for row, piece in zip(rows[feature.owner], pieces, strict=True):
-            np.testing.assert_array_equal(piece.numpy(), value_of(columns[feature.owner][feature.name], row))
+        column = columns[feature.owner][feature.name]
+        assert of.parallel.keys() == column.parallel.keys() == set(feature.form.parallel)
+        for found_values, kept in [
+            (values, column.values),
+            *((of.parallel[n], column.parallel[n]) for n in of.parallel),
+        ]:
+            pieces = found_values if of.offsets is None else found_values.tensor_split(of.offsets[1:-1])
+            assert len(pieces) == len(rows[feature.owner])
+            for row, piece in zip(rows[feature.owner], pieces, strict=True):
+                np.testing.assert_array_equal(piece.numpy(), value_of(Column(kept, column.offsets), row))
 
 
 def dropped(
