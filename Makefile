@@ -3,6 +3,7 @@
 # make test      lint and the tests: what a change must pass
 # make quick     the tests that start no process and train no run, up to three cases of each: a minute
 # make lint      ruff, mypy, import-linter
+# make docs      the site of the documentation, in build/site; warnings are errors
 # make soak      the long proofs
 # make gpu       proves a machine with NVIDIA GPUs and measures it, into docs/gpu.md
 
@@ -20,7 +21,7 @@ HISTORY := item-0000,item-0001,item-0002
 # torchx starts the python that it finds here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: install train test quick lint soak gpu
+.PHONY: install train test quick lint docs soak gpu
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -40,11 +41,14 @@ $(LOCKED): $(wildcard requirements/*.txt)
 	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 
-# Type checkers and editors do not read the mapping of an editable install: they get the folders under their namespace.
-$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.h comm/*.c modules/*.[ch] modules/*/*.[ch])
+$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.h comm/*.c modules/*.[ch] modules/*/*.[ch]) | build/namespace/logitmix
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
-	@mkdir -p build/namespace/logitmix
-	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/namespace/logitmix/$$package; done
+	@touch $@
+
+# Type checkers and editors do not read the mapping of an editable install: they get the folders under their namespace.
+build/namespace/logitmix: Makefile
+	@mkdir -p $@
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done
 	@touch $@
 
 train: install data/demo/dataset.json
@@ -79,3 +83,14 @@ lint: install
 	ruff format --check
 	mypy
 	PYTHONPATH=build/namespace lint-imports --no-cache --no-logo
+
+# The site has the files where the repository has them, so that a link leads to the same place in both.
+docs: build/namespace/logitmix build/docs-installed
+	@rm -rf build/pages && mkdir build/pages
+	@ln -s $(addprefix ../../,$(PACKAGES) $(wildcard *.md) benchmarks docs examples LICENSE Dockerfile) build/pages
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict
+
+build/docs-installed: requirements/docs.txt
+	$(PYTHON) -m venv --clear build/docs-venv
+	build/docs-venv/bin/pip install --quiet --no-deps -r $<
+	@touch $@

@@ -41,6 +41,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_site_has_every_page_of_its_contents_and_of_docs() -> None:
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    # gpu.md is written by `make gpu`.
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if page.name != "gpu.md"}
+    assert set(listed) == pages
+
+
 def test_diagrams_are_those_of_the_script() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))
     for name in ("system", "training_step"):

@@ -33,7 +33,7 @@ def installed(name: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize("name", [*LISTS, "dev"])
+@pytest.mark.parametrize("name", [*LISTS, "dev", "docs"])
 def test_every_line_is_one_exact_version_with_hashes(name: str) -> None:
     assert locked(f"{name}.txt")
 
