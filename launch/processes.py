@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from logitmix.common.mappings import require
+from logitmix.common.storage import say
 
 GRACE = 10.0
 """Seconds for ranks to end by themselves, once one of them has failed."""
@@ -51,6 +52,11 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def is_main() -> bool:
+    """Whether this process is rank 0, or no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def cores() -> int:
     """Those of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -60,6 +66,12 @@ def require_threads(flag: str, threads: int) -> None:
     """ValueError for none, and for far more than cores, which would wait for each other all the time."""
     most = THREADS_A_CORE * cores()
     require(1 <= threads <= most, flag, threads, f"from 1 to {most} here")
+
+
+def end_lost(line: str) -> NoReturn:
+    """Ends a rank that lost another, without destructors, which may wait for the lost one."""
+    say(f"logitmix: {line}")
+    os._exit(LOST_PEER)
 
 
 def note_mistake(message: str) -> bool:

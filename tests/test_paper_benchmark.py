@@ -19,7 +19,8 @@ from small_data import in_memory
 from logitmix.modules.config import DotConfig, MoLConfig
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
-from logitmix.trainer import cli
+from logitmix.trainer.commands import train
+from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.run.metrics import append_row
@@ -40,7 +41,7 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         settings = cell.settings(paper.Options())
         config = with_settings(load_recipe(cell.recipe), settings)
         words = [word for name, value in settings.items() for word in paper._words(name, value)]
-        assert cli._of_recipe(cli.TrainCommand, "train", [cell.recipe, *words])[1] == config
+        assert of_recipe(train.Arguments, "train", [cell.recipe, *words])[1] == config
         name = cell.method.rpartition("+")[2].partition(" ")[0].partition("-")[0]
         assert config.model.similarity.kind == {"bce": "dot"}.get(name, name)
         assert (config.model.loss.kind == "bce") == (name == "bce")

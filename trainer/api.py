@@ -23,7 +23,7 @@ from logitmix.common.storage import fetched_run, naming_urls, path_of, say
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop
-from logitmix.trainer.commands import compare as comparing
+from logitmix.trainer.commands import comparison
 from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
@@ -77,7 +77,7 @@ def compare(
     dataset: str | Path,
     out: str | Path,
     minutes: float,
-    methods: Sequence[str] = tuple(comparing.LEARNED),
+    methods: Sequence[str] = tuple(comparison.LEARNED),
     threads: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def compare(
     for name, value, kinds in (("minutes", minutes, (int, float)), ("threads", threads, (int,))):
         require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
     require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")
-    return comparing.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
+    return comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
 
 
 @quietly()

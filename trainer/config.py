@@ -2,8 +2,7 @@
 
 import dataclasses
 import tomllib
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import inf
@@ -367,41 +366,6 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The words of a command line without `--tables.NAME.SETTING VALUE`, and these settings by the table's name: the
-    command line's parser cannot know the names of tables.
-
-    Raises ValueError for an unknown setting, a missing value, or a value that is not a number.
-    """
-    left: list[str] = []
-    by_name: dict[str, dict[str, Any]] = {}
-    coming = iter(words)
-    for word in coming:
-        flag, equals, value = word.partition("=")
-        parts = flag.split(".")
-        if parts[0] != "--tables" or len(parts) != 3:
-            left.append(word)
-            continue
-        if not equals and (value := next(coming, "--")).startswith("--"):
-            raise ValueError(f"{flag} needs a value")
-        setting = parts[2].replace("-", "_")
-        by_name.setdefault(parts[1], {})[setting] = _table_value(flag, setting, value)
-    return left, by_name
-
-
-def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without `--start.SECTION.SETTING VALUE …`, and these as `--SECTION.SETTING VALUE …`,
-    settings of the run that is trained first."""
-    left: list[str] = []
-    first: list[str] = []
-    taken = left
-    for word in words:
-        if word.startswith("-"):
-            taken = first if word.startswith("--start.") else left
-        taken.append(word.replace("--start.", "--", 1) if taken is first else word)
-    return left, first
-
-
 def with_start(config: Config, first: Config) -> Config:
     """The configuration whose run that is trained first has these settings and no others."""
     inherited = config.inherited()
@@ -438,15 +402,3 @@ def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -
     before = config.tables.by_name
     merged = before | {name: before.get(name, {}) | settings for name, settings in by_name.items()}
     return replace(config, tables=replace(config.tables, by_name=merged))
-
-
-def _table_value(flag: str, setting: str, text: str) -> Any:
-    kinds = typing.get_type_hints(TableSettings)
-    if setting not in kinds:
-        raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
-    try:
-        if kinds[setting] is bool:
-            return {"true": True, "false": False}[text]
-        return kinds[setting](text) if kinds[setting] in (int, float) else text
-    except (ValueError, KeyError):
-        raise ValueError(f"{flag} is {text!r}; it must be of type {kinds[setting].__name__}") from None

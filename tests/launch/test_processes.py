@@ -225,7 +225,7 @@ def test_a_users_mistake_under_torchrun_is_said_once(
     for attempt, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
         as_restart(monkeypatch, job, rank, attempt)
         if attempt:
-            monkeypatch.setitem(cli.COMMANDS, "train", lambda words: pytest.fail("it was started again"))
+            monkeypatch.setattr(cli, "run", lambda command, words: pytest.fail("it was started again"))
         with pytest.raises(SystemExit) as stop:
             cli.main(words)
         assert stop.value.code == processes.USER_ERROR

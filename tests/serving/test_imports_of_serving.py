@@ -49,7 +49,7 @@ def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("hidden", "command", "said"),
     [
-        (COMMAND_LINE, "prepare demo", "the command line needs tyro: pip install logitmix"),
+        (COMMAND_LINE, "prepare demo", "prepare needs tyro: pip install logitmix"),
         ({"pyarrow"}, "prepare demo", "prepare needs pyarrow: pip install logitmix"),
         (
             TRAINING,

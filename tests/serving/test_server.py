@@ -39,6 +39,7 @@ from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import MAX_BODY, Allowed, make_server
 from logitmix.trainer import cli
+from logitmix.trainer.commands import serve
 from logitmix.trainer.commands.words import parse
 
 X = 60
@@ -1050,7 +1051,7 @@ def test_who_maps_files_tells_where_it_was_when_it_died(
 
 def test_names_and_origins_may_be_given_several_times() -> None:
     words = ["exports/a", "--allow-host", "a.example", "--allow-host", "b.example", "--allow-origin", "*"]
-    command = parse(cli.ServeCommand, "serve", words)
+    command = parse(serve.Arguments, "serve", words)
     assert (command.allow_host, command.allow_origin) == (("a.example", "b.example"), ("*",))
 
 

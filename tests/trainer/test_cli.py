@@ -22,6 +22,8 @@ from logitmix.modules.config import (
     SASRecConfig,
 )
 from logitmix.trainer import cli, loop
+from logitmix.trainer.commands import retrieve
+from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.evaluation import evaluate
 
@@ -235,10 +237,10 @@ def test_what_is_wrong_with_the_words_is_said_plainly(
 def test_too_little_memory_is_one_line(
     error: Exception, size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(words: list[str]) -> None:
+    def fail(command: str, words: list[str]) -> None:
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    monkeypatch.setattr(cli, "run", fail)
     with pytest.raises(SystemExit) as stop:
         cli.main(["train"])
     (line,) = capsys.readouterr().err.splitlines()
@@ -254,10 +256,10 @@ def test_titles_and_ids_in_brackets_are_shown_as_they_are(
     """rich would read them as markup: [blue] disappears, and [/b] is an error."""
     row = {"rank": 1, "id": "id[red]", "title": "Shirt [blue] [/b]", "score": 1.0}
     retriever: Any = SimpleNamespace(answer=lambda *_: [[row]])
-    cli._show_items(retriever, cli.RetrieveCommand("export"))
+    retrieve.show_items(retriever, retrieve.Arguments("export"))
     said = capsys.readouterr().out
     assert "id[red]" in said and "Shirt [blue] [/b]" in said
-    cli._show_metrics({"hr@10": 0.5}, "runs/a[lr]: test", as_json=False)
+    show_metrics({"hr@10": 0.5}, "runs/a[lr]: test", as_json=False)
     assert "runs/a[lr]" in "".join(capsys.readouterr().out.split())
 
 

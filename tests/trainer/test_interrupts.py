@@ -10,7 +10,7 @@ INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 WHILE_LOADING = f"""
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name == "tyro":
+        if name == "logitmix.trainer.quiet":
             {INTERRUPT}
 sys.meta_path.insert(0, Finder())
 """
@@ -19,21 +19,21 @@ class Dying:
     def __del__(self):
         {INTERRUPT}
 import logitmix.trainer.cli as cli
-def command(words):
+def run(command, words):
     while True:
         Dying()
-cli.COMMANDS = {{"--help": command}}
+cli.run = run
 """
 TWICE = f"""
 import logitmix.trainer.cli as cli
-def command(words):
+def run(command, words):
     try:
         {INTERRUPT}
         sum(iter(int, 1))
     finally:
         {INTERRUPT}
         sum(iter(int, 1))
-cli.COMMANDS = {{"--help": command}}
+cli.run = run
 """
 AT_THE_END = f"""
 import atexit
@@ -50,6 +50,6 @@ atexit.register(end)
     ids=["while modules load", "in a destructor", "twice", "while the interpreter ends"],
 )
 def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
-    program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--help']\nmain()"
+    program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['doctor']\nmain()"
     ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (status, "")

@@ -1,6 +1,8 @@
 """`logitmix doctor`: what this machine has, and what is missing or does not work."""
 
+import dataclasses
 import importlib
+import json
 import os
 import platform
 import shutil
@@ -14,7 +16,9 @@ from typing import Literal
 
 from logitmix.common.compiled import compiled_library, has_triton
 from logitmix.common.mappings import first_line
-from logitmix.launch.processes import cores, run_ranks
+from logitmix.launch.processes import cores, launched, run_ranks
+from logitmix.trainer.commands.options import JSONOption
+from logitmix.trainer.commands.words import parse
 
 State = Literal["ok", "slow", "absent", "broken"]
 """slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not
@@ -49,6 +53,38 @@ class Finding:
     state: State
     said: str
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption):
+    """What this machine has, and what is missing or does not work. Exit status 1 if something does not work."""
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "doctor", words)
+    if launched():
+        meet()
+        return
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not arguments.json:
+            remedy = f" ({finding.remedy})" if finding.remedy else ""
+            print(f"{finding.state:<6}  {finding.subject:<11}  {finding.said}{remedy}", flush=True)
+    broken = [finding.subject for finding in findings if finding.state == "broken"]
+    if arguments.json:
+        print(json.dumps({"broken": broken, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+    if broken:
+        raise SystemExit(1)
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of logitmix and of the libraries that only work as a matching set. Imports none."""
+    found = {}
+    for name in ("logitmix", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def examine() -> Iterator[Finding]:
@@ -86,14 +122,11 @@ def meet() -> None:
 
 def _libraries() -> Finding:
     """torch, torchrec and FBGEMM, which only work as a matching set."""
-    subject = "libraries"
-    try:
-        found = {name: version(name) for name in ("torch", "torchrec")}
-    except PackageNotFoundError as error:
-        return Finding(subject, "absent", f"no {error.name}: train, evaluate, compare, plan and export", INSTALL)
-    for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
+    subject, found = "libraries", versions()
+    found.pop("logitmix", None)
+    for name in ("torch", "torchrec"):
+        if name not in found:
+            return Finding(subject, "absent", f"no {name}: train, evaluate, compare, plan and export", INSTALL)
     said = ", ".join(f"{name} {number}" for name, number in found.items())
     for name in ("torch", "fbgemm_gpu", "torchrec"):
         try:

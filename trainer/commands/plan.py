@@ -1,24 +1,54 @@
 """`logitmix plan`: where a job's tables would be placed and what its ranks would hold, without the job's machines."""
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
-from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.parallel.optimizer import bytes_per_weight
-from logitmix.trainer.parallel.parallelize import unsharded
-from logitmix.trainer.parallel.plan import (
-    Devices,
-    TablePlan,
-    bytes_by_rank,
-    describe,
-    mebibytes,
-    plan_tables,
-    with_plan,
-)
+from logitmix.common.storage import shown
+from logitmix.trainer.commands.options import JSONOption
+from logitmix.trainer.commands.recipe import names_no_recipe, of_recipe
+from logitmix.trainer.config import Config, recipe_names
+
+if TYPE_CHECKING:
+    from logitmix.trainer.parallel.plan import Devices, TablePlan
+
+USAGE = """\
+usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu-gib GIB] [--json]
+                            [--section.field VALUE ...]
+
+It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
+rank would hold; logitmix plan RECIPE --help lists every setting
+recipes: {recipes}, or the path of a TOML file"""
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, Config):
+    """Where the tables of a job would be placed, and the memory that each rank would need, without its machines."""
+
+    world_size: int = 8
+    """Ranks of the job."""
+    per_host: int = 0
+    """Ranks of each host; all, but 8 at most, when 0."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    gpu_gib: float = 80.0
+    """Memory of a GPU in GiB."""
+
+
+def run(words: list[str]) -> None:
+    if names_no_recipe(words, "plan needs a recipe first: logitmix plan RECIPE --world-size 8 --device cuda"):
+        print(USAGE.format(recipes=", ".join(recipe_names())))
+        return
+    arguments, config, _ = of_recipe(Arguments, "plan", words)
+    from logitmix.trainer.parallel.plan import Devices
+
+    require(arguments.gpu_gib > 0, "--gpu-gib", arguments.gpu_gib, "above 0")
+    per_host = arguments.per_host or min(arguments.world_size, 8)
+    memory = int(arguments.gpu_gib * 2**30) if arguments.device == "cuda" else None
+    plan = plan_job(config, Devices(arguments.world_size, per_host, arguments.device, memory))
+    print(json.dumps(dataclasses.asdict(plan)) if arguments.json else shown(plan.text()))
 
 
 @dataclass(frozen=True)
@@ -28,8 +58,8 @@ class JobPlan:
     dataset: str
     users: int
     items: int
-    devices: Devices
-    tables: Mapping[str, TablePlan]
+    devices: "Devices"
+    tables: "Mapping[str, TablePlan]"
     table_bytes: tuple[int, ...]
     """By rank: its rows with their optimizers' state and moving averages."""
     tower_parameters: int
@@ -40,6 +70,8 @@ class JobPlan:
 
     def text(self) -> str:
         """Lines as those that training begins with."""
+        from logitmix.trainer.parallel.plan import mebibytes, with_plan
+
         devices = self.devices
         parameters = sum(table.rows * table.dim for table in self.tables.values())
         held = list(dict.fromkeys(mebibytes(count) for count in (min(self.table_bytes), max(self.table_bytes))))
@@ -56,11 +88,18 @@ class JobPlan:
         return with_plan(block, self.tables)
 
 
-def plan_job(config: Config, devices: Devices) -> JobPlan:
+def plan_job(config: Config, devices: "Devices") -> JobPlan:
     """The plan of a run on these devices.
 
     Raises ValueError for no dataset, settings that the devices do not support, and tables that they have no room for.
     """
+    import torch
+
+    from logitmix.trainer.data.dataset import load_dataset
+    from logitmix.trainer.parallel.optimizer import bytes_per_weight
+    from logitmix.trainer.parallel.parallelize import unsharded
+    from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
+
     require(devices.world_size >= 1, "--world-size", devices.world_size, "at least 1")
     whole_hosts = devices.per_host >= 1 and devices.world_size % devices.per_host == 0
     require(whole_hosts, "--per-host", devices.per_host, f"a divisor of the {devices.world_size} ranks")

@@ -1,103 +1,140 @@
-"""What the words of a command line say: a command's fields, lists, numbers and JSON. A mistake in them is a ValueError
-of one line."""
+"""What the words of a command line say: a command's arguments, lists, numbers and JSON. A mistake in them is a
+ValueError of one line."""
 
-import contextlib
 import csv
-import io
+import dataclasses
+import functools
 import re
-from collections.abc import Iterator
-from itertools import takewhile
-from typing import Any, TypeVar
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TypeVar
 
 import docstring_parser
 import tyro
 
-from logitmix.common.files import from_json
+# The events by which tyro tells what is wrong: private, so pyproject.toml names the versions that have them.
+from tyro import _errors
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-FRAME = " ╭╮╰╯─│+|"
-"""What tyro frames its messages with; where the terminal is not UTF-8, also lines of hyphens."""
+from logitmix.common.files import from_json
+from logitmix.common.mappings import nearest
+
+REGISTRY = ConstructorRegistry()
 
 T = TypeVar("T")
 
 
 def parse(kind: type[T], command: str, words: list[str], default: T | None = None) -> T:
-    """The command that the words give: its fields by tyro's rules. An error in the words is a ValueError of one
-    line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), _docstrings_on_one_line():
-            return tyro.cli(
-                kind,
-                prog=f"logitmix {command}",
-                args=words,
-                default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.AvoidSubcommands,),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        lines = [line.strip(FRAME) for line in said.getvalue().splitlines()[1:]]
-        # Its last sentence takes more lines where the command is long, as that of a recipe's path is.
-        lines = list(takewhile(lambda line: not line.startswith("For full helptext"), lines))
-        problem = " ".join(line for line in lines if line.strip("-"))
-        raise ValueError(_plainly(problem, command, default)) from None
+    """The command's arguments that the words give, by tyro's rules; `--help` among them prints its page and ends the
+    process. An error in the words is a ValueError of one line."""
+
+    def refuse(event: _errors.ParseErrorEvent) -> NoReturn:
+        raise ValueError(_problem(event, kind, command)) from None
+
+    with _errors.on_parse_error(refuse):
+        return tyro.cli(
+            kind,
+            prog=f"logitmix {command}",
+            args=words,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            config=(tyro.conf.AvoidSubcommands,),
+            registry=REGISTRY,
+        )
 
 
-@contextlib.contextmanager
-def _docstrings_on_one_line() -> Iterator[None]:
-    """tyro would break the lines of its help also where those of a field's docstring end."""
-    from_object = docstring_parser.parse_from_object
+@REGISTRY.struct_rule
+def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """tyro's rule for dataclasses would break a docstring's lines before a digit, a quote or a dash. The options that
+    commands share, which are keyword-only, come last."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints, docs = typing.get_type_hints(info.type, include_extras=True), docs_of(info.type)
+    found = []
+    for entry in sorted(dataclasses.fields(info.type), key=lambda entry: entry.kw_only is True):
+        default: Any = tyro.MISSING_NONPROP
+        if dataclasses.is_dataclass(info.default):
+            default = getattr(info.default, entry.name)
+        elif entry.default is not dataclasses.MISSING:
+            default = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        found.append(StructFieldSpec(entry.name, hints[entry.name], default, docs.get(entry.name)))
+    return StructConstructorSpec(info.type, tuple(found))
 
-    def joined(
-        obj: Any, style: docstring_parser.DocstringStyle = docstring_parser.DocstringStyle.AUTO
-    ) -> docstring_parser.Docstring:
-        found = from_object(obj, style)
-        for field in found.params:
-            field.description = " ".join((field.description or "").split())
-        return found
 
-    docstring_parser.parse_from_object = joined
-    try:
-        yield
-    finally:
-        docstring_parser.parse_from_object = from_object
+@functools.cache
+def docs_of(kind: type) -> Mapping[str, str]:
+    """The docstring of each field, on one line."""
+    docs = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        for field in docstring_parser.parse_from_object(cls).params:
+            docs[field.arg_name] = " ".join((field.description or "").split())
+    return docs
 
 
-def _plainly(problem: str, command: str, default: object) -> str:
-    """tyro's error message, without the parts for Python programmers."""
+def flags_of(kind: type, prefix: str = "") -> dict[str, tuple[str, ...]]:
+    """The flags of a dataclass, each with the values that there are to choose from; where a section may be of several
+    kinds, those of all kinds."""
+    flags: dict[str, tuple[str, ...]] = {}
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for entry in dataclasses.fields(kind):
+        hint, name = hints[entry.name], entry.name.replace("_", "-")
+        markers = getattr(hint, "__metadata__", ())
+        if markers:
+            hint = typing.get_args(hint)[0]
+        united = isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple
+        members = typing.get_args(hint) if united else (hint,)
+        if tyro.conf.Positional in markers or typing.get_origin(hint) is dict:
+            continue
+        if dataclasses.is_dataclass(members[0]):
+            for section in members:
+                for flag, choices in flags_of(section, f"{prefix}{name}.").items():
+                    flags[flag] = (*flags.get(flag, ()), *(new for new in choices if new not in flags.get(flag, ())))
+            continue
+        flags[f"--{prefix}{name}"] = tuple(
+            choice for each in members if typing.get_origin(each) is Literal for choice in typing.get_args(each)
+        )
+        if hint is bool:
+            flags[f"--{prefix}no-{name}"] = ()
+    return flags
+
+
+def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
     see = f"see logitmix {command} --help"
-    if unknown := re.match(r"Unrecognized options: ([^\s,]+)", problem):
-        kind = "option" if unknown[1].startswith("-") else "word"
-        near = re.search(rf"(?:Perhaps you meant|similar to {re.escape(unknown[1])}): (--[^\s,]+)", problem)
-        meant = near[1] if near else ""
-        section, _, name = meant.rpartition(".")
-        if section and unknown[1] == f"--no-{meant[2:]}" and _is_switch(meant, default):
-            meant = f"{section}.no-{name}"
-        return f"unknown {kind} {unknown[1]}{f' (did you mean {meant}?)' if meant else ''}; {see}"
-    if missing := re.match(r"Missing from .*?: (.*) \(required\)", problem):
-        needs = re.findall(r"(?:^|\(required\) )((?:--\S+ )?\S+)", missing[1])
-        return f"{command} needs {' and '.join(needs)}; {see}"
-    if missing := re.match(r"Missing value for argument '(.*?)'", problem):
-        return f"{missing[1]} needs a value; {see}"
-    if choice := re.match(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", problem):
-        known = [name for name in re.findall("'(.*?)'", choice[3]) if name != "None"]
-        return f"{choice[2]} is {choice[1]!r}; it must be one of {', '.join(known)}"
-    refused = re.match(r"Error parsing (\S+): (.*)", problem)
-    if refused is None:
-        return f"{problem}; {see}"
-    flag, reason = refused.groups()
-    value = re.search(r"(invalid literal for int\(\) with base 10|could not convert string to float): '(.*?)'", reason)
-    if value is None:
-        return reason
-    number = "a whole number" if value[1].startswith("invalid") else "a number"
-    return f"{flag} is {value[2]}; it must be {number}; {see}"
+    match event:
+        case _errors.UnrecognizedArgs(tokens=[word, *_]) if word.startswith("-"):
+            flag = word.partition("=")[0]
+            return f"unknown option {flag}{_meant(flag, list(flags_of(kind)))}; {see}"
+        case _errors.UnrecognizedArgs(tokens=[word, *_]):
+            return f"unknown word {word}; {see}"
+        case _errors.MissingArgs(missing_arguments=missing):
+            names = [
+                str(arg.lowered.metavar) if arg.is_positional() else f"{arg.display_name()} {arg.lowered.metavar}"
+                for arg in (each.arg for each in missing)
+            ]
+            return f"{command} needs {' and '.join(names)}; {see}"
+        case _errors.BadValue(argument=argument):
+            return f"{argument.display_name()} needs a value; {see}"
+        case _errors.InvalidChoice(argument=argument, value=value, choices=choices):
+            known = ", ".join(choice for choice in choices if choice != "None")
+            return f"{argument.display_name()} is {value!r}; it must be one of {known}"
+        case _errors.InstantiationFailure(message=message, argument=argument):
+            # Python's own message for int("x") and float("x").
+            number = re.search(r"(invalid literal for int\(\)|could not convert string to float).*: '(.*?)'", message)
+            if argument is None or number is None:
+                return message
+            needs = "a whole number" if number[1].startswith("invalid") else "a number"
+            return f"{argument.display_name()} is {number[2]}; it must be {needs}; {see}"
+    raise AssertionError(f"tyro {tyro.__version__} has an error that the command line does not know: {event}")
 
 
-def _is_switch(flag: str, default: object) -> bool:
-    value = default
-    for name in flag[2:].replace("-", "_").split("."):
-        value = getattr(value, name, None)
-    return isinstance(value, bool)
+def _meant(flag: str, known: list[str]) -> str:
+    """Says which flag is near; of a switch the one that turns it off, for --no-section.name."""
+    near = nearest(flag, known)
+    section, _, name = flag.removeprefix("--no-").rpartition(".")
+    off = f"--{section}.no-{name}"
+    return f" (did you mean {off}?)" if flag.startswith("--no-") and off in known else near
 
 
 def parts(flag: str, text: str) -> list[str]:

@@ -21,7 +21,7 @@ from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer import cli
-from logitmix.trainer.commands.report import write_report
+from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset

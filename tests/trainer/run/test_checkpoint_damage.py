@@ -29,7 +29,7 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import file_digest, with_digest
 from logitmix.modules.schema import ITEM
 from logitmix.serving.format import read
-from logitmix.trainer.commands.report import write_report
+from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import evaluate_run

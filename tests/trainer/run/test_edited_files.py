@@ -11,6 +11,7 @@ from hostile_json import VALUES, edited, places
 from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
+from logitmix.trainer.commands import retrieve
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
@@ -136,7 +137,7 @@ def test_names_do_not_control_the_terminal_or_the_page(
     source.write_text(header + "".join(lines) + f"{ESCAPE}\n")
     cli.main(["prepare", "table", "--source", str(source), "--out", str(tmp_path / f"data{ESCAPE}")])
     rows = [{"rank": 1, "id": f"i{ESCAPE}", "title": f"[red]t{ESCAPE}", "score": 0.5}]
-    cli._show_items(Answering(rows), cli.RetrieveCommand("served", "i1"))  # type: ignore[arg-type]
+    retrieve.show_items(Answering(rows), retrieve.Arguments("served", "i1"))  # type: ignore[arg-type]
     for words in (["report", f"none{ESCAPE}"], [f"what{ESCAPE}"], ["evaluate", str(named)], ["plan", f"x{ESCAPE}"]):
         with pytest.raises(SystemExit):
             cli.main(words)
@@ -151,7 +152,7 @@ class Answering:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
 
-    def recommend(self, *arguments: object) -> list[list[dict[str, Any]]]:
+    def answer(self, *arguments: object) -> list[list[dict[str, Any]]]:
         return [self.rows]
 
 

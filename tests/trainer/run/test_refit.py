@@ -11,6 +11,7 @@ import two_ranks
 from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
+from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import leave_one_out, split_by_time
 from logitmix.trainer.data.dataset import load_dataset
@@ -197,7 +198,7 @@ def test_peeking_at_the_test_part_is_said_and_changes_nothing(
     best = max(found.values(), key=lambda row: row["hr@10"])
     assert (peeked["peeked/hr@10"], peeked["peeked/mrr"]) == (best["hr@10"], best["mrr"])
     assert found[peeked["step"]]["hr@10"] == peeked["hr@10"] == plain["hr@10"] and peeked["step"] == plain["step"]
-    cli._show_metrics(peeked, "test", False)
+    show_metrics(peeked, "test", False)
     assert "peeked: best on test" in capsys.readouterr().out
     alone = FP32 | {"train.epochs": 2, "evaluate.peek_test": True, "data.validation": False}
     assert "peeked/hr@10" in train(small_config(data, alone), tmp_path / "alone")

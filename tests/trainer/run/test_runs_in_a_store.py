@@ -31,7 +31,7 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, cli
-from logitmix.trainer.commands.report import write_report
+from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset

@@ -9,7 +9,7 @@ import pytest
 from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
-from logitmix.trainer.commands.report import POINTS, Run, chart, thinned, ticks, wilson, write_report
+from logitmix.trainer.commands.report_page import POINTS, Run, chart, thinned, ticks, wilson, write_report
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
 from logitmix.trainer.run.results import beside_baselines

@@ -16,8 +16,8 @@ import two_ranks
 from small_data import ITEMS, in_memory, write_dataset, write_late_items
 
 from logitmix.trainer import cli, loop
-from logitmix.trainer.commands import compare as comparing
-from logitmix.trainer.commands.compare import compare, resampled_means, verdict, with_intervals
+from logitmix.trainer.commands import comparison
+from logitmix.trainer.commands.comparison import compare, resampled_means, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
@@ -121,7 +121,7 @@ def row(
     high50: float = 0.0,
     differ: int = 6,
 ) -> dict[str, Any]:
-    learned = method in comparing.LEARNED
+    learned = method in comparison.LEARNED
     return {
         "method": method,
         "learnt": learned,
@@ -192,14 +192,14 @@ TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "trai
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the runs that are trained, with small models of two epochs."""
     names: list[str] = []
-    train_run, config_of = loop.train_run, comparing.config_of
+    train_run, config_of = loop.train_run, comparison.config_of
 
     def counted(config: Config, run: Path, *others: Any) -> dict[str, float]:
         names.append(run.name)
         return train_run(config, run, *others)
 
-    monkeypatch.setattr(comparing, "train_run", counted)
-    monkeypatch.setattr(comparing, "config_of", lambda *of: with_settings(config_of(*of), TINY))
+    monkeypatch.setattr(comparison, "train_run", counted)
+    monkeypatch.setattr(comparison, "config_of", lambda *of: with_settings(config_of(*of), TINY))
     return names
 
 
@@ -303,13 +303,13 @@ def test_the_split_and_the_rules_of_evaluation_hold_for_all_methods(
 def test_settings_with_which_methods_cannot_be_compared_are_refused(
     tmp_path: Path, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "MOST_SCORES", 40 * ITEMS)
+    monkeypatch.setattr(comparison, "MOST_SCORES", 40 * ITEMS)
     data = write_dataset(tmp_path / "data")
     with pytest.raises(ValueError, match=re.escape(said)):
         compare(str(data), tmp_path / "out", 5, ["dot"], 1, settings)
     assert not (tmp_path / "out").exists()
-    config = comparing.config_of("dot", load_dataset(data), 5, 1, {"evaluate.users": 39})
-    assert config.evaluate.users == 39 and comparing.config_of("dot", load_dataset(data), 5, 1).evaluate.users == 40
+    config = comparison.config_of("dot", load_dataset(data), 5, 1, {"evaluate.users": 39})
+    assert config.evaluate.users == 39 and comparison.config_of("dot", load_dataset(data), 5, 1).evaluate.users == 40
 
 
 def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
@@ -343,7 +343,7 @@ def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, train
     with pytest.raises(ValueError, match=r"other is not the dataset that .*dot began with"):
         compare(str(other), out, 6, ["dot"], 1)
     assert not any(folder.exists() for folder in simple)
-    longer, noted = comparing.config_of("hstu", load_dataset(data), 8, 1), out / "hstu" / "config.toml"
+    longer, noted = comparison.config_of("hstu", load_dataset(data), 8, 1), out / "hstu" / "config.toml"
     noted.parent.mkdir()
     noted.write_text(dump_toml(longer))
     with pytest.raises(ValueError, match=r"hstu was trained for 8 minutes; give --minutes 8 or more"):
@@ -369,7 +369,7 @@ def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
 ) -> None:
     """In other settings, or with other threads and as many minutes."""
     data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
-    config = comparing.config_of("dot", load_dataset(data), 5, 1)
+    config = comparison.config_of("dot", load_dataset(data), 5, 1)
     (out / "dot").mkdir(parents=True)
     (out / "dot" / "config.toml").write_text(dump_toml(with_settings(config, changed)))
     (out / "dot" / "checkpoints" / "step-4").mkdir(parents=True)
@@ -383,7 +383,7 @@ def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
 
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data"))
-    dot, mol, hstu = (comparing.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
+    dot, mol, hstu = (comparison.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
     assert mol.first == replace(dot, train=replace(dot.train, minutes=2.5))
     for of in (dot, mol, hstu):
         assert (of.train.schedule, of.train.patience, of.train.minutes) == ("wsd", 0, 5)
@@ -393,7 +393,7 @@ def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path
 
 def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
     """What `compare` returns, and whether what one rank does alone leaves its main thread to tell the other of it."""
-    config_of, aside = comparing.config_of, []
+    config_of, aside = comparison.config_of, []
 
     def noting(action: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
@@ -402,8 +402,8 @@ def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
 
         return noted
 
-    comparing.config_of = lambda *of: with_settings(config_of(*of), TINY)
-    comparing._simple_methods, comparing._finish = noting(comparing._simple_methods), noting(comparing._finish)
+    comparison.config_of = lambda *of: with_settings(config_of(*of), TINY)
+    comparison._simple_methods, comparison._finish = noting(comparison._simple_methods), noting(comparison._finish)
     return compare(str(data), out, 5, ["dot", "hstu"], 1), aside
 
 
@@ -425,14 +425,14 @@ def test_ease_keeps_to_its_time_and_its_corpus(
     held_out, users = leave_one_out(dataset), ranking_users(dataset, "validation", 5)
     both_XX = users_of_both(dataset, held_out)
     tried, exclude = [0.1, 3.0, 1e4], not are_common(dataset.repeated_targets)
-    monkeypatch.setattr(comparing, "PENALTIES", tuple(tried))
+    monkeypatch.setattr(comparison, "PENALTIES", tuple(tried))
     values = [means(rank_targets(EASE.fit(both_XX, of), users, 50, exclude))["hr@10"] for of in tried]
     assert max(values) > values[0]
     long, short = (ease_of(compare(str(data), tmp_path / f"{of}", of, [], 1)) for of in (5, 1e-9))
     assert long["penalties_tried"] == tried and long["penalty"] == tried[int(np.argmax(values))]
     assert long["validation"]["hr@10"] == max(values)
     assert short["penalties_tried"] == tried[:1] and short["penalty"] == tried[0]
-    monkeypatch.setattr(comparing, "MOST_EASE_ITEMS", 49)
+    monkeypatch.setattr(comparison, "MOST_EASE_ITEMS", 49)
     found = compare(str(data), tmp_path / "without", 5, [], 1)
     assert {of["method"] for of in found["methods"]} == {"popularity", "item_knn"}
     assert "nothing was trained" in found["verdict"]

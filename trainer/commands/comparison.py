@@ -1,0 +1,522 @@
+"""`logitmix compare`: simple and learned methods on one dataset, in equal time, with intervals over the users.
+
+Each method has a folder in the output directory. That of a learned one is an ordinary run directory; that of a simple
+one has results.json, test_ranks.json, test_users.json, dataset.json, and config.toml for the sections [data] and
+[evaluate]. What is there is not done again, and is refused where these sections were others. All methods see the same
+training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation: the first two
+by evaluate.metric, the method by CHOICE.
+
+Axes: U users, M numbers of a user (of methods and metrics), R resamples.
+"""
+
+import io
+import json
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
+from logitmix.comm.process_group import process_group
+from logitmix.common.files import write_whole
+from logitmix.common.mappings import require
+from logitmix.common.storage import fetch_run, say, shown
+from logitmix.launch.processes import require_threads
+from logitmix.trainer.commands.sizing import AUTO, load_sized
+from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, with_settings, with_start
+from logitmix.trainer.data.batches import Split, require_trained
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.lookups import Ints
+from logitmix.trainer.evaluation.baselines import (
+    EASE,
+    MOST_EASE_ITEMS,
+    MOST_ITEMS,
+    MOST_SCORES,
+    ItemKNN,
+    Score,
+    popularity,
+    rank_targets,
+    users_of_both,
+)
+from logitmix.trainer.evaluation.evaluate import METRICS, Evaluation, means
+from logitmix.trainer.loop import require_apart, train_run
+from logitmix.trainer.run.agreement import facts_of
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.checksums import write_checksummed
+from logitmix.trainer.run.folder import (
+    checkpoint_paths,
+    read_config,
+    remove_run,
+    require_one_host,
+    require_same,
+    require_same_dataset,
+    start_path,
+    upload_run,
+)
+from logitmix.trainer.run.metrics import evaluations_since_best, read_rows, still_rising
+from logitmix.trainer.run.results import (
+    beside_baselines,
+    cold_targets,
+    read_ranks,
+    read_results,
+    read_test_users,
+    write_ranks,
+    write_results,
+)
+from logitmix.trainer.step.memory import set_up_memory
+from logitmix.trainer.stopping import Stopping
+
+LEARNED: Mapping[str, dict[str, Any]] = {
+    "dot": {},
+    "mol": {
+        "model.similarity.kind": "mol",
+        "model.similarity.query_components": 4,
+        "model.similarity.item_components": 4,
+        "model.similarity.projection_hidden": 128,
+        "model.similarity.gate_hidden": 64,
+        # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
+        "model.loss.share": "group",
+        "model.loss.negatives": 128,
+    },
+    "hstu": {"model.encoder.kind": "hstu"},
+}
+"""What differs from the recipe `auto`."""
+LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"}
+SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
+CHOICE = "hr@10"
+"""On validation, it chooses the method; on the test part, the verdict names it."""
+SECTIONS = ("data.", "evaluate.")
+"""Settings that may be given, for all methods alike."""
+PENALTIES = (100.0, 300.0, 30.0, 1000.0)
+"""Values of lambda that EASE tries, in this order, as long as there is time."""
+WIDER = "hr@50"
+"""The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
+FEWEST = 6
+"""Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05)."""
+RESAMPLES = 2000
+ENDLESS = 1_000_000
+"""Epochs that no run has time for."""
+WIDTH = 126
+"""Columns of the table."""
+
+
+def compare(
+    dataset_path: str,
+    out: Path,
+    minutes: float,
+    methods: Sequence[str],
+    threads: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
+    compare.txt. `settings` of the sections data and evaluate, {"data.split": "time"}, hold for all methods. Collective.
+
+    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, settings of
+    other sections or with which methods cannot be compared, a method that had more minutes before, and one whose folder
+    has a run of other settings, of another dataset, or of as many minutes with other threads.
+    """
+    require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
+    for name in methods:
+        require(name in LEARNED, "methods", name, f"among {', '.join(LEARNED)}")
+    require_threads("threads", threads)
+    torch.set_num_threads(threads)
+    set_up_memory()
+    require_one_host(out)
+    fetch_run(out)
+    dataset = load_dataset(dataset_path)
+    require_apart(out, dataset, "out")
+
+    def configured(name: str, minutes: float = minutes, threads: int = threads) -> Config:
+        return config_of(name, dataset, minutes, threads, settings)
+
+    configs, config = {name: configured(name) for name in methods}, configured("dot")
+    facts = facts_of("compare", config, dataset, methods=methods)
+    with process_group("auto", config.comm.timeout_seconds, facts) as ranks:
+        evaluation = Evaluation(config, dataset, ranks)
+        # Before anything is fitted.
+        require_trained(dataset, evaluation.held_out)
+        to_train = on_first_rank(
+            lambda: [name for name in methods if not _is_done(out / name, configured, dataset)], ranks
+        )
+        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
+        with Stopping(ranks, config.train.stop_seconds) as stopping:
+            for number, name in enumerate(methods, start=1):
+                if ranks.rank == 0:
+                    doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
+                    say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
+                if name in to_train:
+                    on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
+                    train_run(configs[name], out / name, dataset, ranks, stopping)
+                    stopping.check()
+        found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, methods, left_out), ranks)
+        upload_run(out, ranks)
+    return found
+
+
+def config_of(
+    name: str,
+    dataset: Dataset,
+    minutes: float,
+    threads: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
+    path = shown(dataset.path)
+    config, _ = load_sized(AUTO, path)
+    users = config.evaluate.users or dataset.num_users
+    # All methods are ranked for the same users, so for no more than the simple ones can be.
+    most = max(1, MOST_SCORES // dataset.num_items)
+    common = {
+        "data.path": path,
+        "train.minutes": float(minutes),
+        "train.threads": threads,
+        # All of the time is used, and the rates have fallen at its end.
+        "train.epochs": ENDLESS,
+        "train.schedule": "wsd",
+        "train.patience": 0,
+        "evaluate.baselines": False,
+        "evaluate.users": config.evaluate.users if users <= most else most,
+    }
+    _require_comparable(settings)
+    config = with_settings(config, common | LEARNED[name] | dict(settings))
+    if (config.evaluate.users or dataset.num_users) > most:
+        raise ValueError(
+            f"evaluate.users is {config.evaluate.users}, but of {dataset.num_users:,} users the simple methods rank "
+            f"{most:,} at most, with {dataset.num_items:,} items, and all methods rank the same; give "
+            f"--evaluate.users {most} or less"
+        )
+    # MoL learns slowly from random weights.
+    return with_start(config, config_of("dot", dataset, minutes / 2, threads, settings)) if name == "mol" else config
+
+
+def _require_comparable(settings: Mapping[str, Any]) -> None:
+    """ValueError for settings of other sections, and for those without which nothing can be chosen on validation."""
+    for name in settings:
+        if not name.startswith(SECTIONS) or name == "data.path":
+            raise ValueError(f"compare has no setting {name}; it takes those of data and evaluate, but not data.path")
+    needed = {"data.validation": settings.get("data.validation", True)}
+    needed["evaluate.every_epochs"] = settings.get("evaluate.every_epochs", 1)
+    for name, value in needed.items():
+        if not value:
+            raise ValueError(f"{name} is {str(value).lower()}, but compare chooses on validation; leave it out")
+
+
+def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> bool:
+    """Whether the run has its results with these settings. ValueError if it had more minutes, or as many and other
+    settings or threads, or if it is of another dataset, or of other settings, which a run of `train` has."""
+    if not (run / "config.toml").is_file():
+        return False
+    config = configured(run.name)
+    before, now = read_config(run).train, config.train
+    if before.minutes > now.minutes:
+        raise ValueError(
+            f"{run} was trained for {_minutes(before.minutes)}; give --minutes {before.minutes:g} or more, or another "
+            "--out"
+        )
+    if before.minutes < now.minutes:  # It will be removed, if it is of its own.
+        require_same(run, configured(run.name, before.minutes, before.threads), dataset)
+        return False
+    if before.threads != now.threads and (checkpoint_paths(run) or checkpoint_paths(start_path(run))):
+        raise ValueError(
+            f"{run} was trained with --threads {before.threads}; give the same, or another --out: with {now.threads}, "
+            "equal minutes would not be equal"
+        )
+    require_same(run, config, dataset)
+    return (run / "results.json").is_file()
+
+
+def _remove_shorter(run: Path, minutes: float) -> None:
+    """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen."""
+    if not (run / "config.toml").is_file():
+        if checkpoint_paths(run):  # what is left in the copy of a store where a removal has failed
+            remove_run(run)
+        return
+    if (before := read_config(run).train.minutes) == minutes:
+        return
+    say(f"{LABELS[run.name]} had {_minutes(before)}: {shown(run)} is removed and trained anew")
+    remove_run(run)
+
+
+def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[list[str], list[str]]:
+    """Fits and ranks the simple methods that are not there yet; returns the names of all that there are, and what is to
+    be said of those that the corpus is too large for."""
+    items = evaluation.dataset.num_items
+    names, left_out = ["popularity"], []
+    for name, most in (("item_knn", MOST_ITEMS), ("ease", MOST_EASE_ITEMS)):
+        if items <= most:
+            names.append(name)
+        else:
+            left_out.append(f"{LABELS[name]} is left out: the corpus has more than {most:,} items")
+            say(left_out[-1])
+    for name in names:
+        folder = out / name
+        if (folder / "results.json").is_file():
+            require_same_dataset(folder, evaluation.dataset)
+            _require_same_rules(folder, evaluation.config)
+            if read_results(folder)["budget"] == minutes:
+                continue
+        folder.mkdir(parents=True, exist_ok=True)
+        results, rank_U = _fit_and_rank(name, evaluation, minutes)
+        write_checksummed(folder / "dataset.json", evaluation.dataset.description())
+        write_checksummed(folder / "config.toml", dump_toml(evaluation.config))
+        write_ranks(folder, rank_U, evaluation.raw_users("test"))
+        write_results(folder, results | {"budget": minutes})
+        say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
+    return names, left_out
+
+
+def _require_same_rules(folder: Path, config: Config) -> None:
+    """ValueError if a simple method has split and ranked by other settings."""
+    before, now = flatten(read_config(folder)), flatten(config)
+    others = ("data.path", "evaluate.batch_size", "evaluate.baselines")
+    said = [
+        f"{name} was {before.get(name)}, is {value}"
+        for name, value in now.items()
+        if name.startswith(SECTIONS) and name not in others and before.get(name) != value
+    ]
+    if said:
+        raise ValueError(f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out")
+
+
+def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[dict[str, Any], Ints]:
+    """Content of results.json, and the ranks in the test part."""
+    began = time.monotonic()
+    dataset, held_out = evaluation.dataset, evaluation.held_out
+    about: dict[str, Any] = {}
+    score: Score
+    if name == "ease":
+        score, about = _chosen_ease(evaluation, began + minutes * 60)
+        size = dataset.num_items**2
+    elif name == "item_knn":
+        score = item_knn = ItemKNN.fit(dataset, held_out)
+        about = {"fitted_users": item_knn.users, "of_users": item_knn.of_users}
+        size = item_knn.similarity_XX._nnz()
+    else:
+        score, size = popularity(evaluation.training_counts), dataset.num_items
+    about |= {"seconds": time.monotonic() - began, "parameters": size}
+    about["validation"] = means(_ranks(score, evaluation, "validation"))
+    return about, _ranks(score, evaluation, "test")
+
+
+def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, Any]]:
+    """EASE with the penalty that is best on validation, of those that there was time for; at least one."""
+    both_XX = users_of_both(evaluation.dataset, evaluation.held_out)
+    best: tuple[float, EASE, float] | None = None
+    tried = []
+    for penalty in PENALTIES:
+        began = time.monotonic()
+        ease = EASE.fit(both_XX, penalty)
+        value = means(_ranks(ease, evaluation, "validation"))[evaluation.config.evaluate.metric]
+        tried.append(penalty)
+        if best is None or value > best[0]:
+            best = value, ease, penalty
+        del ease  # matrices of gigabytes
+        if time.monotonic() + (time.monotonic() - began) > until:
+            break
+    assert best is not None
+    return best[1], {"penalty": best[2], "penalties_tried": tried}
+
+
+def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
+    return rank_targets(score, evaluation.users(split), evaluation.dataset.num_items, evaluation.exclude_history)
+
+
+def _finish(
+    out: Path,
+    evaluation: Evaluation,
+    minutes: float,
+    simple: Sequence[str],
+    learned: Sequence[str],
+    left_out: Sequence[str],
+) -> dict[str, Any]:
+    dataset, rules = evaluation.dataset, flatten(evaluation.config)
+    rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
+    reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
+    ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
+    users = {row["method"]: read_test_users(out / row["method"]) for row in rows}
+    for name in users:
+        if users[name] != users[reference] or len(users[name]) != len(ranks[name]):
+            raise ValueError(
+                f"{out / name} has ranks of other users than {out / reference}; remove it, and compare again"
+            )
+    tested = with_intervals(ranks, reference)
+    rows = [row | tested[row["method"]] for row in rows]
+    rows.sort(key=lambda row: -row["validation"][CHOICE])
+    value = {name: means(rank_U) for name, rank_U in ranks.items()}
+    others = {f"{name}/{metric}": of for name in simple for metric, of in value[name].items()}
+    beside = {
+        LABELS[name]: beside_baselines(value[name] | others, {of: LABELS[of] for of in simple}) for name in learned
+    }
+    found = {
+        "dataset": shown(dataset.path),
+        "minutes": minutes,
+        "users": len(ranks[reference]),
+        "items": dataset.num_items,
+        "settings": {name: value for name, value in rules.items() if name.startswith(SECTIONS)},
+        "cold_targets": (cold := evaluation.cold_targets("test")),
+        "reference": reference,
+        "left_out": list(left_out),
+        "beside": [
+            *(f"{name} on the test part: {line}" for name, line in beside.items()),
+            *(f"test part: {line}" for line in filter(None, [cold_targets({"targets/cold": cold})])),
+        ],
+        "verdict": verdict(rows, reference),
+        "methods": rows,
+    }
+    write_whole(out / "compare.json", json.dumps(found, indent=1) + "\n")
+    write_whole(out / "compare.txt", shown(as_text(found)))
+    return found
+
+
+def _simple_row(out: Path, name: str) -> dict[str, Any]:
+    results = read_results(out / name)
+    more = ("penalty", "penalties_tried", "fitted_users", "of_users")
+    return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
+
+
+def _learned_row(out: Path, name: str) -> dict[str, Any]:
+    run = out / name
+    results, saved = read_results(run), load_saved(run)
+    metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
+    if saved.config.first:
+        if not (start_path(run) / "results.json").is_file():
+            raise ValueError(f"{start_path(run)} is gone, whose minutes count; remove {run}, and compare again")
+        results["seconds"] += read_results(start_path(run))["seconds"]
+    results["parameters"] = sum(table.rows * table.dim for table in saved.tower.schema.tables)
+    results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
+    # A single evaluation does not tell.
+    rising = bool(still_rising(run, metric)) if evaluations > 1 else None
+    return _row(name, True, results, evaluations_since_best(run, metric)[1]) | {
+        "step": results["step"],
+        "evaluations": evaluations,
+        "still_rising": rising,
+    }
+
+
+def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "method": name,
+        "learnt": learned,
+        "validation": {metric: validation[metric] for metric in SHOWN},
+        "minutes": results["seconds"] / 60,
+        "parameters": results["parameters"],
+    }
+
+
+def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
+    """By method, `test`: each metric as [mean, low, high], `difference`: the same of its difference to the reference,
+    and `users_that_differ` in CHOICE. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same
+    ones for all methods."""
+    value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
+        float
+    )
+    mean_RM = resampled_means(value_UM)
+    mean, found = value_UM.mean(0), {}
+    places = {name: slice(at * len(SHOWN), (at + 1) * len(SHOWN)) for at, name in enumerate(ranks)}
+    base, at = places[reference], SHOWN.index(CHOICE)
+    for name, own in places.items():
+        found[name] = {
+            "test": _named(mean[own], mean_RM[:, own]),
+            "difference": _named(mean[own] - mean[base], mean_RM[:, own] - mean_RM[:, base]),
+            "users_that_differ": int((value_UM[:, own.start + at] != value_UM[:, base.start + at]).sum()),
+        }
+    return found
+
+
+def resampled_means(value_UM: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means [R, M] over as many users as there are, drawn with replacement."""
+    random, U = np.random.default_rng(0), len(value_UM)
+    counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
+    return np.stack([count_U @ value_UM for count_U in counts]) / U
+
+
+def _named(mean_M: NDArray[np.float64], mean_RM: NDArray[np.float64]) -> dict[str, list[float]]:
+    bounds = np.percentile(mean_RM, [2.5, 97.5], axis=0)
+    return {metric: [float(of) for of in numbers] for metric, *numbers in zip(SHOWN, mean_M, *bounds, strict=True)}
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
+    """One sentence about the learned method that is best on validation and the simple one that is, the reference."""
+    simple = next(row for row in rows if row["method"] == reference)
+    other = LABELS[reference]
+    if not any(row["learnt"] for row in rows):
+        return f"{other} is best on validation; nothing was trained to compare it with"
+    learned = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
+    name = LABELS[learned["method"]]
+    own, others = learned["test"][CHOICE][0], simple["test"][CHOICE][0]
+    if len({(row["validation"][CHOICE], row["test"][CHOICE][0]) for row in rows}) == 1:
+        return f"all methods have the same HR@10, {own:.3f}: it does not tell them apart here; see their MRR"
+    difference, low, high = learned["difference"][CHOICE]
+    figures = (
+        f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
+    )
+    clear = learned["users_that_differ"] >= FEWEST
+    better, worse = clear and low > 0, clear and high < 0
+    if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
+        if better:
+            said = f"{name} is best on validation, and {other} of the simple methods; on the test part {name} beats it"
+        elif worse:
+            said = f"{name} is best on validation, but on the test part {other} is better"
+        else:
+            said = f"{name} is best on validation, but not clearly better than {other} on the test part"
+    else:
+        said = f"no learned model is ahead of {other} on validation, {'but' if better else 'and'} on the test part "
+        said += f"{name}, the best of them, is {'better' if better else 'behind' if worse else 'not clearly better'}"
+    said += f": {figures}"
+    if better and learned["difference"][WIDER][2] < 0:
+        said += f"; in HR@50 it is behind, {learned['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
+    if learned["still_rising"]:
+        said += f"; more minutes may help, since {name}'s validation was still rising at the end"
+    elif learned["still_rising"] is None:
+        said += f"; more minutes may help, since there was time for only one evaluation of {name}"
+    return said
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """The table, best on validation first, what is left out, where the learned methods are ahead of the best simple one
+    and where behind, and the verdict."""
+    title = (
+        f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
+        f"{_minutes(found['minutes'])} a method"
+    )
+    reference = LABELS[found["reference"]]
+    heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
+    table = Table(*heads, "parameters", "still\nrising", title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in found["methods"]:
+        rising = {True: "yes", False: "no", None: "?"}[row["still_rising"]] if row["learnt"] else ""
+        difference = "" if row["method"] == found["reference"] else _cell(row["difference"][CHOICE], "+", " to ")
+        table.add_row(
+            LABELS[row["method"]],
+            f"{row['validation'][CHOICE]:.4f}",
+            *(_cell(row["test"][metric]) for metric in SHOWN),
+            difference,
+            f"{row['minutes']:.2f}",
+            f"{row['parameters']:,}",
+            rising,
+        )
+    text = io.StringIO()
+    Console(width=WIDTH, file=text).print(table)
+    said = (*found["left_out"], *found["beside"], found["verdict"])
+    lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in said]
+    return text.getvalue() + "\n".join(lines) + "\n"
+
+
+def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:
+    mean, low, high = numbers
+    return f"{mean:{sign}.4f}\n{low:{sign}.3f}{to}{high:{sign}.3f}"
+
+
+def _minutes(count: float) -> str:
+    return f"{count:g} minute{'' if count == 1 else 's'}"

@@ -1,0 +1,80 @@
+"""`logitmix evaluate`: metrics of a run's best checkpoint over the whole corpus."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from logitmix.common.storage import fetched_run, shown
+from logitmix.launch.processes import is_main
+from logitmix.trainer.commands.options import (
+    OF_THE_RUN,
+    JSONOption,
+    ProcessesOption,
+    RunPlace,
+    ThreadsOption,
+    let_threads_sleep,
+)
+from logitmix.trainer.commands.words import parse
+from logitmix.trainer.config import BESIDE, HistoryRule
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, ProcessesOption, ThreadsOption):
+    """Rank the whole corpus for every user with the best checkpoint of a run."""
+
+    run: RunPlace
+    """Run directory."""
+    split: Literal["test", "validation"] = "test"
+    """The held-out part; on test, the run's refit is ranked if there is one."""
+    exclude_history: Annotated[
+        HistoryRule | None, tyro.conf.arg(metavar="{auto,yes,no}", help_behavior_hint=OF_THE_RUN)
+    ] = None
+    """Leave a user's history out of the ranking."""
+    users: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=OF_THE_RUN)] = None
+    """Number of users ranked, a fixed sample; 0 ranks all."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "evaluate", words)
+    arguments.start_ranks("evaluate", words)
+    let_threads_sleep()
+    from logitmix.trainer.evaluation.evaluate import evaluate_run
+    from logitmix.trainer.run.results import cold_targets
+    from logitmix.trainer.run.stages import final_run
+
+    path, split = fetched_run(arguments.run), arguments.split
+    results = evaluate_run(
+        path, split, arguments.exclude_history, arguments.users, arguments.device, arguments.threads_of_rank
+    )
+    if is_main():
+        ranked = shown(final_run(path) if split == "test" else path)
+        show_metrics(results, f"{ranked}: {split}, checkpoint of step {results['step']}", arguments.json)
+        if line := cold_targets(results):
+            print(f"{split}: {line}", file=sys.stderr)
+
+
+def show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> None:
+    """Prints metrics as JSON, or as a table with the baselines' in columns of their own."""
+    if as_json:
+        print(json.dumps(metrics))
+        return
+    beside = [name for name in BESIDE if f"{name}/hr@10" in metrics]
+    heads = ("model", *(BESIDE[name] for name in beside)) if beside else ("value",)
+    table = Table("metric", *heads, title=Text(shown(title)))
+    for name in metrics:
+        if name.partition("/")[0] not in beside:
+            names = [name, *(f"{of}/{name}" for of in beside)]
+            table.add_row(Text(shown(name)), *(_number(metrics[of]) if of in metrics else "" for of in names))
+    Console().print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

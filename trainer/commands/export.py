@@ -1,0 +1,71 @@
+"""`logitmix export`: a run's best checkpoint -> serving directory."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from logitmix.common.mappings import require
+from logitmix.common.storage import fetched_run, path_of, shown
+from logitmix.launch.processes import is_main
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace, let_threads_sleep
+from logitmix.trainer.commands.words import parse
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, ProcessesOption):
+    """Write the best checkpoint of a run as a serving directory."""
+
+    run: RunPlace
+    """Run directory; its refit is taken if there is one."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Serving directory to write."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint: the best on validation, or the last."""
+    overwrite: bool = False
+    """Replace the serving directory that is already there."""
+    item_cache: bool = True
+    """Store the item tower's outputs. Otherwise store the items' rows and features, which take fewer bytes but pass
+    through the tower for each request."""
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """How they are stored. bf16 and fp16 halve them; int8 is for the components of mol. Where fp16 cannot hold them,
+    bf16 is taken."""
+    faiss: bool = False
+    """Also write the items' vectors as faiss indexes."""
+    onnx: bool = False
+    """Also write the query tower as ONNX."""
+    programs: bool = False
+    """Also write the towers and the cascade as programs of torch.export and AOTInductor."""
+    programs_cpu: Literal["native", "avx2"] = "native"
+    """What AOTInductor compiles for: this machine, or every x86-64 processor with AVX2."""
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "export", words)
+    arguments.start_ranks("export", words)
+    let_threads_sleep()
+    from logitmix.trainer.export.export import EXTRAS, Extra, export
+
+    extras: list[Extra] = [name for name in EXTRAS if getattr(arguments, name, False)]
+    if arguments.programs_cpu == "avx2":
+        require(arguments.programs, "--programs-cpu", "avx2", "native without --programs")
+        extras[extras.index("programs")] = "programs_avx2"
+    manifest = export(
+        fetched_run(arguments.run),
+        path_of(arguments.out),
+        arguments.overwrite,
+        arguments.checkpoint,
+        arguments.item_cache,
+        arguments.precision,
+        extras,
+    )
+    if not is_main():
+        return
+    if arguments.json:
+        print(json.dumps(manifest))
+        return
+    source = f"step {manifest['step']} of {shown(arguments.run)}"
+    print(f"{shown(arguments.out)}: {manifest['num_items']:,} items, {source}")
+    if manifest["precision"] != arguments.precision:
+        print(f"{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}")

@@ -1,0 +1,91 @@
+"""Options that several commands have, and how the ranks of a command start, share an export's items and end."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from logitmix.common.mappings import require
+from logitmix.common.plugins import references
+from logitmix.launch.processes import cores, end_lost, launched, run_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PATIENCE = 365 * 24 * 3600
+"""Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
+request. The end of a rank is noticed at once, and one that is stopped by its heartbeat."""
+OF_THE_RUN = "(default: the run's setting)"
+
+RunPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+ExportPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONOption:
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadsOption:
+    threads: int = 0
+    """CPU threads of a rank; all cores divided among the ranks of this host when 0."""
+
+    @property
+    def threads_of_rank(self) -> int:
+        return self.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessesOption:
+    processes: int = 1
+    """Processes to start on this host; torchrun and torchx start theirs themselves."""
+
+    def start_ranks(self, command: str, words: list[str]) -> None:
+        """Starts the ranks that the words of the command ask for, and ends with their exit status; does nothing within
+        a rank, or for one rank."""
+        require(self.processes >= 1, "--processes", self.processes, "at least 1")
+        if launched():
+            world_size = os.environ.get("WORLD_SIZE", "")
+            if self.processes > 1 and world_size != str(self.processes):
+                raise ValueError(
+                    f"--processes is {self.processes}, but a launcher has started {world_size} ranks; leave it out"
+                )
+        elif self.processes > 1:
+            threads = _threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
+            words = [command, *words, *(word for plugin in references() for word in ("--import", plugin))]
+            raise SystemExit(run_ranks(words, self.processes, threads, is_server=command == "serve"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemProcessesOption(ProcessesOption):
+    processes: int = 1
+    """Processes to start on this host, which share the items; torchrun starts its own."""
+
+
+@contextlib.contextmanager
+def items_group(command: str) -> "Iterator[ProcessGroup | None]":
+    """The group of the ranks that share an export's items; None where no launcher has started this process."""
+    if not launched():
+        yield None
+        return
+    from logitmix.comm.process_group import process_group
+    from logitmix.trainer.run.agreement import facts_of
+
+    with process_group("cpu", PATIENCE, facts_of(command, None, None), end_lost) as ranks:
+        yield ranks.group
+
+
+def let_threads_sleep() -> None:
+    """Call before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three times
+    as long on shared cores."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _threads_of_each(count: int) -> int:
+    """Of processes that divide the cores of this host."""
+    return max(1, cores() // count)

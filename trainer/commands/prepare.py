@@ -1,0 +1,33 @@
+"""`logitmix prepare`: raw files -> dataset directory."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from logitmix.common.storage import shown
+from logitmix.trainer.commands.options import JSONOption
+from logitmix.trainer.commands.words import parse
+from logitmix.trainer.data.config import PrepareOptions
+
+
+@tyro.conf.configure(tyro.conf.UseAppendAction)
+@dataclass(frozen=True)
+class Arguments(JSONOption, PrepareOptions):
+    """Raw files in, dataset directory out."""
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "prepare", words)
+    from logitmix.trainer.data.prepare import prepare
+
+    description = prepare(arguments)
+    if arguments.json:
+        print(json.dumps(description))
+        return
+    from logitmix.trainer.data.summary import summarize
+
+    print(shown(summarize(description, arguments.directory)))

@@ -1,0 +1,140 @@
+"""The words of `train` and `plan`: a recipe and its settings."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from logitmix.common.mappings import class_of_kind, nearest
+from logitmix.trainer.commands.sizing import load_sized, settled
+from logitmix.trainer.commands.words import parse
+from logitmix.trainer.config import (
+    KINDS,
+    Config,
+    TableSettings,
+    flatten,
+    with_settings,
+    with_start,
+    with_tables_by_name,
+)
+
+NO_START = "--no-start"
+"""Train from random weights, also where the recipe has a run that is trained first."""
+
+R = TypeVar("R", bound=Config)
+
+
+def names_no_recipe(words: Sequence[str], otherwise: str) -> bool:
+    """Whether the words ask how the command is used; ValueError with `otherwise` for a flag in the recipe's place."""
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        raise ValueError(otherwise)
+    return not words or words[0].startswith("-")
+
+
+def of_recipe(kind: type[R], command: str, words: list[str]) -> tuple[R, Config, str]:
+    """The arguments whose words are a recipe and its settings, these settings, and what `settled` says of them."""
+    recipe, found = load_sized(words[0], last_value(words, "--data.path"))
+    others, first = take_start_words(words[1:])
+    if NO_START in others:
+        if first:
+            raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
+        others = [word for word in others if word != NO_START]
+        recipe = replace(recipe, start={})
+    recipe = _with_kinds(recipe, others)
+    others, by_name = take_table_words(others)
+    arguments = parse(kind, f"{command} {words[0]}", others, kind(**vars(_parsed(recipe))))
+    config = Config(**{entry.name: getattr(arguments, entry.name) for entry in dataclasses.fields(Config)})
+    config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
+    config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
+    return arguments, *settled(config, found)
+
+
+def last_value(words: Sequence[str], flag: str) -> str:
+    """A flag's value in the words, before they are parsed: the last one counts, as for the parser. Empty if there is
+    none."""
+    found = ""
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found
+
+
+def _parsed(config: Config) -> Config:
+    """What tyro parses: it would make flags of its own for the names in these dictionaries."""
+    return replace(config, start={}, tables=replace(config.tables, by_name={}))
+
+
+def _with_start(config: Config, start: Mapping[str, Any], words: list[str], recipe: str) -> Config:
+    """The configuration with the recipe's section [start] and these words, which came after --start."""
+    if config.warm_start:
+        raise ValueError("--start has settings of a run that is trained first, in place of --warm-start: give only one")
+    try:
+        first = _with_kinds(with_settings(config.inherited(), flatten(start)), words)
+        others, by_name = take_table_words(words)
+        given = parse(Config, f"train {recipe}", others, _parsed(first))
+        given = with_tables_by_name(with_tables_by_name(given, first.tables.by_name), by_name)
+    except ValueError as error:
+        raise ValueError(f"--start: {error}") from None
+    return with_start(config, given)
+
+
+def _with_kinds(config: Config, words: list[str]) -> Config:
+    """The recipe with the kinds that the words choose: which settings exist depends on them."""
+    kinds: dict[str, Any] = {}
+    for name, classes in KINDS.items():
+        prefix = f"--{name.removesuffix('kind')}"
+        flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
+        settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
+        kinds[name] = last_value(words, f"--{name}") or flatten(config)[name]
+        class_of_kind(classes, kinds[name], settings, prefix.strip("-."))
+    return with_settings(config, kinds)
+
+
+def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The words of a command line without `--tables.NAME.SETTING VALUE`, and these settings by the table's name: the
+    command line's parser cannot know the names of tables.
+
+    Raises ValueError for an unknown setting, a missing value, or a value that is not a number.
+    """
+    left: list[str] = []
+    by_name: dict[str, dict[str, Any]] = {}
+    coming = iter(words)
+    for word in coming:
+        flag, equals, value = word.partition("=")
+        parts = flag.split(".")
+        if parts[0] != "--tables" or len(parts) != 3:
+            left.append(word)
+            continue
+        if not equals and (value := next(coming, "--")).startswith("--"):
+            raise ValueError(f"{flag} needs a value")
+        setting = parts[2].replace("-", "_")
+        by_name.setdefault(parts[1], {})[setting] = _table_value(flag, setting, value)
+    return left, by_name
+
+
+def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line without `--start.SECTION.SETTING VALUE …`, and these as `--SECTION.SETTING VALUE …`,
+    settings of the run that is trained first."""
+    left: list[str] = []
+    first: list[str] = []
+    taken = left
+    for word in words:
+        if word.startswith("-"):
+            taken = first if word.startswith("--start.") else left
+        taken.append(word.replace("--start.", "--", 1) if taken is first else word)
+    return left, first
+
+
+def _table_value(flag: str, setting: str, text: str) -> Any:
+    kinds = typing.get_type_hints(TableSettings)
+    if setting not in kinds:
+        raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
+    try:
+        if kinds[setting] is bool:
+            return {"true": True, "false": False}[text]
+        return kinds[setting](text) if kinds[setting] in (int, float) else text
+    except (ValueError, KeyError):
+        raise ValueError(f"{flag} is {text!r}; it must be of type {kinds[setting].__name__}") from None

@@ -1,0 +1,131 @@
+"""`logitmix retrieve`: the top items for a history, or for each request of a file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from logitmix.common.storage import shown
+from logitmix.launch.processes import is_main
+from logitmix.trainer.commands.options import (
+    ExportPlace,
+    ItemProcessesOption,
+    JSONOption,
+    items_group,
+    let_threads_sleep,
+)
+from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
+from logitmix.trainer.config import HistoryRule
+
+if TYPE_CHECKING:
+    from logitmix.serving.request import Options, Request
+    from logitmix.serving.retriever import Retriever
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, ItemProcessesOption):
+    """The top items for one request."""
+
+    directory: ExportPlace
+    """Serving directory."""
+    history: str = ""
+    """Raw item ids, oldest first, separated by commas, as a row of CSV: an id that has a comma itself goes into double
+    quotes, '"a,b",c'."""
+    timestamps: str = ""
+    """Times of these items, whole numbers in the unit of the dataset's times, separated by commas. A model that uses
+    recency or times takes them; other models ignore them."""
+    time: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the last timestamp)")] = None
+    """When the request is made, in the same unit. For models with times."""
+    user: str = "{}"
+    """Features of the user, as a JSON object: {"age": "25"}."""
+    events: str = "[]"
+    """Features of the events, as a JSON list of objects, one for each item of the history."""
+    allowed: str = ""
+    """Raw item ids, written as those of --history: only these are ranked. All when left empty."""
+    blocked: str = ""
+    """Raw item ids, written as those of --history, that are left out."""
+    histories: str = ""
+    """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
+    user, events, allowed and blocked. The answers go to the file --out."""
+    out: str = ""
+    """File to write with --histories: one JSON list per line, the items for each request."""
+    unknown: Literal["refuse", "skip", "unknown"] = "refuse"
+    """What to do with unknown ids of the history: refuse them, skip them, or use an unknown item for them."""
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
+    """How many items."""
+    stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
+    """K': items that the h-indexer keeps for the similarity to rank."""
+    exclude_history: HistoryRule = "auto"
+    """Leave items of the history out; auto: as in the run's evaluation."""
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "retrieve", words)
+    arguments.start_ranks("retrieve", words)
+    let_threads_sleep()
+    from logitmix.serving.retriever import Retriever
+
+    with items_group("retrieve") as group:
+        retriever = Retriever.load(arguments.directory, group=group)
+        if is_main():
+            show_items(retriever, arguments)
+            retriever.release()
+        else:
+            retriever.follow()
+
+
+def show_items(retriever: "Retriever", arguments: Arguments) -> None:
+    """Answers the request or the file of requests, and prints the items or the number of answers."""
+    from logitmix.serving.request import Options
+
+    exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
+    options = Options(arguments.k, arguments.unknown, exclude, arguments.stage1)
+    request: Request = {
+        "history": parts("--history", arguments.history),
+        "timestamps": whole_numbers("--timestamps", arguments.timestamps),
+        "user": json_value("--user", arguments.user, dict),
+        "events": json_value("--events", arguments.events, list),
+        "blocked": parts("--blocked", arguments.blocked),
+    }
+    if arguments.allowed:
+        request["allowed"] = parts("--allowed", arguments.allowed)
+    if arguments.time is not None:
+        request["time"] = arguments.time
+    if arguments.histories or arguments.out:
+        count = _answer_file(retriever, arguments, options)
+        print(f"{shown(arguments.out)}: {count:,} requests answered")
+        return
+    (rows,) = retriever.answer([request], options)
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    table = Table("rank", "item", "title", "score")
+    for row in rows:
+        # Text, because in brackets it would be read as markup.
+        table.add_row(str(row["rank"]), Text(shown(row["id"])), Text(shown(row["title"] or "")), f"{row['score']:.4f}")
+    Console().print(table)
+
+
+def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> int:
+    """Answers all requests of a file; returns their number."""
+    from logitmix.serving.request_file import answer_file, read_requests
+
+    if not (arguments.histories and arguments.out):
+        raise ValueError("--histories FILE needs --out FILE, and the other way round")
+    for name in ("history", "timestamps", "time", "allowed", "blocked"):
+        if getattr(arguments, name) not in ("", None):
+            raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
+    if (arguments.user, arguments.events) != ("{}", "[]"):
+        raise ValueError("--user and --events are for one request; beside --histories say it in the file")
+    requests = read_requests(Path(arguments.histories))
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("answering", total=len(requests))
+        answer_file(retriever, requests, Path(arguments.out), options, lambda count: bar.advance(task, count))
+    return len(requests)

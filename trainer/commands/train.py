@@ -1,0 +1,68 @@
+"""`logitmix train`: trains a recipe, or resumes its run."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from logitmix.common.storage import fetched_run, path_of, say, shown
+from logitmix.launch.processes import is_main
+from logitmix.trainer.commands.evaluate import show_metrics
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption
+from logitmix.trainer.commands.recipe import last_value, names_no_recipe, of_recipe
+from logitmix.trainer.config import Config, recipe_names
+
+USAGE = """\
+usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
+       logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
+
+       --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
+                                       recipe's section [start], if it has one; --no-start leaves it out
+
+logitmix train RECIPE --help lists every setting with the recipe's value
+recipes: {recipes}, or the path of a TOML file"""
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, ProcessesOption, Config):
+    """Train a recipe, or resume its run from the last intact checkpoint."""
+
+    run: str = ""
+    """Run directory; runs/RECIPE when left empty."""
+
+
+def run(words: list[str]) -> None:
+    given = words
+    if words and words[0].partition("=")[0] == "--refit":
+        words = _words_of_refit(words)
+    if names_no_recipe(words, "train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]"):
+        print(USAGE.format(recipes=", ".join(recipe_names())))
+        return
+    arguments, config, sizes = of_recipe(Arguments, "train", words)
+    path = path_of(arguments.run or f"runs/{Path(words[0]).stem}")
+    # As they were given, for a rank says with them how to go on.
+    arguments.start_ranks("train", given)
+    if is_main():
+        # Before torch, which takes seconds to load.
+        count = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = f"{count} process{'es' if count > 1 else ''}"
+        say(f"training {shown(words[0])} on {config.data.path} with {ranks}, run directory {shown(path)}")
+        if sizes:
+            say(sizes)
+    from logitmix.trainer.loop import train
+    from logitmix.trainer.run.folder import refit_path
+
+    results = train(config, path)
+    if is_main():
+        trained = shown(refit_path(path) if config.train.refit else path)
+        show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", arguments.json)
+
+
+def _words_of_refit(words: list[str]) -> list[str]:
+    """`--refit RUN …` as the words that resume the run with train.refit."""
+    _, equals, path = words[0].partition("=")
+    path, others = (path, words[1:]) if equals else ("".join(words[1:2]), words[2:])
+    if not path or not (config := fetched_run(path) / "config.toml").is_file():
+        raise ValueError(f"--refit needs a run directory, and {path!r} is none: logitmix train --refit RUN")
+    if last_value(others, "--run"):
+        raise ValueError(f"--run has no place beside --refit: the refit's directory is in that of the run, {path}")
+    return [str(config), *others, "--train.refit", "--run", path]
