@@ -1,6 +1,7 @@
 """The kinds of features, by their names in schemas. Imports no torch."""
 
 from logitmix.common.mappings import nearest
+from logitmix.common.plugins import Registry
 
 from .base import Kind
 from .ids import Ids
@@ -9,17 +10,22 @@ from .one_id import Id
 from .vector import Vector
 from .weighted_ids import WeightedIds
 
-KINDS: dict[str, Kind] = {
-    "id": Id(),
-    "ids": Ids(),
-    "number": Number(),
-    "vector": Vector(),
-    "weighted_ids": WeightedIds(),
-}
+KINDS = Registry[Kind](
+    "kind of feature",
+    {
+        "id": Id(),
+        "ids": Ids(),
+        "number": Number(),
+        "vector": Vector(),
+        "weighted_ids": WeightedIds(),
+    },
+    needs=("read", "in_request", "cell", "embed", "sparse"),
+)
 
 
 def kind_named(name: str) -> Kind:
     """ValueError if there is none."""
     if name not in KINDS:
-        raise ValueError(f"kind is {name!r:.80}{nearest(name, list(KINDS))}; it must be one of {', '.join(KINDS)}")
-    return KINDS[name]
+        found = f"kind is {name!r:.80}{nearest(name, list(KINDS))}"
+        raise ValueError(f"{found}; it must be one of {', '.join(KINDS)}, or one of a plugin: --import FILE.py")
+    return KINDS.find(name)

@@ -71,12 +71,10 @@ class FeaturesOptions:
 
     def __post_init__(self) -> None:
         for name, said in self.features.items():
-            if said.kind != "auto" and said.kind not in KINDS:
-                near = nearest(said.kind, list(KINDS))
-                raise ValueError(
-                    f"features.{name}.kind is {said.kind!r}{near}; it must be one of auto, {', '.join(KINDS)}"
-                )
-            needed = () if said.kind == "auto" else kind_named(said.kind).parallel
+            try:
+                needed = () if said.kind == "auto" else kind_named(said.kind).parallel
+            except ValueError as error:
+                raise ValueError(f"features.{name}: its {error}") from None
             if set(said.columns) != set(needed):
                 columns = ", ".join(f'{of} = "COLUMN"' for of in needed)
                 todo = f"needs columns = {{ {columns} }}" if needed else "has no further columns"

@@ -297,7 +297,7 @@ def test_features_keep_to_the_actions_that_the_filters_leave(shop: Path) -> None
     [
         ("[features.brnd]", r"no column brnd \(did you mean brand\?\); there are: brand, tags, price, notes, "),
         ("[features.brand]\nkinds = 'id'", r"unknown key features\.brand\.kinds \(did you mean kind\?\)"),
-        ("[features.brand]\nkind = 'word'", r"features\.brand\.kind is 'word'; it must be one of auto, id, ids"),
+        ("[features.brand]\nkind = 'word'", r"features\.brand: its kind is 'word'; it must be one of id, ids, number"),
         ("[features.notes]\ntable = 'words'", r"the kind of features\.notes cannot be told from its values"),
         ("[features.notes]\nkind = 'number'", r"feature notes has the value 'f\w+', which is no number"),
         ("[features.price]\ntable = 'prices'", "feature price of kind number names a table"),

@@ -1,0 +1,40 @@
+"""A kind of feature of one's own: the hour of the day, of which 23.5 and 0 are near each other.
+
+    logitmix prepare table --source clicks.csv --schema schema.toml --out data/clicks --import hour.py
+    logitmix train auto --data.path data/clicks --model.features all --run runs/clicks --import hour.py
+
+The column `hour` of clicks.csv has numbers from 0 to 24, and schema.toml says:
+
+    [features.hour]
+    kind = "hour"
+
+A run names its plugins, so `evaluate` and `export` need no --import; `retrieve`, `serve` and `update-items` do.
+"""
+
+from math import pi
+from typing import TYPE_CHECKING
+
+from logitmix.modules.kinds.number import Number
+from logitmix.modules.kinds.registry import KINDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logitmix.modules.features import Values
+    from logitmix.modules.schema import Feature
+
+
+class Hour(Number):
+    """A linear map of the hour's sine and cosine; stored and asked for as a number."""
+
+    def embed(self, feature: "Feature", of: "Values", row_VW: "Tensor | None") -> "Tensor":
+        import torch
+
+        angle_R1 = of.values.view(-1, 1) * (2 * pi / 24)
+        return torch.cat([angle_R1.sin(), angle_R1.cos()], 1)
+
+    def inputs(self, feature: "Feature") -> int:
+        return 2
+
+
+KINDS["hour"] = Hour()

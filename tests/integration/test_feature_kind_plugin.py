@@ -1,0 +1,37 @@
+"""A kind of feature that a plugin brings goes through all commands, from a folder outside the repository."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples/hour.py"
+SMALL = "--model.dim 8 --model.features all --model.loss.negatives 8"
+
+
+def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE, tmp_path)
+    random = np.random.default_rng(0)
+    rows = [f"u{u},i{random.integers(30)},{t},{random.random() * 24:.2f}" for u in range(60) for t in range(12)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,timestamp,hour", *rows]) + "\n")
+    (tmp_path / "schema.toml").write_text('[features.hour]\nkind = "hour"\n')
+    plugin, data = ["--import", "hour.py"], ["--data.path", "data"]
+    prepare = ["prepare", "table", "--source", "clicks.csv", "--schema", "schema.toml", "--out", "data"]
+    assert "features.hour: its kind is 'hour'; it must be one of id, ids" in jobs.refused(prepare, tmp_path)
+    jobs.run([*prepare, *plugin], tmp_path)
+    train = ["train", "demo-mol", *data, "--run", "run", *SMALL.split(), "--train.epochs", "1"]
+    assert "or one of a plugin: --import FILE.py" in jobs.refused(train, tmp_path)
+    jobs.run([*train, *plugin], tmp_path)
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert json.loads(jobs.run(["evaluate", "run", "--json"], tmp_path))["mrr"] == results["mrr"]
+    jobs.run(["export", "run", "--out", "served"], tmp_path)
+
+    def scores(*hours: float) -> list[float]:
+        request = ["--history", "i1,i2", "--events", json.dumps([{"hour": hour} for hour in hours]), "--json"]
+        return [row["score"] for row in json.loads(jobs.run(["retrieve", "served", *request, *plugin], tmp_path))]
+
+    assert scores(3, 24) == pytest.approx(scores(3, 0), abs=1e-5)
+    assert scores(3, 24) != pytest.approx(scores(3, 12), abs=1e-5)
