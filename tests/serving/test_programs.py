@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_data import FEATURES
+from small_data import WEIGHTED
 from small_models import LENGTH, BruteForce, SmallModel, export_small, random_histories, small_model
 from torch import Tensor
 
@@ -38,9 +38,9 @@ from logitmix.trainer.export.update import update_items
 ROOT = Path(__file__).resolve().parents[2]
 X = 30
 EVERY_KIND = replace(
-    FEATURES,
-    features=(*FEATURES.features, RECENCY_FEATURE),
-    tables=(Table(ITEM, X + 1), *FEATURES.tables[1:], Table(RECENCY, 66)),
+    WEIGHTED,
+    features=(*WEIGHTED.features, RECENCY_FEATURE),
+    tables=(Table(ITEM, X + 1), *WEIGHTED.tables[1:], Table(RECENCY, 66)),
 )
 TORCH_ALONE = """
 import sys
@@ -71,27 +71,32 @@ def tables_of(model: SmallModel) -> dict[str, Pieces]:
     return {name: Pieces([table[:2], table[2:]]) for name, table in model.others.items()}
 
 
-def given_to(feature: Feature, schema: Schema, rows: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random values as a program takes them."""
+def given_to(feature: Feature, schema: Schema, rows: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """Random values as a program takes them, by its inputs."""
+    name = f"{feature.owner}_{feature.name}"
     match feature.kind:
         case "id":
-            return torch.randint(schema.table(feature.table).rows, rows, generator=generator)
-        case "ids":
+            return {name: torch.randint(schema.table(feature.table).rows, rows, generator=generator)}
+        case "ids" | "weighted_ids":
             ids = torch.randint(schema.table(feature.table).rows, (*rows, 3), generator=generator)
-            counts = torch.randint(4, (*rows, 1), generator=generator)
-            return ids.masked_fill(torch.arange(3) >= counts, -1)
+            absent = torch.arange(3) >= torch.randint(4, (*rows, 1), generator=generator)
+            weights = torch.randint(3, ids.shape, generator=generator).float().masked_fill(absent, 0)
+            beside = {f"{name}_weights": weights} if feature.form.parallel else {}
+            return {name: ids.masked_fill(absent, -1), **beside}
         case "number":
-            return torch.randn(rows, generator=generator)
+            return {name: torch.randn(rows, generator=generator)}
         case _:
-            return torch.randn(*rows, feature.width, generator=generator)
+            return {name: torch.randn(*rows, feature.width, generator=generator)}
 
 
-def packed(feature: Feature, value: Tensor) -> Values:
+def packed(feature: Feature, given: Mapping[str, Tensor]) -> Values:
     """The same as the towers take them in training."""
-    if feature.kind != "ids":
+    value, *beside = given.values()
+    if not feature.form.bag:
         return Values(value)
     there = value >= 0
-    return Values(value[there], torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)])
+    return Values(value[there], offsets, dict(zip(feature.form.parallel, (of[there] for of in beside), strict=True)))
 
 
 def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -102,13 +107,15 @@ def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[
     vectors_BLD = torch.randn(B, longest, 16, generator=generator) * valid_BL[:, :, None]
     given, values = {"vectors": vectors_BLD, "lengths": lengths_B}, {}
     for feature in schema.of("user"):
-        of = given[f"user_{feature.name}"] = given_to(feature, schema, (B,), generator)
+        of = given_to(feature, schema, (B,), generator)
         values[feature.name] = packed(feature, of)
+        given |= of
     for feature in schema.of("event"):
         of = given_to(feature, schema, (B, longest), generator)
-        values[feature.name] = packed(feature, of[valid_BL])
-        of[~valid_BL] = -1 if feature.sparse else 0
-        given[f"event_{feature.name}"] = of
+        values[feature.name] = packed(feature, {name: each[valid_BL] for name, each in of.items()})
+        for each in of.values():
+            each[~valid_BL] = 0 if each.is_floating_point() else -1
+        given |= of
     packing = Packing(lengths_B)
     if sees_times(model.config.encoder):
         gaps = 2 ** torch.randint(30, (B, longest + 1), generator=generator)
@@ -126,8 +133,9 @@ def items_for(model: SmallModel, count: int) -> tuple[dict[str, Tensor], dict[st
     generator, schema, tower = torch.Generator().manual_seed(count), model.tower.schema, model.tower
     given, values = {"own_row": torch.randn(count, 16, generator=generator)}, {}
     for feature in schema.of("item"):
-        of = given[f"item_{feature.name}"] = given_to(feature, schema, (count,), generator)
+        of = given_to(feature, schema, (count,), generator)
         values[feature.name] = packed(feature, of)
+        given |= of
     item = tower.item_tower({**model.others, ITEM: given["own_row"]}, Features(values=values))
     return given, {"item_vector": item.vector_RD} | sides_of("item", tower.item_sides(item))
 
