@@ -87,7 +87,7 @@ class Row:
     what: str
     ms: float
     eager_ms: float
-    """The same in plain torch."""
+    """In plain torch."""
     floor_ms: float
 
 

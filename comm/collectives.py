@@ -86,8 +86,8 @@ def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
 
 
 def on_first_rank_at_length(action: Callable[[], T], ranks: Ranks) -> T:
-    """The same for what may take longer than the ranks wait for each other: meanwhile rank 0 tells them that it is at
-    work."""
+    """As `on_first_rank`, for what may take longer than the ranks wait for each other: meanwhile rank 0 tells them that
+    it is at work."""
     if ranks.world_size == 1:
         return action()
     with ThreadPoolExecutor(1) as thread:

@@ -23,14 +23,14 @@ from logitmix.comm.codec import CODECS, DIRECTIONS, FP32, Codec, Direction, RowL
 from logitmix.comm.config import WireConfig
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Consecutive rows of one layout."""
 
     rows: int
     layout: RowLayout
 
 
-class Block(NamedTuple):
+class CodedRows(NamedTuple):
     """Rows that are encoded together, and their place in a tensor, in elements."""
 
     rows: int
@@ -47,16 +47,16 @@ class Block(NamedTuple):
 class End(NamedTuple):
     """One end of an exchange: the runs that go to or come from each rank, and how all of them lie in memory."""
 
-    runs_by_rank: Sequence[Sequence[Run]]
-    blocks: Sequence[Block]
+    runs_by_rank: Sequence[Sequence[RowRun]]
+    blocks: Sequence[CodedRows]
 
 
-def stacked(runs_by_rank: Sequence[Sequence[Run]]) -> End:
+def stacked(runs_by_rank: Sequence[Sequence[RowRun]]) -> End:
     """A flat tensor of the ranks' runs, one after the other."""
     blocks, start = [], 0
     for layout, alike in groupby((run for runs in runs_by_rank for run in runs), key=lambda run: run.layout):
         rows, width = sum(run.rows for run in alike), width_of(layout)
-        blocks.append(Block(rows, layout, start, width))
+        blocks.append(CodedRows(rows, layout, start, width))
         start += rows * width
     return End(runs_by_rank, blocks)
 
@@ -66,9 +66,9 @@ def side_by_side(rows: int, layout_by_rank: Sequence[RowLayout]) -> End:
     stride = sum(map(width_of, layout_by_rank))
     blocks, start = [], 0
     for layout in layout_by_rank:
-        blocks.append(Block(rows, layout, start, stride))
+        blocks.append(CodedRows(rows, layout, start, stride))
         start += width_of(layout)
-    return End([[Run(rows, layout)] for layout in layout_by_rank], blocks)
+    return End([[RowRun(rows, layout)] for layout in layout_by_rank], blocks)
 
 
 _SAMPLED_ROWS = 4096
@@ -298,7 +298,7 @@ def _sent_as_is(codec: Codec, end: End) -> bool:
 def _merged(end: End) -> End:
     """The end with one block in place of several that differ in the names of tables alone. These are told apart only to
     be sampled, which must not change what is rounded at random."""
-    merged: list[Block] = []
+    merged: list[CodedRows] = []
     for block in end.blocks:
         last = merged[-1] if merged else None
         widths = [segment.width for segment in block.layout]
@@ -310,7 +310,7 @@ def _merged(end: End) -> End:
     return end._replace(blocks=merged)
 
 
-def _wire_rows(codec: Codec, encoded: Tensor, end: End) -> list[tuple[Block, Tensor]]:
+def _wire_rows(codec: Codec, encoded: Tensor, end: End) -> list[tuple[CodedRows, Tensor]]:
     """Each block with its rows of the wire [rows, bytes]; blocks without any are left out."""
     sizes = [block.rows * codec.row_bytes(block.layout) for block in end.blocks]
     pieces = encoded.split(sizes) if sizes else []

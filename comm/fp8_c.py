@@ -1,8 +1,8 @@
 """The FP8 codec in C (fp8.c), through ctypes: what fp8_plain.py defines, on the CPU."""
 
 import ctypes
-import functools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -14,19 +14,14 @@ SOURCES = {torch.float32: 0, torch.bfloat16: 1}
 _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library; None if it was not built (setup.py) or does not load."""
-    loaded = compiled_library("logitmix.comm._fp8")
-    if loaded is None:
-        return None
-    loaded.logitmix_fp8_quantize.restype = None
-    loaded.logitmix_fp8_quantize.argtypes = [
-        _pointer, _int, _int64, _int64, _pointer, _int, _int, _int, _uint64, _uint64, _pointer
-    ]  # fmt: skip
-    loaded.logitmix_fp8_dequantize.restype = None
-    loaded.logitmix_fp8_dequantize.argtypes = [_pointer, _int64, _int64, _pointer, _int, _int, _pointer, _int64]
-    return loaded
+library = partial(
+    compiled_library,
+    "logitmix.comm._fp8",
+    logitmix_fp8_quantize=(
+        None, _pointer, _int, _int64, _int64, _pointer, _int, _int, _int, _uint64, _uint64, _pointer
+    ),
+    logitmix_fp8_dequantize=(None, _pointer, _int64, _int64, _pointer, _int, _int, _pointer, _int64),
+)  # fmt: skip
 
 
 def quantize(

@@ -36,7 +36,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
 from logitmix.comm.codec import RowLayout, Segment, width_of
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import Exchange, Run, Wire, side_by_side, stacked
+from logitmix.comm.exchange import Exchange, RowRun, Wire, side_by_side, stacked
 
 # TorchRec compiles parts of a sharded module, but an exchange keeps state between two calls.
 eager: Callable[[Any], Any] = torch.compiler.disable
@@ -151,11 +151,11 @@ class SequenceAllToAll(nn.Module):
 
     def _runs(
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
-    ) -> tuple[list[list[Run]], list[list[Run]]]:
+    ) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
         if not self.wire.sampling or rows_FW is None:
             # Any feature's name will do: nothing depends on it.
-            return [[Run(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
-                [Run(rows, (Segment(_name(layout), D),))]
+            return [[RowRun(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
+                [RowRun(rows, (Segment(_name(layout), D),))]
                 for rows, layout in zip(received, self.layout_by_rank, strict=True)
             ]
         # Samples are counted by table, and only the owners know how many rows each of their features sends.
@@ -210,9 +210,9 @@ def _name(layout: RowLayout) -> str:
     return layout[0].table if layout else ""
 
 
-def _runs_by_segment(rows: Sequence[int], layout: RowLayout) -> list[Run]:
+def _runs_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowRun]:
     """A separate run for each segment."""
-    return [Run(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
+    return [RowRun(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
 class PooledAllToAll(nn.Module):
@@ -236,7 +236,7 @@ class PooledAllToAll(nn.Module):
         exchange = Exchange(
             self.wire,
             self.group,
-            owner=stacked([[Run(count, layout)] for count in users]),
+            owner=stacked([[RowRun(count, layout)] for count in users]),
             requester=side_by_side(users[mine], self.layout_by_rank),
             requester_shape=(users[mine], sum(map(width_of, self.layout_by_rank))),
             counted=[(layout, sum(users) - users[mine])],
@@ -262,7 +262,7 @@ class VariablePooledAllToAll(nn.Module):
         layout = self.layout_by_rank[self.group.rank()]
         sent = _runs_by_rank(batch_size_per_rank_per_feature, layout, self.group.size())
         bags = iter(batch_size_per_feature_pre_a2a)
-        received = [[Run(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
+        received = [[RowRun(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
         exchange = Exchange(
             self.wire,
             self.group,
@@ -296,7 +296,7 @@ class ReduceScatter(nn.Module):
             shape: tuple[int, ...] = (_elements(sent[mine : mine + 1]),)
         else:
             users = list(input_splits) if input_splits else [len(local_embs) // W] * W
-            sent, shape = [[Run(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
+            sent, shape = [[RowRun(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
         exchange = Exchange(
             self.wire,
             self.group,
@@ -309,16 +309,16 @@ class ReduceScatter(nn.Module):
         return _pooled(exchange, local_embs)
 
 
-def _runs_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[Run]]:
+def _runs_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[RowRun]]:
     """A rank without features gets no list of bags from TorchRec."""
     return [_runs_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
 
 
-def _elements(runs_by_rank: Sequence[Sequence[Run]]) -> int:
+def _elements(runs_by_rank: Sequence[Sequence[RowRun]]) -> int:
     return sum(run.rows * width_of(run.layout) for runs in runs_by_rank for run in runs)
 
 
-def _leaving(runs_by_rank: Sequence[Sequence[Run]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
+def _leaving(runs_by_rank: Sequence[Sequence[RowRun]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
     return [(run.layout, run.rows) for rank, runs in enumerate(runs_by_rank) if rank != mine for run in runs]
 
 

@@ -7,20 +7,26 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def compiled_library(module: str) -> ctypes.CDLL | None:
-    """The library of a module's name; None if it was not built or does not load."""
+@functools.cache
+def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL | None:
+    """The library of a module's name; None if it was not built (setup.py) or does not load. `functions` have the types
+    of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return None
     try:
-        return ctypes.CDLL(spec.origin)
+        library = ctypes.CDLL(spec.origin)
     except OSError:
         return None
+    for name, (result, *arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def in_threads(work: Callable[[int], T], workers: int) -> list[T]:

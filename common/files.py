@@ -287,7 +287,7 @@ def publish(staging: Path, out: Path) -> None:
 
 
 def rename_synced(staging: Path, out: Path) -> None:
-    """The same, but does not sync the name. After an OSError `out` is what it was."""
+    """As `publish`, but does not sync the name. After an OSError `out` is what it was."""
     for path in (*staging.rglob("*"), staging):
         sync(path)
     if out.exists():

@@ -21,7 +21,7 @@ def require(holds: bool, flag: str, value: object, needs: str) -> None:
 
 
 def require_from(least: int, most: int, flag: str, value: int) -> None:
-    """The same for a whole number with limits, both included."""
+    """ValueError for a number outside of its limits, both included, as `require` says it."""
     require(least <= value <= most, flag, value, f"from {least} to {most:,}")
 
 

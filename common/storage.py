@@ -159,7 +159,7 @@ def fetched(place: str | Path) -> Path:
 
 
 def fetched_run(place: str | Path) -> Path:
-    """The same of a run, or of a folder of runs."""
+    """The path of a run, or of a folder of runs, that a user names, its copy brought up to date."""
     path = path_of(place)
     fetch_run(path)
     return path
@@ -204,8 +204,8 @@ def fetch(path: Path) -> None:
 
 
 def fetch_run(path: Path) -> None:
-    """The same for a run, whose copy may be newer than the store: a copy that was not uploaded whole, or in which a job
-    trains, stays as it is. If another copy has been uploaded since, what is in the store counts."""
+    """As `fetch`, for a run, whose copy may be newer than the store: a copy that was not uploaded whole, or in which a
+    job trains, stays as it is. If another copy has been uploaded since, what is in the store counts."""
     if (copy := _copy_of(path)) is None:
         return
 

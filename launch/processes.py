@@ -23,7 +23,7 @@ from logitmix.common.storage import say
 GRACE = 10.0
 """Seconds for ranks to end by themselves, once one of them has failed."""
 SAVING = 40.0
-"""The same once a signal has told them to, and they save what they have done."""
+"""Seconds for them to end once a signal has told them to, and they save what they have done."""
 CAUSE = 5.0
 """Seconds that a rank's own failure may show later than that it was lost, because a busy machine is slow to end it."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -385,7 +385,7 @@ class ModelConfig:
 
 
 def without_user_component(config: ModelConfig) -> ModelConfig:
-    """The same model, or without the user's id where it is one of the query's components."""
+    """The model as it is, or without the user's id where it is one of the query's components."""
     if not isinstance(config.similarity, MoLConfig) or not config.similarity.user_component:
         return config
     similarity = replace(config.similarity, user_component=False)

@@ -7,7 +7,7 @@ work. So each number is a hash of (key, row, column): any rank can compute any p
 import ctypes
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,16 +117,14 @@ _NUMBERS_A_THREAD = 2**16
 """Fewer than these are not worth another thread."""
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled form; None where it was not built (setup.py) or does not load."""
-    library = compiled_library("logitmix.modules._noise")
-    if library is not None:
-        library.noise_dropout.argtypes = [
-            *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_int, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float
-        ]  # fmt: skip
-        library.noise_dropout.restype = None
-    return library
+_library = partial(
+    compiled_library,
+    "logitmix.modules._noise",
+    noise_dropout=(
+        None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2,
+        ctypes.c_int, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float,
+    ),
+)  # fmt: skip
 
 
 _LOW = 0xFFFFFFFF

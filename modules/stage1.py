@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ def scale_of(item_XH: Tensor) -> float:
 
 
 def _huge(memory: Tensor) -> Tensor:
-    """The same, in pages of 2 MiB where the system has them: reading from many small ones is slower."""
+    """The memory, in pages of 2 MiB where the system has them: reading from many small ones is slower."""
     size = memory.numel() * memory.element_size()
     if sys.platform == "linux" and memory.device.type == "cpu" and size >= HUGE:
         first = -(-memory.data_ptr() // PAGE) * PAGE
@@ -153,7 +154,7 @@ class Found:
     """FP32, parallel to the items: the products of the quantized vectors; -inf where there is no item."""
 
     def ordered(self) -> "Found":
-        """The same with the highest scores first, the lower index first of equal ones."""
+        """These items with the highest scores first, the lower index first of equal ones."""
         order_BK = self.scores_BK.sort(dim=1, descending=True, stable=True).indices
         return Found(self.items_BK.gather(1, order_BK), self.scores_BK.gather(1, order_BK))
 
@@ -399,19 +400,13 @@ def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int
     return joined
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """stage1.c, compiled; None if it was not built (setup.py) or does not load."""
-    library = compiled_library("logitmix.modules._stage1")
-    if library is None:
-        return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.stage1_scan.argtypes = [pointer, number, number, ctypes.c_int]
-    library.stage1_scan.restype = None
-    library.stage1_result.argtypes = [pointer] * 4
-    library.stage1_result.restype = None
-    library.stage1_threshold.argtypes = [pointer, pointer, number, number, ctypes.c_int]
-    return library
+_library = partial(
+    compiled_library,
+    "logitmix.modules._stage1",
+    stage1_scan=(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+    stage1_result=(None, *[ctypes.c_void_p] * 4),
+    stage1_threshold=(ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_int),
+)
 
 
 def _level() -> int:

@@ -87,7 +87,7 @@ class Ranker:
                 return self.best(task)
 
     def best(self, task: Task) -> Tensor:
-        """The same for a task that all processes have."""
+        """Keys [B, k] of the best items of all processes for a task that all of them have."""
         device, own = self.items.device, self.items.own
         k, kept = min(task.options.k, self._num_items), task.options.kept
         query = each(task.query, lambda part: part.to(device))

@@ -199,8 +199,8 @@ SCHEDULES.offer(TrainConfig, "schedule")
 HistoryRule = Literal["auto", "yes", "no"]
 BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
 """Names of the baselines in results, and for people."""
-BESIDE = BASELINES | {"peeked": "peeked: best on test"}
-"""The same for all that stands beside a model's test metrics, under its name and a slash."""
+COMPARED_WITH = BASELINES | {"peeked": "peeked: best on test"}
+"""Prefixes (item_knn/hr@10) of what results hold beside the model's own test metrics, and their names for people."""
 
 
 @dataclass(frozen=True)

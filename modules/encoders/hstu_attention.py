@@ -7,7 +7,7 @@ K time buckets.
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +50,7 @@ def attend(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packi
 
 
 def attend_plain(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packing: Packing) -> Tensor:
-    """The same in plain torch, on a padded copy."""
+    """`attend` in plain torch, on a padded copy: the reference of the compiled forms."""
     B, L = packing.shape
     dtype = torch.float64 if packed_T3Gd.dtype == torch.float64 else torch.float32
     with torch.autocast(packed_T3Gd.device.type, enabled=False):
@@ -90,14 +90,11 @@ class _Problem(ctypes.Structure):
     )
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where it was not built (setup.py) or does not load."""
-    library = compiled_library("logitmix.modules.encoders._hstu")
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.hstu_attend.argtypes = [pointer, number, number, pointer, pointer, ctypes.c_int]
-    return library
+_library = partial(
+    compiled_library,
+    "logitmix.modules.encoders._hstu",
+    hstu_attend=(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int),
+)
 
 
 _LEVEL = 2

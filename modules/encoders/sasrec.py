@@ -76,7 +76,7 @@ def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
 
 
 def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
-    """The same without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8."""
+    """`attend_padded` without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8."""
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
             each, packing.offset_B, min_seqlen=0, max_seqlen=packing.shape[1]

@@ -32,7 +32,7 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
 _PAIRS = 2**18
 """Most scores of pieces at once, to fit a core's cache; a single position may have more."""
 _SINGLE = 2**13
-"""The same for single positions, whose scores each have a copied row of an item."""
+"""Most scores at once of single positions, whose scores each have a copied row of an item."""
 _POSITIONS = 256
 """Most positions of a piece."""
 _ALL_PAIRS = 2**22

@@ -6,7 +6,7 @@ components, C their width, M = U * I mixture components, H hidden width of the c
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -101,14 +101,11 @@ class _Problem(ctypes.Structure):
     )
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where it was not built (setup.py) or does not load."""
-    library = compiled_library("logitmix.modules.losses._mol")
-    if library is None:
-        return None
-    library.mol_sampled_softmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    return library
+_library = partial(
+    compiled_library,
+    "logitmix.modules.losses._mol",
+    mol_sampled_softmax=(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+)
 
 
 _BF16, _AMX = 3, 4

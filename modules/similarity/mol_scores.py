@@ -8,7 +8,7 @@ mixture components, H hidden width of the cross gate.
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,11 +107,8 @@ def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | 
     return max(level for level in range(min(best, _LEVEL) + 1) if library.mol_scores_has(level))
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where it was not built (setup.py) or does not load."""
-    library = compiled_library("logitmix.modules.similarity._mol_scores")
-    if library is None:
-        return None
-    library.mol_scores.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    return library
+_library = partial(
+    compiled_library,
+    "logitmix.modules.similarity._mol_scores",
+    mol_scores=(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+)

@@ -343,7 +343,7 @@ def _finish(
 ) -> dict[str, Any]:
     dataset, rules = evaluation.dataset, flatten(evaluation.config)
     rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
-    reference = max((row for row in rows if not row["learnt"]), key=lambda row: row["validation"][CHOICE])["method"]
+    reference = max((row for row in rows if not row["learned"]), key=lambda row: row["validation"][CHOICE])["method"]
     ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
     users = {row["method"]: read_test_users(out / row["method"]) for row in rows}
     for name in users:
@@ -408,7 +408,7 @@ def _learned_row(out: Path, name: str) -> dict[str, Any]:
 def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
     return {
         "method": name,
-        "learnt": learned,
+        "learned": learned,
         "validation": {metric: validation[metric] for metric in SHOWN},
         "minutes": results["seconds"] / 60,
         "parameters": results["parameters"],
@@ -451,9 +451,9 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     """One sentence about the learned method that is best on validation and the simple one that is, the reference."""
     simple = next(row for row in rows if row["method"] == reference)
     other = LABELS[reference]
-    if not any(row["learnt"] for row in rows):
+    if not any(row["learned"] for row in rows):
         return f"{other} is best on validation; nothing was trained to compare it with"
-    learned = max((row for row in rows if row["learnt"]), key=lambda row: row["validation"][CHOICE])
+    learned = max((row for row in rows if row["learned"]), key=lambda row: row["validation"][CHOICE])
     name = LABELS[learned["method"]]
     own, others = learned["test"][CHOICE][0], simple["test"][CHOICE][0]
     if len({(row["validation"][CHOICE], row["test"][CHOICE][0]) for row in rows}) == 1:
@@ -495,7 +495,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
     table = Table(*heads, "parameters", "still\nrising", title=Text(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in found["methods"]:
-        rising = {True: "yes", False: "no", None: "?"}[row["still_rising"]] if row["learnt"] else ""
+        rising = {True: "yes", False: "no", None: "?"}[row["still_rising"]] if row["learned"] else ""
         difference = "" if row["method"] == found["reference"] else _cell(row["difference"][CHOICE], "+", " to ")
         table.add_row(
             LABELS[row["method"]],

@@ -22,7 +22,7 @@ from logitmix.trainer.commands.options import (
     let_threads_sleep,
 )
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.config import BESIDE, HistoryRule
+from logitmix.trainer.config import COMPARED_WITH, HistoryRule
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> Non
     if as_json:
         print(json.dumps(metrics))
         return
-    beside = [name for name in BESIDE if f"{name}/hr@10" in metrics]
-    heads = ("model", *(BESIDE[name] for name in beside)) if beside else ("value",)
+    beside = [name for name in COMPARED_WITH if f"{name}/hr@10" in metrics]
+    heads = ("model", *(COMPARED_WITH[name] for name in beside)) if beside else ("value",)
     table = Table("metric", *heads, title=Text(shown(title)))
     for name in metrics:
         if name.partition("/")[0] not in beside:

@@ -64,7 +64,7 @@ class JobPlan:
     """By rank: its rows with their optimizers' state and moving averages."""
     tower_parameters: int
     tower_bytes: int
-    """The same on each rank: the tower with its gradients, its optimizer's state and its moving average."""
+    """On each rank: the tower with its gradients, its optimizer's state and its moving average."""
     averaged: bool
     """Whether there are moving averages (train.ema)."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from logitmix.common.files import write_whole
 from logitmix.common.storage import shown
-from logitmix.trainer.config import BESIDE, Config, flatten
+from logitmix.trainer.config import COMPARED_WITH, Config, flatten
 from logitmix.trainer.run.folder import read_config, read_description, refit_path, start_path
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import beside_baselines, cold_targets, read_results
@@ -135,7 +135,7 @@ def _overview(runs: Sequence[Run]) -> str:
 def _results(runs: Sequence[Run]) -> str:
     """Test metrics with intervals, a row each."""
     names = [name for run in runs for name in run.results]
-    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *BESIDE)
+    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *COMPARED_WITH)
     names = [name for name in dict.fromkeys(names) if name.partition("/")[0] not in elsewhere]
     if not names:
         return _section("Test metrics", "<p>No run has finished yet.</p>")
@@ -175,7 +175,7 @@ def _baselines(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, float]]]:
     """Heading and metrics of each baseline, without duplicates: runs of other datasets, users or seeds have figures of
     their own. Where there are several runs, a heading has the colors of the runs whose figures these are."""
     found: list[tuple[str, Mapping[str, float]]] = []
-    for prefix, label in BESIDE.items():
+    for prefix, label in COMPARED_WITH.items():
         of_runs = [
             {key.removeprefix(f"{prefix}/"): value for key, value in run.results.items() if key.startswith(prefix)}
             for run in runs

@@ -183,7 +183,7 @@ class Dataset:
         return self.raw_id_column().to_pylist()
 
     def raw_id_column(self) -> pa.ChunkedArray:
-        """The same as an Arrow column, in a third of the memory."""
+        """`raw_ids` as an Arrow column, in a third of the memory."""
         with _reading(self.path, "items.parquet"):
             table = pq.read_table(self.path / "items.parquet", columns=list(ITEM_COLUMNS))
             _require_columns(table.schema.names, ITEM_COLUMNS)

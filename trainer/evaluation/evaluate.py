@@ -129,7 +129,7 @@ class Evaluation:
     def with_ranks(
         self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]
     ) -> tuple[dict[str, float], np.ndarray]:
-        """The same, and the rank of each user's target [U]."""
+        """The metrics of a split, equal on all ranks, and the rank of each user's target [U]. Collective."""
         users, batch_size = self.users(split), self.config.evaluate.batch_size
         with counting(split, len(users), self.ranks.rank == 0) as count:
 

@@ -49,7 +49,7 @@ class Rankings:
     similarity_U: Tensor
     """Rank of each user's target, from 1 (int64); NOT_SERVED if the target is excluded."""
     hindexer_U: Tensor | None = None
-    """The same ranks by the h-indexer."""
+    """Rank of each user's target by the h-indexer, where there is one, likewise."""
     stage1_UK: Tensor | None = None
     """Rank by the h-indexer of the similarity's best K items (int64); NOT_SERVED if there are fewer items."""
     best_UK: Tensor | None = None

@@ -16,7 +16,7 @@ from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries
 from logitmix.serving.model import weight_shapes
-from logitmix.trainer.config import BESIDE, Config, dump_toml
+from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml
 from logitmix.trainer.run.results import read_results
 
 HOLDINGS = "## This directory\n"
@@ -100,12 +100,12 @@ def _features(schema: Schema) -> str:
 
 
 def _metrics(facts: Facts) -> str:
-    own = [name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in BESIDE]
-    baselines = [name for name in BESIDE if any(key.startswith(f"{name}/") for key in facts.test)]
+    own = [name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in COMPARED_WITH]
+    baselines = [name for name in COMPARED_WITH if any(key.startswith(f"{name}/") for key in facts.test)]
     if not own:
         return "## Metrics\n\nThis checkpoint was not evaluated.\n"
     columns = {"validation": (facts.validation, ""), "test": (facts.test, "")}
-    columns |= {f"test, {BESIDE[name]}": (facts.test, f"{name}/") for name in baselines}
+    columns |= {f"test, {COMPARED_WITH[name]}": (facts.test, f"{name}/") for name in baselines}
     shown = {head: of for head, of in columns.items() if of[0]}
     rows = [[name, *(_number(of.get(prefix + name)) for of, prefix in shown.values())] for name in own]
     missing = "" if facts.test else "The test metrics are those of another checkpoint, or not computed yet. "

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from logitmix.common.files import write_whole
-from logitmix.trainer.config import BESIDE, Config, dump_toml, flatten
+from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml, flatten
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
@@ -102,7 +102,7 @@ def _preformatted(text: str) -> str:
 def write_results_to_board(run: Path, config: Config, results: Mapping[str, float]) -> None:
     """Writes test metrics and examples per second, with the configuration as hyperparameters, but not the baselines,
     which do not depend on it."""
-    left_out = (*CONSTANT, "step", "seconds", *BESIDE)
+    left_out = (*CONSTANT, "step", "seconds", *COMPARED_WITH)
     found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
     tags = {f"metrics_test/{name}": value for name, value in found.items()}
     flat = flatten(config)

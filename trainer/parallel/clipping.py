@@ -20,7 +20,7 @@ from logitmix.trainer.parallel.optimizer import ShardedCollection, kernels, of_e
 Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
 
 
-class CutLookup(NamedTuple):
+class DetachedLookup(NamedTuple):
     """One lookup of a rank's shards: `output` has the graph that updates them; `leaf` has its values, and gets its
     gradient from the rest of the step. Both [S, C], or for bags [R, C of all tables]."""
 
@@ -62,24 +62,24 @@ class CutLookup(NamedTuple):
         return self.leaf.grad
 
 
-class LookupCuts:
+class DetachedLookups:
     """Cuts the graph at the output of every lookup of sharded tables."""
 
     def __init__(self, collections: Iterable[ShardedCollection]) -> None:
-        self._cuts: list[CutLookup] = []
+        self._cuts: list[DetachedLookup] = []
         for collection in collections:
             for kernel in kernels(collection):
                 if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
                     kernel.register_forward_hook(cast(Any, self._cut))
 
-    def pop(self) -> list[CutLookup]:
+    def pop(self) -> list[DetachedLookup]:
         """The cut lookups since the last call."""
         cuts, self._cuts = self._cuts, []
         return cuts
 
     def _cut(self, kernel: Kernel, arguments: tuple[KeyedJaggedTensor], output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
-        self._cuts.append(CutLookup(kernel, arguments[0], output, leaf))
+        self._cuts.append(DetachedLookup(kernel, arguments[0], output, leaf))
         return leaf
 
 

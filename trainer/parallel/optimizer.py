@@ -160,17 +160,17 @@ class TouchedRowsAdam:
 
     def __init__(self, weight: ShardedTensor, settings: TableSettings) -> None:
         self.weight, self.settings, self.lr, self.steps = weight, settings, settings.lr, 0
-        self.shards: list[_Shard] = []
+        self.shards: list[_RowStates] = []
 
-    def add_shard(self, row: Tensor) -> "_Shard":
+    def add_shard(self, row: Tensor) -> "_RowStates":
         """Adds rows of this rank, with new moments."""
-        self.shards.append(_Shard(row, torch.zeros_like(row), torch.zeros_like(row)))
+        self.shards.append(_RowStates(row, torch.zeros_like(row), torch.zeros_like(row)))
         return self.shards[-1]
 
     def begin_step(self, rate: float) -> None:
         self.lr, self.steps = rate * self.settings.lr, self.steps + 1
 
-    def update(self, shard: "_Shard", ids: Tensor, gradient: Tensor) -> None:
+    def update(self, shard: "_RowStates", ids: Tensor, gradient: Tensor) -> None:
         """Updates a shard's rows that were looked up; ids may repeat."""
         summed = torch.sparse_coo_tensor(ids[None], gradient, shard.row.shape, check_invariants=False).coalesce()
         for ids_R, gradient_RC in zip(summed.indices()[0].split(_ROWS), summed.values().split(_ROWS), strict=True):
@@ -207,7 +207,7 @@ _ROWS = 512
 """Rows that Adam takes at once."""
 
 
-class _Shard(NamedTuple):
+class _RowStates(NamedTuple):
     """Rows [R, width] and their moments."""
 
     row: Tensor
@@ -218,7 +218,7 @@ class _Shard(NamedTuple):
 class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
     """TorchRec's dense kernel, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRowsAdam, _Shard]]
+    _shards: list[tuple[TouchedRowsAdam, _RowStates]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
@@ -230,9 +230,9 @@ class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
 
 
 class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
-    """The same for sums of bags."""
+    """TorchRec's dense kernel for bags that are summed, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRowsAdam, _Shard]]
+    _shards: list[tuple[TouchedRowsAdam, _RowStates]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
@@ -249,7 +249,7 @@ class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, optimizer: TouchedRowsAdam, shard: _Shard, ids: Tensor, asks: Tensor) -> Tensor:
+    def forward(ctx: Any, optimizer: TouchedRowsAdam, shard: _RowStates, ids: Tensor, asks: Tensor) -> Tensor:
         ctx.update = partial(optimizer.update, shard, ids)
         return shard.row.index_select(0, ids)
 
@@ -265,7 +265,7 @@ class _BagLookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         optimizer: TouchedRowsAdam,
-        shard: _Shard,
+        shard: _RowStates,
         ids: Tensor,
         lengths: Tensor,
         shares: Tensor | None,

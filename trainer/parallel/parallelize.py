@@ -34,7 +34,7 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TablesConfig
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
-from logitmix.trainer.parallel.clipping import LookupCuts
+from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, plan_tables
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
@@ -53,7 +53,7 @@ class ParallelModel:
     wire: Wire
     ranks: Ranks
     config: Config
-    cuts: LookupCuts | None
+    cuts: DetachedLookups | None
     """With gradient clipping: where the backward of lookups waits for the norm."""
     average: MovingAverage | None
     """With train.ema."""
@@ -118,7 +118,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
         else:
             pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
     optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
-    cuts = LookupCuts(cast(Any, collections.values())) if config.train.clip else None
+    cuts = DetachedLookups(cast(Any, collections.values())) if config.train.clip else None
 
     generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
     tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)

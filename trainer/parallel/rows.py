@@ -16,10 +16,10 @@ from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import lookup, own_name
 from logitmix.trainer.parallel.bags import PooledRows, PooledTable, receive_ids
-from logitmix.trainer.parallel.clipping import CutLookup, LookupCuts
+from logitmix.trainer.parallel.clipping import DetachedLookup, DetachedLookups
 
 
-class Shard(NamedTuple):
+class OwnedColumns(NamedTuple):
     """Columns of a range of a table's rows that a rank owns; `owner` is the number of the range."""
 
     table: str
@@ -27,7 +27,7 @@ class Shard(NamedTuple):
     columns: slice
 
 
-class Piece(NamedTuple):
+class SentRows(NamedTuple):
     """The part of one table that one rank sends: its range among the table's unique ids, and its columns."""
 
     table: str
@@ -50,7 +50,7 @@ class ShardedTables:
 
     module: ShardedEmbeddingCollection
     dims: Mapping[str, int]
-    exchanges: Sequence[Sequence[Shard]]
+    exchanges: Sequence[Sequence[OwnedColumns]]
     cuts: Mapping[str, Tensor]
 
     @classmethod
@@ -67,7 +67,7 @@ class ShardedTables:
                     if (row, rows) not in ranges[name]:
                         ranges[name].append((row, rows))
                     owner = ranges[name].index((row, rows))
-                    shards.append(Shard(name, owner, slice(column, column + columns)))
+                    shards.append(OwnedColumns(name, owner, slice(column, column + columns)))
             exchanges.append(shards)
         part = torch.arange(parts + 1)
         cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
@@ -102,7 +102,7 @@ class RowExchange:
         ids: Mapping[str, Tensor | Bags],
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
-        cuts: LookupCuts | None = None,
+        cuts: DetachedLookups | None = None,
     ) -> None:
         """`ids` has the batch's ids [V] of each table: unique, sorted, on the CPU, possibly an empty tensor. For a
         pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, sizes and ids are made on a
@@ -117,7 +117,7 @@ class RowExchange:
         dims |= {each.name: each.dim for each in pooled}
         self.rows = {name: torch.empty(lengths[name], dim, device=device) for name, dim in dims.items()}
         self.stream, self.cuts = stream, cuts
-        self.lookups: list[list[CutLookup]] = []
+        self.lookups: list[list[DetachedLookup]] = []
         slices = [each.slices(unique) for each in tables]
         with torch.cuda.stream(stream):
             self.parts: list[list[_Part | PooledRows]] = [
@@ -165,13 +165,13 @@ class RowExchange:
         squares = torch.zeros((), dtype=torch.float64, device=next(iter(self.rows.values())).device)
         return sum((lookup.squares() for part in self.lookups for lookup in part), squares)
 
-    def apply_gradients(self, following: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
-        """Sums the gradients of all ranks and updates the rows. The rows of the `following` batch are sent, each part
+    def apply_gradients(self, next_batch: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
+        """Sums the gradients of all ranks and updates the rows. The rows of the `next_batch` batch are sent, each part
         as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
         have already arrived, and are multiplied by `scale`."""
-        if following:
-            following.send_ids()
-            following.rows_sent = True
+        if next_batch:
+            next_batch.send_ids()
+            next_batch.rows_sent = True
         for number, part in enumerate(self.parts):
             if scale is None:
                 for each in part:
@@ -179,8 +179,8 @@ class RowExchange:
             else:
                 for lookup in self.lookups[number]:
                     lookup.update(scale)
-            if following:
-                following._send_part(following.parts[number])
+            if next_batch:
+                next_batch._send_part(next_batch.parts[number])
 
     def abandon(self) -> None:
         """Completes the transfers that all ranks began before `wait`: gloo may hang if a rank leaves the group
@@ -215,7 +215,7 @@ class _Part:
     ) -> None:
         self.module, self.context = tables.module, tables.module.create_context()
         self.pieces = [
-            _joined([Piece(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards])
+            _joined([SentRows(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards])
             for shards in tables.exchanges
         ]
         asked = {name: _select(ids[name], of_owners).to(device) for name, of_owners in slices.items()}
@@ -259,9 +259,9 @@ class _Part:
             torch.autograd.backward([split], in_flight)
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _joined(pieces: Sequence[SentRows]) -> list[SentRows]:
     """The pieces without empty ones; neighbors on the wire that are also neighbors in their table are merged."""
-    joined: list[Piece] = []
+    joined: list[SentRows] = []
     for piece in pieces:
         last = joined[-1] if joined else None
         if last and last.table == piece.table and last.columns == piece.columns and last.rows.stop == piece.rows.start:

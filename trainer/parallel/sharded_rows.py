@@ -14,7 +14,7 @@ from logitmix.comm.collectives import all_to_all
 from logitmix.comm.process_group import Ranks
 
 
-class Block(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of the table, and the rank that holds it."""
 
     rank: int
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 class ShardedRows:
     """A table [X, D] in blocks; each rank holds some of them."""
 
-    def __init__(self, blocks: Sequence[Block], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
+    def __init__(self, blocks: Sequence[Rectangle], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
         """`held` are the tensors of this rank's blocks, in the order of `blocks`."""
         self.dim, self.ranks = dim, ranks
         self.of_rank = [[block for block in blocks if block.rank == rank] for rank in range(ranks.world_size)]
@@ -44,7 +44,7 @@ class ShardedRows:
         for shard in sharded.metadata().shards_metadata:
             (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
             assert shard.placement is not None
-            blocks.append(Block(shard.placement.rank(), row, rows, column, columns))
+            blocks.append(Rectangle(shard.placement.rank(), row, rows, column, columns))
         tensors = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in sharded.local_shards()}
         held = [tensors[block.row, block.column] for block in blocks if block.rank == ranks.rank]
         return cls(blocks, held, sharded.size()[1], ranks)
@@ -54,7 +54,7 @@ class ShardedRows:
         """Rows divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
         ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
         dim = held_RD.shape[1]
-        blocks = [Block(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
+        blocks = [Rectangle(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
         return cls(blocks, [held_RD], dim, ranks)
 
     def fetch(self, id_V: Tensor) -> Tensor:

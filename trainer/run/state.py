@@ -11,7 +11,7 @@ from logitmix.modules.schema import Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.parallelize import ParallelModel
-from logitmix.trainer.run.tensor_files import Kind, Piece, SavedTensors
+from logitmix.trainer.run.tensor_files import Kind, Rectangle, SavedTensors
 
 State: TypeAlias = dict[str, ShardedTensor | Tensor]
 """Tensors of a checkpoint by name and by reference: loading into them in place restores the model."""
@@ -54,11 +54,11 @@ def kind_of(table: Table, config: Config) -> Kind:
     return Kind(torch.float16 if fp16 else torch.float32, (table.rows, table.dim))
 
 
-def pieces_of(of: ShardedTensor | Tensor) -> list[Piece]:
+def pieces_of(of: ShardedTensor | Tensor) -> list[Rectangle]:
     """What this rank holds of a tensor."""
     if not isinstance(of, ShardedTensor):
-        return [Piece((0,) * of.ndim, of.detach())]
-    held = [Piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in of.local_shards()]
+        return [Rectangle((0,) * of.ndim, of.detach())]
+    held = [Rectangle(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in of.local_shards()]
     return [piece for piece in held if piece.values.numel()]
 
 

@@ -28,15 +28,15 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16"}
 """Those of tables, weights and optimizers."""
 
 
-class Piece(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a tensor: the place of its first element, and its values."""
 
     place: tuple[int, ...]
     values: Tensor
 
-    def copied(self) -> "Piece":
-        """The same values in memory of their own, on the CPU."""
-        return Piece(self.place, self.values.to("cpu", copy=True))
+    def copied(self) -> "Rectangle":
+        """The rectangle with its values in memory of their own, on the CPU."""
+        return Rectangle(self.place, self.values.to("cpu", copy=True))
 
 
 class Kind(NamedTuple):
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 class TensorFile:
     """A file of pieces that is to be written; it holds them by reference."""
 
-    def __init__(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[Rectangle]]) -> None:
         named = {
             f"{name}@{','.join(map(str, piece.place))}": piece.values.detach()
             for name, of in pieces.items()
@@ -85,13 +85,14 @@ class SavedTensors:
     """The tensors of some files by name, mapped into memory. ValueError if a file is not one of pieces."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[Rectangle]] = {}
         for path in files:
             for key, values in _mapped(path):
                 name, _, place = key.rpartition("@")
                 if not name or not re.fullmatch(r"(\d{1,18}(,\d{1,18})*)?", place, re.ASCII):
                     raise ValueError(f"{path}: {key!r} does not name a piece of a tensor")
-                self.pieces.setdefault(name, []).append(Piece(tuple(map(int, filter(None, place.split(",")))), values))
+                at = tuple(map(int, filter(None, place.split(","))))
+                self.pieces.setdefault(name, []).append(Rectangle(at, values))
 
     def check(self, expected: Mapping[str, Kind], beside: tuple[str, ...] = ()) -> None:
         """ValueError that names the first tensor that is missing, not known, or of another dtype or shape. Tensors
@@ -123,7 +124,7 @@ def _mapped(path: Path) -> list[tuple[str, Tensor]]:
         raise ValueError(f"{path} is not a safetensors file ({error})") from None
 
 
-def _misfit(pieces: Sequence[Piece], kind: Kind) -> str:
+def _misfit(pieces: Sequence[Rectangle], kind: Kind) -> str:
     """What is wrong with the pieces of a tensor; empty if they fill it."""
     for piece in pieces:
         if piece.values.dtype != kind.dtype:
@@ -139,7 +140,7 @@ def _misfit(pieces: Sequence[Piece], kind: Kind) -> str:
     return ""
 
 
-def _any_overlap(pieces: Sequence[Piece]) -> bool:
+def _any_overlap(pieces: Sequence[Rectangle]) -> bool:
     """Whether two of the pieces have a place in common. A file can hold so many that pairs in Python would take
     hours."""
     starts_PN = np.array([piece.place for piece in pieces], np.int64)

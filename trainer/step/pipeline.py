@@ -246,9 +246,9 @@ class Pipeline:
         each part as soon as it is updated."""
         self._require("apply_gradients", "gradients checked")
         assert self._rows
-        following = self._next.rows if self._next and prefetch else None
+        next_batch = self._next.rows if self._next and prefetch else None
         if self.skipping:
-            self._skip(following)
+            self._skip(next_batch)
             return
         self._set_learning_rates()
         with self.clock("all_to_all"):
@@ -256,25 +256,25 @@ class Pipeline:
             self.wire_counts = self.model.wire.pop_counts() if self.logged else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
             scale = self._clip_gradients(self._rows) if self.model.cuts else None
-            self._rows.apply_gradients(following, scale)
+            self._rows.apply_gradients(next_batch, scale)
         with self.clock("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.model.average:
                 self.model.average.update(self.step - self.skipped)
         self.examples += self.batch.total_positions
-        self.state = "rows sent" if following else "no rows sent"
+        self.state = "rows sent" if next_batch else "no rows sent"
 
-    def _skip(self, following: RowExchange | None) -> None:
+    def _skip(self, next_batch: RowExchange | None) -> None:
         """What remains of a step that moves no weight."""
         self.skipped += 1
         self.optimizer.zero_grad()
         self.wire_counts = None
         self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-        if following:
+        if next_batch:
             with self.clock("all_to_all"):
-                following.send_rows()
-        self.state = "rows sent" if following else "no rows sent"
+                next_batch.send_rows()
+        self.state = "rows sent" if next_batch else "no rows sent"
 
     def _clip_gradients(self, rows: RowExchange) -> Tensor:
         """Waits for the rows' gradients at their owners and scales the dense gradients; returns the scale for the

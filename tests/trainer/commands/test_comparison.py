@@ -124,7 +124,7 @@ def row(
     learned = method in comparison.LEARNED
     return {
         "method": method,
-        "learnt": learned,
+        "learned": learned,
         "validation": {"hr@10": validation},
         "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
         "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
