@@ -48,6 +48,7 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
@@ -373,7 +374,8 @@ def _train(config: Config, run: Path, steps: int) -> None:
         model = parallelize(dataset.schema, config, ranks)
         optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with (
-            Telemetry(run, model, RunProgress(), steps) as telemetry,
+            Loggers(run, config, dataset, RunProgress(), ranks) as loggers,
+            Telemetry(run, model, loggers, RunProgress(), steps) as telemetry,
             Pipeline(model, optimizer, batches.at, steps) as pipeline,
         ):
             _note(counts, pipeline)

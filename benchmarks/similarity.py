@@ -78,7 +78,7 @@ def _train(folder: Path, minutes: float, dataset: str, model: str, seed: int) ->
     out = logitmix("train", "demo-mol", *words, *COMMON, *MODELS[model], "--run", str(run), "--json")
     results: dict[str, float] = json.loads(out)
     results["validation"] = max(row["hr@10"] for row in read_rows(run, "validation"))
-    results["last_step"] = read_rows(run)[-1]["step"]
+    results["last_step"] = read_rows(run, "train")[-1]["step"]
     return results
 
 

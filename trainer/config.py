@@ -174,6 +174,8 @@ class TrainConfig:
     stop_seconds: int = 600
     """Seconds from a signal to the end of the job, at most, while its checkpoint is being written; where nothing is
     written for 25 s, it ends before."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """What gets the rows beside RUN/metrics.jsonl: tensorboard, mlflow, wandb (docs/extending.md)."""
     projector: bool = False
     """At the end, write the embeddings of the 5,000 most frequent items, with titles, for TensorBoard's projector."""
     profile: int = 0

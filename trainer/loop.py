@@ -1,5 +1,6 @@
 """The training loop: restore; for each step: loss, backward, apply, log, evaluate, save."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,9 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
-from logitmix.trainer.logs.board import write_projector, write_results_to_board
+from logitmix.trainer.logs.logger import Logger
+from logitmix.trainer.logs.loggers import Loggers
+from logitmix.trainer.logs.projector import write_projector
 from logitmix.trainer.logs.telemetry import Telemetry, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema, parallelize
@@ -43,10 +46,11 @@ from logitmix.trainer.step.precision import choose_precision
 from logitmix.trainer.stopping import Stopping
 
 
-def train(config: Config, run: Path) -> dict[str, float]:
+def train(config: Config, run: Path, callbacks: Sequence[Logger] = ()) -> dict[str, float]:
     """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
-    the refit. Collective. Raises ValueError for a user's mistake (no dataset, another run's directory) and for a loss
-    that is not finite; Stopped once a signal has ended it, and what was done is saved.
+    the refit. `callbacks` are loggers in addition to those of train.loggers. Collective. Raises ValueError for a user's
+    mistake (no dataset, another run's directory) and for a loss that is not finite; Stopped once a signal has ended it,
+    and what was done is saved.
     """
     require_threads("train.threads", config.train.threads)
     torch.set_num_threads(config.train.threads)
@@ -60,8 +64,8 @@ def train(config: Config, run: Path) -> dict[str, float]:
         process_group(config.train.device, seconds, facts) as ranks,
         Stopping(ranks, config.train.stop_seconds) as stopping,
     ):
-        results = train_run(config, run, dataset, ranks, stopping)
-        return _refit(run, dataset, ranks, stopping) if config.train.refit else results
+        results = train_run(config, run, dataset, ranks, stopping, callbacks)
+        return _refit(run, dataset, ranks, stopping, callbacks) if config.train.refit else results
 
 
 def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
@@ -72,7 +76,9 @@ def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
         )
 
 
-def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
+def _refit(
+    run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping, callbacks: Sequence[Logger]
+) -> dict[str, float]:
     """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
     # The run may have ended while a signal was on its way.
     stopping.check()
@@ -82,22 +88,30 @@ def _refit(run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dic
         say(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}")
         return refit_config(run, epochs)
 
-    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping)
+    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping, callbacks)
 
 
-def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> dict[str, float]:
+def train_run(
+    config: Config,
+    run: Path,
+    dataset: Dataset,
+    ranks: Ranks,
+    stopping: Stopping,
+    callbacks: Sequence[Logger] = (),
+) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
     with run_lock(run, ranks):
         if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-            _train_first(first, config, run, dataset, ranks, stopping)
+            _train_first(first, config, run, dataset, ranks, stopping, callbacks)
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks)
+        said = start_block(dataset, model, why)
         if ranks.rank == 0:
             write_plan(run, model.plan)
-            say(start_block(dataset, model, why))
+            say(said)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         prune(run, model)
@@ -111,23 +125,34 @@ def train_run(config: Config, run: Path, dataset: Dataset, ranks: Ranks, stoppin
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
         if ranks.rank == 0 and (line := cold_targets({"targets/cold": foreseen})):
             say(f"test part: {line}")
-        done = _steps(run, batches, model, optimizer, done, evaluation, stopping)
-        # A checkpoint that somebody has edited may say that it took no time.
-        speed = {"examples_per_second": done.examples / max(done.seconds, 1e-6), "seconds": done.seconds}
-        results = (_test(run, model, evaluation) if evaluation else {"step": done.step}) | speed
-        if config.train.projector:
-            write_projector(run, dataset, model)
-        if ranks.rank == 0:
-            for line in filter(None, (beside_baselines(results), cold_targets(results))):
-                say(f"test: {line}")
-            write_results(run, results)
-            write_results_to_board(run, config, results)
+        with Loggers(run, config, dataset, done, ranks, callbacks) as loggers:
+            loggers.text("start", said)
+            done = _steps(run, batches, model, optimizer, done, evaluation, stopping, loggers)
+            # A checkpoint that somebody has edited may say that it took no time.
+            speed = {"examples_per_second": done.examples / max(done.seconds, 1e-6), "seconds": done.seconds}
+            results = (_test(run, model, evaluation, loggers) if evaluation else {"step": done.step}) | speed
+            if config.train.projector:
+                write_projector(run, dataset, model)
+            if ranks.rank == 0:
+                for line in filter(None, (beside_baselines(results), cold_targets(results))):
+                    say(f"test: {line}")
+                    loggers.text("test", line)
+                write_results(run, results)
+            loggers.end(results)
         finished = "the run is finished there, and the same command uploads it"
         or_continue(lambda: upload_run(run, ranks), config, ranks, finished)
     return results
 
 
-def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping) -> None:
+def _train_first(
+    first: Config,
+    config: Config,
+    run: Path,
+    dataset: Dataset,
+    ranks: Ranks,
+    stopping: Stopping,
+    callbacks: Sequence[Logger],
+) -> None:
     """Trains or resumes the run that gives another one its initial weights. Collective. ValueError before anything is
     trained if they would not fit."""
     require_fit(first, config, dataset.schema)
@@ -143,7 +168,7 @@ def _train_first(first: Config, config: Config, run: Path, dataset: Dataset, ran
     or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
     if ranks.rank == 0:
         say(f"first, the run that gives the initial weights: {shown(path)}")
-    train_run(first, path, dataset, ranks, stopping)
+    train_run(first, path, dataset, ranks, stopping, callbacks)
     stopping.check()
 
 
@@ -155,6 +180,7 @@ def _steps(
     done: RunProgress,
     evaluation: Evaluation | None,
     stopping: Stopping,
+    loggers: Loggers,
 ) -> RunProgress:
     """Trains all steps from `done` to the end of the run. Raises Stopped after a step that is saved."""
     config = model.config
@@ -165,7 +191,7 @@ def _steps(
     save_every = config.train.checkpoint_every or evaluate_every
     minutes = on_first_rank(lambda: own_minutes(run, config), model.ranks)
     with (
-        Telemetry(run, model, done, last, minutes) as telemetry,
+        Telemetry(run, model, loggers, done, last, minutes) as telemetry,
         Pipeline(model, optimizer, batches.at, total, done, minutes) as pipeline,
         Saver(run, model, optimizer, stopping.progressed) as saver,
     ):
@@ -239,9 +265,9 @@ def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> b
     return True
 
 
-def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end. The
-    checkpoint is loaded into the model."""
+def _test(run: Path, model: ParallelModel, evaluation: Evaluation, loggers: Loggers) -> dict[str, float]:
+    """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end, and logged.
+    The checkpoint is loaded into the model."""
     step = checkpoint.restore_best(run, model)
     metrics, rank_U = evaluation.with_ranks("test", *model.evaluated())
     if model.ranks.rank == 0:
@@ -249,6 +275,7 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation) -> dict[str, 
     beside = evaluation.baselines("test")
     if model.config.evaluate.peek_test:
         beside |= on_first_rank(lambda: peeked_best(run, model.config.evaluate.metric), model.ranks)
+    loggers.row("test", step, metrics | beside)
     return metrics | beside | {"step": step}
 
 

@@ -1,27 +1,22 @@
-"""A run's output for TensorBoard and its names, all on rank 0.
+"""TensorBoard as a logger, and its names.
 
 TensorBoard sorts groups of charts by name, and the names here put the most wanted ones on top: loss, metrics
 (validation), metrics_hindexer, metrics_test, optimizer, similarity, speed, wire, wire_by_table. If a value has a unit,
 its name says so. Values that do not change during a run are text, never a curve.
-
-Axes: X items of the corpus, V of them that are shown, D width of an embedding.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from logitmix.common.files import write_whole
+from logitmix.common.files import naming
 from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml, flatten
-from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.parallel.parallelize import ParallelModel
+from logitmix.trainer.logs.logger import Logger
+from logitmix.trainer.run.metrics import RunProgress
 
 CONSTANT = ("epoch", "users", "corpus", "repeated_targets")
 """Metrics that are the same in every row, or rise with the step."""
@@ -41,32 +36,58 @@ SIDE_BY_SIDE = {
     "wire": {"bytes per step, by table": ["Multiline", ["^wire_by_table/.*/bytes_per_step$"]]},
 }
 """Charts with several curves: patterns of tags."""
-PROJECTED_ITEMS = 5000
-"""Most frequent items that the projector shows."""
 
 
-class Board:
-    """The event file of a run while it trains; it holds the configuration as text."""
+class Board(Logger):
+    """The event file of a run."""
 
-    def __init__(self, run: Path, config: Config, first_step: int) -> None:
-        """`first_step` is the first to be written: what a killed attempt wrote from this step on is hidden."""
-        self.config = config
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
-        self.writer.add_text("configuration", _preformatted(dump_toml(config)), first_step)
+    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+        """What a killed process wrote after `done` is hidden."""
+        self.config, self.folder, self.first_step = config, run / "tensorboard", done.step + 1
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.first_step)
+        self.text("configuration", dump_toml(config))
         self.writer.add_custom_scalars(SIDE_BY_SIDE)
 
-    def close(self) -> None:
-        self.writer.close()
+    def row(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Draws the metrics as curves; `end` those of the test, beside the settings."""
+        if kind == "test":
+            return
+        with naming(self.folder):
+            if kind == "skipped":
+                users = ", ".join(map(str, metrics["users"]))
+                self.writer.add_text("skipped", f"rank {metrics['rank']}, users {users}", step)
+            else:
+                for name, value in metrics.items():
+                    if tag := self._tag(kind, name, metrics):
+                        self.writer.add_scalar(tag, value, step)
+            self.writer.flush()
 
-    def add_row(self, kind: str, step: int, row: Mapping[str, float]) -> None:
-        """Writes the curves in a row of metrics.jsonl."""
-        for name, value in row.items():
-            if tag := self._tag(kind, name, row):
-                self.writer.add_scalar(tag, value, step)
-        self.writer.flush()
+    def text(self, name: str, text: str) -> None:
+        self.writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), self.first_step)
 
-    def add_histogram(self, name: str, values: np.ndarray, step: int) -> None:
+    def histogram(self, name: str, values: np.ndarray, step: int) -> None:
         self.writer.add_histogram(f"similarity/{name}", values, step)
+
+    def end(self, results: Mapping[str, float] | None) -> None:
+        """Writes test metrics and examples per second, with the configuration as hyperparameters, but not the
+        baselines, which do not depend on it."""
+        with naming(self.folder):
+            if results is not None:
+                self._add_results(results)
+            self.writer.close()
+
+    def _add_results(self, results: Mapping[str, float]) -> None:
+        left_out = (*CONSTANT, "step", "seconds", *COMPARED_WITH)
+        found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
+        tags = {f"metrics_test/{name}": value for name, value in found.items()}
+        for tag, value in tags.items():
+            self.writer.add_scalar(tag, value, int(results["step"]))
+        flat = flatten(self.config)
+        # TensorBoard would show a bool as 0.0 or 1.0, and takes no list.
+        settings = {name: value if type(value) in (int, float) else str(value) for name, value in flat.items()}
+        # SummaryWriter.add_hparams would make a separate run.
+        for summary in hparams(settings, tags):
+            self.writer._get_file_writer().add_summary(summary)
 
     def _tag(self, kind: str, name: str, row: Mapping[str, float]) -> str | None:
         """The tag of a metric's curve; None if it is not drawn."""
@@ -93,53 +114,3 @@ def _wire_tag(name: str) -> str | None:
     if name.endswith("fp32_bytes_per_step"):
         return None
     return f"wire_by_table/{name}" if name.count("/") > 1 else f"wire/{name}"
-
-
-def _preformatted(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())
-
-
-def write_results_to_board(run: Path, config: Config, results: Mapping[str, float]) -> None:
-    """Writes test metrics and examples per second, with the configuration as hyperparameters, but not the baselines,
-    which do not depend on it."""
-    left_out = (*CONSTANT, "step", "seconds", *COMPARED_WITH)
-    found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
-    tags = {f"metrics_test/{name}": value for name, value in found.items()}
-    flat = flatten(config)
-    # TensorBoard would show a bool as 0.0 or 1.0, and takes no list.
-    settings = {name: value if type(value) in (int, float) else str(value) for name, value in flat.items()}
-    with SummaryWriter(str(run / "tensorboard")) as writer:
-        for tag, value in tags.items():
-            writer.add_scalar(tag, value, int(results["step"]))
-        # SummaryWriter.add_hparams would make a separate run.
-        for summary in hparams(settings, tags):
-            writer.file_writer.add_summary(summary)
-
-
-@torch.no_grad()
-def write_projector(run: Path, dataset: Dataset, model: ParallelModel) -> None:
-    """The item tower's embeddings of the most frequent items, with their titles, for TensorBoard's projector. Rank 0
-    writes them, the others send rows. Collective."""
-    count_X = np.bincount(dataset.items_flat, minlength=dataset.num_items)
-    main = model.ranks.rank == 0
-    item_V = np.sort(np.argsort(-count_X, kind="stable")[: PROJECTED_ITEMS if main else 0])
-    embedder = Embedder(*model.evaluated(), columns_of(dataset, model.tower.schema))
-    vector_VD = embedder.items(item_V).vector_RD.float().cpu().numpy()
-    if not main:
-        return
-    ids, titles = dataset.raw_id_column(), dataset.title_column()
-    rows: list[Sequence[Any]] = [("title", "id", "actions")]
-    for item in item_V.tolist():
-        raw_id = ids[item].as_py()
-        rows.append(((titles[item].as_py() if titles else None) or raw_id, raw_id, count_X[item]))
-    board = run / "tensorboard"
-    write_whole(board / "items.tsv", _tsv(row_D.tolist() for row_D in vector_VD))
-    write_whole(board / "titles.tsv", _tsv(rows))
-    write_whole(
-        board / "projector_config.pbtxt",
-        'embeddings {\n  tensor_name: "items"\n  tensor_path: "items.tsv"\n  metadata_path: "titles.tsv"\n}\n',
-    )
-
-
-def _tsv(rows: Iterable[Iterable[Any]]) -> str:
-    return "".join("\t".join(" ".join(str(value).split()) for value in row) + "\n" for row in rows)

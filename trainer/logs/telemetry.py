@@ -1,4 +1,4 @@
-"""A run's output while it trains: a progress bar, metrics.jsonl and TensorBoard, all on rank 0."""
+"""What a run shows and logs while it trains: a progress bar, lines, and rows for its loggers, all on rank 0."""
 
 import math
 import resource
@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,16 +21,15 @@ from torch import Tensor
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.common.files import naming
 from logitmix.common.storage import plain, shown
 from logitmix.modules.embeddings import own_name
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.logs.board import Board
+from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.trace import StepTrace
 from logitmix.trainer.parallel.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.parallel.plan import with_plan
-from logitmix.trainer.run.metrics import RunProgress, append_row, keep_rows
+from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.step.pipeline import Pipeline
 
 SPIKE, LEAST_LOSSES = 6, 30
@@ -44,13 +42,18 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Telemetry:
-    """Writes rows on rank 0; on other ranks it only takes part in the sums."""
+    """Makes rows and lines on rank 0; on other ranks it only takes part in the sums."""
 
     def __init__(
-        self, run: Path, model: ParallelModel, done: RunProgress, total_steps: int, minutes: float = math.inf
+        self,
+        run: Path,
+        model: ParallelModel,
+        loggers: Loggers,
+        done: RunProgress,
+        total_steps: int,
+        minutes: float = math.inf,
     ) -> None:
-        """Rows after `done`, which a killed attempt may have left, are dropped first."""
-        self.run, self.model, self.ranks = run, model, model.ranks
+        self.model, self.loggers, self.ranks = model, loggers, model.ranks
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
@@ -58,8 +61,6 @@ class Telemetry:
         self.pace = Pace(model.config.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
-            keep_rows(run, done.step, evaluated=bool(done.validation))
-            self.board = Board(run, model.config, done.step + 1)
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             self.bar = Progress(BarColumn(20), line, console=self.console)
             profile = model.config.train.profile
@@ -83,8 +84,6 @@ class Telemetry:
         if self.main:
             if self.trace:
                 self.trace.stop()
-            with suppress(OSError) if error else naming(self.run / "tensorboard"):
-                self.board.close()
             if self.console.is_terminal:
                 self.bar.stop()
             elif kind is None:
@@ -137,7 +136,7 @@ class Telemetry:
         if self.main:
             if line := self.spikes.note(row["loss"], epoch.is_integer()):
                 self.say(f"step {pipeline.step:,}: {line}")
-            self._write("train", pipeline.step, row | self._diagnostics(pipeline))
+            self.loggers.row("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
 
     def log_skipped(self, pipeline: Pipeline, users: np.ndarray) -> None:
@@ -145,7 +144,7 @@ class Telemetry:
         nobody expects."""
         if not self.main:
             return
-        append_row(self.run, "skipped", pipeline.step, {"rank": pipeline.broken_rank, "users": users.tolist()})
+        self.loggers.row("skipped", pipeline.step, {"rank": pipeline.broken_rank, "users": users.tolist()})
         first = ", ".join(map(str, users[:5].tolist()))
         more = f" and {len(users) - 5:,} more, in metrics.jsonl" if len(users) > 5 else ""
         self.say(
@@ -158,7 +157,7 @@ class Telemetry:
     ) -> None:
         """Metrics on validation, or with evaluate.peek_test on the test part."""
         if self.main:
-            self._write(kind, step, metrics | {"epoch": epoch})
+            self.loggers.row(kind, step, metrics | {"epoch": epoch})
             shown = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("hr@10", "hr@50", "mrr"))
             self.say(f"epoch {epoch:g}, step {step:,}: {kind} {shown}")
 
@@ -170,13 +169,8 @@ class Telemetry:
             return {}  # the next step's check says what is wrong
         for name, value in values.items():
             if value.ndim:
-                self.board.add_histogram(name, value.cpu().numpy(), pipeline.step)
+                self.loggers.histogram(name, value.cpu().numpy(), pipeline.step)
         return {name: float(value) for name, value in values.items() if not value.ndim}
-
-    def _write(self, kind: str, step: int, row: dict[str, Any]) -> None:
-        append_row(self.run, kind, step, row)
-        with naming(self.run / "tensorboard"):
-            self.board.add_row(kind, step, row)
 
 
 class Spikes:

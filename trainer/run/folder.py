@@ -3,9 +3,12 @@
 config.toml       the resolved configuration
 dataset.json      that of the dataset it was started with
 plan.json         by table: size, sharding, and which rank holds which of its rows and columns
-metrics.jsonl     one JSON object a line: kind ("train", "validation" or "peeked"), step, and the metrics of that step;
-                  of kind "skipped", a step whose loss or gradients were not finite, the rank, and the batch's users
+metrics.jsonl     one JSON object a line: kind ("train", "validation", "peeked" or "test"), step, and the metrics of
+                  that step; of kind "skipped", a step whose loss or gradients were not finite, the rank, and the
+                  batch's users
 tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
+mlflow.json, mlflow.db, mlflow/, wandb.json, wandb/
+                  with train.loggers, what of the rows these have, and the rows themselves where there is no server
 profile/          with train.profile, a Chrome trace of some steps
 digests.json      kind; bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and
                   test_users.json as they were written, and of metrics.jsonl as it was at the last checkpoint: rows may
@@ -51,9 +54,9 @@ MARK_SECONDS = 3.0
 """In which a new file is seen on all hosts that share a directory."""
 MAY_CHANGE = {
     "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
-    "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "comm.timeout_seconds", "data.path",
-    "train.refit", "train.save_in_background", "train.on_damage", "train.on_save_failure", "train.stop_seconds",
-    "evaluate.baselines",
+    "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "train.loggers",
+    "comm.timeout_seconds", "data.path", "train.refit", "train.save_in_background", "train.on_damage",
+    "train.on_save_failure", "train.stop_seconds", "evaluate.baselines",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
 

@@ -13,7 +13,7 @@ from logitmix.common.mappings import require
 from logitmix.trainer.run.checksums import ROWS, digests_of, read_checksummed, write_checksummed
 
 EVALUATIONS = ("validation", "peeked")
-"""Kinds of rows."""
+"""Kinds of rows that have metrics of all users, at steps of training."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class RunProgress:
 def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
     """Removes the rows of metrics of steps later than that of a checkpoint, and what a power loss has left of them:
     those up to a checkpoint are on disk before it. Of a checkpoint that was saved before it was evaluated, those of its
-    evaluation go too, because it will be evaluated again. ValueError as of `read_rows` if a line that is no row has a
-    row to keep after it."""
+    evaluation go too, because it will be evaluated again; so do those of the test. ValueError as of `read_rows` if a
+    line that is no row has a row to keep after it."""
     path = run / ROWS
     if not path.exists():
         return
@@ -43,7 +43,8 @@ def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
         except ValueError as error:
             problem = problem or error
             continue
-        if row["step"] < last_step or (row["step"] == last_step and (evaluated or row["kind"] not in EVALUATIONS)):
+        again = row["kind"] == "test" or (row["step"] == last_step and row["kind"] in EVALUATIONS and not evaluated)
+        if row["step"] <= last_step and not again:
             if problem:
                 raise problem
             kept.append(row)
@@ -79,7 +80,7 @@ def _row(line: bytes, where: str) -> Fields:
     for name in row:
         if name.startswith("time/"):
             require(0 <= row[name] < math.inf, f"{where}: {name}", row[name], "0 or more and finite")
-    if kind in EVALUATIONS:
+    if kind in (*EVALUATIONS, "test"):
         require_shares(row, where)
     return Fields({"kind": kind, **row}, where)
 

@@ -86,5 +86,5 @@ def _epochs_of_schedule(run: Path, config: Config) -> int:
     epochs, minutes = config.train.epochs, own_minutes(run, config)
     if minutes == math.inf or not (run / "results.json").exists():
         return epochs
-    done, seconds = read_rows(run)[-1]["epoch"], read_results(run)["seconds"]
+    done, seconds = max(row["epoch"] for row in read_rows(run) if "epoch" in row), read_results(run)["seconds"]
     return min(epochs, math.ceil(done * max(1.0, minutes * 60 / seconds)))

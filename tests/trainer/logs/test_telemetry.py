@@ -17,13 +17,14 @@ from logitmix.comm.config import WireConfig
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import Config, TrainConfig, with_settings
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.logs import board, telemetry
+from logitmix.trainer.logs import projector, telemetry
 from logitmix.trainer.logs.board import Board
+from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, start_block
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.quiet import quietly
-from logitmix.trainer.run.metrics import RunProgress, append_row, read_rows
+from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.step.pipeline import Pipeline
 
 PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
@@ -33,6 +34,12 @@ def some_model(world_size: int = 1, comm: WireConfig | None = None, **settings: 
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"))
     config = Config(train=TrainConfig(**settings), comm=comm or WireConfig())
     return SimpleNamespace(config=config, ranks=ranks, plan=PLAN, tower=torch.nn.Linear(3, 5))
+
+
+def telemetry_of(run: Path, steps: int) -> Telemetry:
+    model, done = some_model(), RunProgress()
+    dataset: Any = SimpleNamespace(description=lambda: "{}")
+    return Telemetry(run, model, Loggers(run, model.config, dataset, done, model.ranks), done, steps)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -86,7 +93,7 @@ def test_without_a_terminal_lines_come_seldom_and_the_last_one_always(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Telemetry, "_log_training", lambda self, pipeline, counts, epoch: None)
-    with Telemetry(tmp_path, some_model(), RunProgress(), 40) as telemetry:
+    with telemetry_of(tmp_path, 40) as telemetry:
         for step in range(1, 36):
             now[0] += 2
             logged = torch.zeros(1) if step % 5 == 0 else None
@@ -134,7 +141,7 @@ def test_the_board_draws_what_changes_and_nothing_else(tmp_path: Path) -> None:
     assert b"warmup_steps = 2" in texts[0].tensor_proto.string_val[0]
     hyperparameters = events.summary_metadata
     assert {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"} < set(hyperparameters)
-    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 5, "no run beside the run"
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 4, "no run beside the run"
 
     vectors, titles = ((tmp_path / "run/tensorboard" / name).read_text().splitlines() for name in TSV)
     assert len(vectors) == 50 and len(vectors[0].split("\t")) == 8
@@ -147,12 +154,13 @@ TSV = ("items.tsv", "titles.tsv")
 
 
 def test_a_constant_learning_rate_and_what_one_rank_sends_are_no_curves(tmp_path: Path) -> None:
-    writer = Board(tmp_path, Config(), 1)
+    writer = Board()
+    writer.start(tmp_path, Config(), {}, RunProgress())
     for step in (1, 2):
-        writer.add_row("train", step, {"loss": 1.0, "learning_rate/dense": 0.1, "wire/bytes_per_step": 0.0})
+        writer.row("train", step, {"loss": 1.0, "learning_rate/dense": 0.1, "wire/bytes_per_step": 0.0})
         wire = {"wire/bytes_per_step": 8.0, "wire/item/forward/bytes_per_step": 3.0, "wire/share_of_fp32": 0.5}
-        writer.add_row("train", 2 + step, wire | {"wire/item/forward/fp32_bytes_per_step": 6.0})
-    writer.close()
+        writer.row("train", 2 + step, wire | {"wire/item/forward/fp32_bytes_per_step": 6.0})
+    writer.end(None)
     events = events_of(tmp_path)
     curves = {tag: [point.step for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert curves == {
@@ -164,7 +172,7 @@ def test_a_constant_learning_rate_and_what_one_rank_sends_are_no_curves(tmp_path
 
 
 def test_the_projector_shows_the_most_frequent_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "PROJECTED_ITEMS", 3)
+    monkeypatch.setattr(projector, "PROJECTED_ITEMS", 3)
     config = small_config(write_dataset(tmp_path / "data"), {"train.epochs": 1, "train.projector": True})
     train(config, tmp_path / "run")
     counts = np.bincount(load_dataset(config.data.path).items_flat)
@@ -244,7 +252,7 @@ def test_clean_runs_have_no_spike_and_a_loss_that_is_doubled_is_one(
     assert spikes_of("doubled", 1) == ["58"]
 
 
-def test_a_full_disk_is_named_by_the_file_that_is_written(
+def test_without_space_for_tensorboard_it_is_left_out_and_without_space_for_rows_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TensorBoard writes in a thread of its own, whose errors come with the next row."""
@@ -252,19 +260,23 @@ def test_a_full_disk_is_named_by_the_file_that_is_written(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with quietly(), Telemetry(tmp_path, some_model(), RunProgress(), 4) as telemetry:
+    with quietly():
+        loggers = telemetry_of(tmp_path, 4).loggers
+        _, board = loggers.loggers
+        assert isinstance(board, Board)
+        written = board.writer._get_file_writer().event_writer._async_writer
         with monkeypatch.context() as patch:
-            patch.setattr(
-                type(telemetry.board.writer._get_file_writer().event_writer._async_writer._writer), "write", full
-            )
-            with pytest.raises(OSError, match="No space left on device") as error:
-                for step in range(20):
-                    telemetry._write("train", step, {"loss": 1.0})
-                    time.sleep(0.05)
-        assert error.value.filename == str(tmp_path / "tensorboard")
-        telemetry.board.writer._get_file_writer().event_writer._async_writer._worker.exception = None
-    assert "Traceback" not in capfd.readouterr().err
+            patch.setattr(type(written._writer), "write", full)
+            for step in range(20):
+                loggers.row("train", step, {"loss": 1.0})
+                time.sleep(0.05)
+        written._worker.exception = None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("the logger Board is left out from here on, because its row failed: OSError: [Errno 28] ")
+    assert line.endswith(f"No space left on device: '{tmp_path / 'tensorboard'}'")
+    assert len(read_rows(tmp_path)) == 20
+    (tmp_path / "no" / "metrics.jsonl").mkdir(parents=True)
+    loggers.loggers[0].run = tmp_path / "no"  # type: ignore[attr-defined]
     with pytest.raises(IsADirectoryError) as of_rows:
-        (tmp_path / "no" / "metrics.jsonl").mkdir(parents=True)
-        append_row(tmp_path / "no", "train", 1, {})
+        loggers.row("train", 1, {})
     assert of_rows.value.filename == str(tmp_path / "no/metrics.jsonl")

@@ -68,7 +68,7 @@ def test_rates_that_fell_with_the_time_fall_over_as_many_epochs(tmp_path: Path) 
     train(small_config(data, FP32 | timed | {"train.refit": True}), run)
     rates = [row["learning_rate/dense"] for row in read_rows(run, "train")]
     assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
-    of_refit, done = read_config(run / "refit").train, read_rows(run)[-1]["epoch"]
+    of_refit, done = read_config(run / "refit").train, read_rows(run, "train")[-1]["epoch"]
     assert of_refit.minutes == 0 and of_refit.stop_after_epochs <= done <= of_refit.epochs < done + 1
 
 
