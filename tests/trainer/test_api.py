@@ -57,6 +57,8 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, int], said: str
     [
         (lambda: api.prepare("table", sorce="x"), r"the option of prepare is 'sorce' \(did you mean source\?\)"),
         (lambda: api.train("demo-mol", "run", ["train.epochs"]), "settings is .*; it must be a mapping"),
+        (lambda: api.train("demo-mol", "run", callbacks=[print]), "callbacks is .*; it must be a list of objects of"),
+        (lambda: api.train("demo-mol", "run", callbacks=api.Logger()), "callbacks is .*; it must be a list of objects"),
         (lambda: api.evaluate("run", "tset"), "split is 'tset'; it must be test or validation"),
         (lambda: api.compare("data", "out", "1"), "minutes is '1'; it must be a number"),
         (lambda: api.compare("data", "out", 1, threads=1.5), "threads is 1.5; it must be a number"),

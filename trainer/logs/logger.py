@@ -1,13 +1,14 @@
-"""What a run tells its loggers, and `Sent`, for loggers that cannot take back what they have sent."""
+"""What a run tells its loggers, which loggers there are, and `Sent`, for those that cannot take back a row."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from logitmix.common.files import read_json, write_whole
+from logitmix.common.plugins import Registry
 from logitmix.trainer.config import Config
 from logitmix.trainer.run.metrics import RunProgress
 
@@ -45,6 +46,17 @@ class Logger:
 
     def end(self, results: Mapping[str, float] | None) -> None:
         """After the last step. `results`: the content of results.json; None if the run was stopped or has failed."""
+
+
+LOGGERS = Registry[Callable[[], Logger]](
+    "logger",
+    {
+        "tensorboard": "logitmix.trainer.logs.board:Board",
+        "mlflow": "logitmix.trainer.logs.mlflow:MLflow",
+        "wandb": "logitmix.trainer.logs.wandb:WandB",
+    },
+)
+"""By the names in train.loggers."""
 
 
 class Sent:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any
 
@@ -15,15 +14,11 @@ from logitmix.common.mappings import nearest
 from logitmix.common.storage import say
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.logs.logger import Logger
+from logitmix.trainer.logs.logger import LOGGERS, Logger
 from logitmix.trainer.run.metrics import RunProgress, append_row, keep_rows
 
-LOGGERS = {
-    "tensorboard": ("logitmix.trainer.logs.board:Board", "train"),
-    "mlflow": ("logitmix.trainer.logs.mlflow:MLflow", "mlflow"),
-    "wandb": ("logitmix.trainer.logs.wandb:WandB", "wandb"),
-}
-"""Names of train.loggers, with their class and the extra of logitmix that installs what it needs."""
+EXTRAS = {"tensorboard": "logitmix[train]", "mlflow": "logitmix[mlflow]", "wandb": "logitmix[wandb]"}
+"""What installs the packages that loggers need."""
 
 
 class RowsFile(Logger):
@@ -102,12 +97,12 @@ def made(names: Sequence[str]) -> list[Logger]:
         if name not in LOGGERS:
             there = ", ".join(LOGGERS)
             raise ValueError(f"train.loggers names {name!r}{nearest(name, list(LOGGERS))}; there are: {there}")
-        place, extra = LOGGERS[name]
         try:
-            found.append(resolve_name(place)())
+            found.append(LOGGERS.find(name)())
         except ModuleNotFoundError as error:
+            extra = EXTRAS.get(name, error.name)
             raise ValueError(
-                f"train.loggers names {name}, which needs {error.name}: pip install 'logitmix[{extra}]', or leave it "
-                "out of --train.loggers"
+                f"train.loggers names {name}, which needs {error.name}: pip install '{extra}', or leave it out of "
+                "--train.loggers"
             ) from None
     return found

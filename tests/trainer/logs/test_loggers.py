@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from small_data import small_config, write_dataset
 
+from logitmix.common import plugins
 from logitmix.trainer.config import Config, with_settings
-from logitmix.trainer.logs.logger import Logger, Sent
+from logitmix.trainer.logs.logger import LOGGERS, Logger, Sent
 from logitmix.trainer.loop import train
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 
@@ -156,6 +157,18 @@ def test_a_logger_that_is_not_there_is_named_before_a_step(
 def test_without_loggers_there_are_rows_alone(config: Config, tmp_path: Path) -> None:
     train(with_settings(config, {"train.loggers": [], "train.epochs": 1}), tmp_path / "run")
     assert read_rows(tmp_path / "run") and not (tmp_path / "run/tensorboard").exists()
+
+
+def test_a_plugin_adds_a_logger(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOGGERS, "data", dict(LOGGERS.data))
+    monkeypatch.setattr(plugins, "_loaded", {})
+    plugins.load_plugins([str(Path(__file__).parents[3] / "examples/logger.py")])
+    config = with_settings(config, {"train.loggers": ["csv"], "train.epochs": 2})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", [Interrupting(7)])
+    train(config, tmp_path / "run")
+    lines = (tmp_path / "run/train.csv").read_text().splitlines()
+    assert lines == ["step,loss", *(f"{row['step']},{row['loss']}" for row in read_rows(tmp_path / "run", "train"))]
 
 
 def interrupted_and_resumed(config: Config, run: Path, name: str) -> list[tuple[str, int]]:

@@ -1,0 +1,26 @@
+"""A logger as a plugin: `logitmix train RECIPE --import examples/logger.py --train.loggers csv` makes RUN/train.csv."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from logitmix.trainer.config import Config
+from logitmix.trainer.logs.logger import LOGGERS, Logger
+from logitmix.trainer.run.metrics import RunProgress
+
+
+class Csv(Logger):
+    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+        self.file = run / "train.csv"
+        lines = self.file.read_text().splitlines()[1:] if done.step else []
+        # Later steps are trained again.
+        kept = [line for line in lines if int(line.partition(",")[0]) <= done.step]
+        self.file.write_text("\n".join(["step,loss", *kept]) + "\n")
+
+    def row(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        if kind == "train":
+            with self.file.open("a") as file:
+                file.write(f"{step},{metrics['loss']}\n")
+
+
+LOGGERS["csv"] = Csv
