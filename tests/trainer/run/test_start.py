@@ -190,7 +190,7 @@ def test_a_refit_stays_that_of_a_run_that_is_trained_on(tmp_path: Path, monkeypa
     settings = BOTH | START | {"train.schedule": "constant", "train.refit": True}
     results = train(small_config(data, settings), run)
     best = dict(read_rows(run, "validation")[0])
-    monkeypatch.setattr("logitmix.trainer.run.metrics.evaluations_since_best", lambda *_: (3, best))
+    monkeypatch.setattr("logitmix.trainer.run.stages.evaluations_since_best", lambda *_: (3, best))
     shutil.rmtree(run / "refit")
     results = train(small_config(data, settings), run)
     assert read_config(run / "refit").train.stop_after_epochs == 1
