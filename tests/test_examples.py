@@ -1,13 +1,15 @@
-"""The scripts in examples/ run as their first lines say."""
+"""The scripts in examples/ run as their first lines say, and so does the code of docs/pieces.md."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def output_of(*command: str) -> str:
@@ -36,6 +38,14 @@ def test_mol_in_lightning_learns() -> None:
     loss = re.search(r"^loss (\S+)$", output_of("-W", "ignore", str(EXAMPLES / "pieces" / "mol_in_lightning.py")), re.M)
     assert loss is not None
     assert float(loss[1]) < 0.5
+
+
+def test_stage_1_as_the_page_of_pieces_has_it() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "pieces.md").read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["found"].items_BK.shape == (8, 1_000)
+    assert (names["found"].items_BK.diff(dim=1) > 0).all()
 
 
 def test_paper_table_shows_the_recorded_figures() -> None:
