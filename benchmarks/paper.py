@@ -50,7 +50,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.baselines import training_counts
 from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.evaluation.evaluate import means
+from logitmix.trainer.metrics import means
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
 from logitmix.trainer.run.metrics import read_rows

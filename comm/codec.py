@@ -1,23 +1,21 @@
 """The precisions that rows can be sent in, as codecs: FP32 rows to bytes and back.
 
-A precision is a class here (or another instance of an existing class), its line in CODECS, and its name in
-comm/config.py, which the command line offers without loading torch.
+A precision is an instance of a class here and its entry in CODECS of comm/config.py, which loads no torch.
 
 R rows of a wire block; W columns of all its segments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitmix.comm.config import Direction
 from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, dequantize_rowwise, quantize_rowwise
 from logitmix.comm.fp8_plain import SCALE_BYTES
 
-Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -104,25 +102,10 @@ class RowwiseFp8(Codec):
         return values_RW.isfinite() & (values_RW.abs() > torch.cat(limits, dim=1))
 
 
-FP32 = Cast(torch.float32)
-"""Its bytes are the tensor's."""
-
-CODECS: Mapping[Direction, Mapping[str, Codec]] = {
-    "forward": {
-        "fp32": FP32,
-        "bf16": Cast(torch.bfloat16),
-        "fp16": Cast(torch.float16),
-        "fp8": RowwiseFp8(FORWARD_FP8),
-    },
-    "backward": {
-        "fp32": FP32,
-        "bf16": Cast(torch.bfloat16),
-        "fp16": Cast(torch.float16),
-        "fp8": RowwiseFp8(BACKWARD_FP8),
-        "fp8_stochastic": RowwiseFp8(BACKWARD_FP8, stochastic=True),
-    },
-}
-"""By direction and by the name that comm/config.py gives it."""
+FP32, BF16, FP16 = Cast(torch.float32), Cast(torch.bfloat16), Cast(torch.float16)
+"""The bytes of FP32 are the tensor's."""
+ROWS_FP8, GRADIENTS_FP8 = RowwiseFp8(FORWARD_FP8), RowwiseFp8(BACKWARD_FP8)
+GRADIENTS_FP8_STOCHASTIC = RowwiseFp8(BACKWARD_FP8, stochastic=True)
 
 
 def _widths(layout: RowLayout) -> list[int]:

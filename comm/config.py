@@ -1,12 +1,24 @@
 """Settings of the wire. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from logitmix.common.mappings import require_from
+from logitmix.common.plugins import Registry
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-BackwardPrecision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_stochastic"]
+Direction = Literal["forward", "backward"]
+_CODEC, _NEEDS = "logitmix.comm.codec", ("stochastic", "row_bytes", "encode", "decode", "saturated")
+_CASTS = {"fp32": f"{_CODEC}:FP32", "bf16": f"{_CODEC}:BF16", "fp16": f"{_CODEC}:FP16"}
+CODECS: Mapping[Direction, Registry[Any]] = {
+    "forward": Registry("codec", {**_CASTS, "fp8": f"{_CODEC}:ROWS_FP8"}, _NEEDS),
+    "backward": Registry(
+        "codec",
+        {**_CASTS, "fp8": f"{_CODEC}:GRADIENTS_FP8", "fp8_stochastic": f"{_CODEC}:GRADIENTS_FP8_STOCHASTIC"},
+        _NEEDS,
+    ),
+}
+"""Codecs (comm/codec.py) by direction and name. Reading settings imports none."""
 DensePrecision = Literal["fp32", "bf16"]
 
 
@@ -14,9 +26,9 @@ DensePrecision = Literal["fp32", "bf16"]
 class WireConfig:
     """The all-to-all that switches between model and data parallelism (section 4.4)."""
 
-    forward: Precision = "fp8"
+    forward: str = "fp8"
     """Precision of embeddings sent to the ranks that asked; fp8 is E4M3 with one scale per row."""
-    backward: BackwardPrecision = "fp8"
+    backward: str = "fp8"
     """Precision of the gradients sent back; fp8 is E5M2 with one scale per row. fp8_stochastic rounds up or down at
     random, as a function of seed and step, so that the mean is exact; each error may be twice as large."""
     dense: DensePrecision = "fp32"
@@ -32,3 +44,7 @@ class WireConfig:
     def __post_init__(self) -> None:
         require_from(1, 1024, "comm.parts", self.parts)
         require_from(1, 7 * 86_400, "comm.timeout_seconds", self.timeout_seconds)
+
+
+for _direction, _codecs in CODECS.items():
+    _codecs.offer(WireConfig, _direction)

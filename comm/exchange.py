@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import Awaitable, NoWait
 
-from logitmix.comm.codec import CODECS, DIRECTIONS, FP32, Codec, Direction, RowLayout, width_of
-from logitmix.comm.config import WireConfig
+from logitmix.comm.codec import DIRECTIONS, FP32, Codec, RowLayout, width_of
+from logitmix.comm.config import CODECS, Direction, WireConfig
 
 
 class RowRun(NamedTuple):
@@ -85,8 +85,8 @@ class Wire:
     def __init__(self, config: WireConfig, seed: int = 0) -> None:
         self.config = config
         self.codecs: dict[Direction, Codec] = {
-            "forward": CODECS["forward"][config.forward],
-            "backward": CODECS["backward"][config.backward],
+            "forward": CODECS["forward"].find(config.forward),
+            "backward": CODECS["backward"].find(config.backward),
         }
         self.seed = seed
         self.sampling = False

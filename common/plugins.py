@@ -73,7 +73,7 @@ class Registry(UserDict[str, T]):
         entry = self[name]
         if not isinstance(entry, str):
             return entry
-        found = _named(entry)
+        found = named(entry)
         self.check(name, found)
         return found
 
@@ -119,13 +119,13 @@ def module_of(settings: Any) -> Any:
     """The class or function that works by these settings of a kind. ValueError where there is none, and for a class
     that lacks methods."""
     # Of the class, because a function would be bound to the instance.
-    module = _named(type(settings).module)
+    module = named(type(settings).module)
     if missing := getattr(module, "__abstractmethods__", ()):
         raise ValueError(f"{module.__name__} of kind {settings.kind} lacks {', '.join(sorted(missing))}")
     return module
 
 
-def _named(reference: Any) -> Any:
+def named(reference: Any) -> Any:
     """What "module:attribute" names; anything else is itself."""
     if not isinstance(reference, str):
         return reference
@@ -184,6 +184,18 @@ def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return left, given
 
 
+def require_plugins(needed: Mapping[str, str], source: str) -> None:
+    """ValueError that names the first plugin, by name and version, that this process does not have. One of another
+    version is said."""
+    load_plugins()
+    for name, version_of in needed.items():
+        if name not in _loaded:
+            how = f"--import PLACE/{name}" if name.endswith(".py") else f"pip install {name}, or --import MODULE"
+            raise ValueError(f"{source} needs the plugin {name} ({version_of}): {how}; in Python, import it before")
+        if (own := _loaded[name].version) != version_of:
+            print(f"{source} was made with the plugin {name} {version_of}, and here is {own}", file=sys.stderr)
+
+
 def _import_module(name: str, source: str) -> None:
     try:
         spec = find_spec(name)
@@ -199,7 +211,7 @@ def _import_module(name: str, source: str) -> None:
 
 def _import_file(path: Path, source: str) -> None:
     if not path.is_file():
-        raise ValueError(f"{source}: there is no plugin {path}; give its place: --import PLACE/{path.name}")
+        raise ValueError(f"{source}: the plugin {path} is not there; give the place: --import PLACE/{path.name}")
     path = path.resolve()
     name = f"logitmix_plugin_{path.stem}"
     plugin = _plugin(name, str(path))

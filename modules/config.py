@@ -7,7 +7,8 @@ from typing import Literal
 from logitmix.common.mappings import require, require_from
 from logitmix.common.plugins import Kinds
 
-from .schema import USER
+from .kinds.registry import KINDS
+from .schema import USER, Schema
 
 WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
 """Limits of widths, histories and numbers of negatives. A number far above them is a typing error, and there would not
@@ -390,6 +391,14 @@ def without_user_component(config: ModelConfig) -> ModelConfig:
         return config
     similarity = replace(config.similarity, user_component=False)
     return replace(config, similarity=similarity, features=tuple(name for name in config.features if name != USER))
+
+
+def plugins_of(config: ModelConfig, schema: Schema) -> dict[str, str]:
+    """Names and versions of the plugins that the kinds of the model and of its features come from."""
+    kinds = {"encoder": ENCODERS, "similarity": SIMILARITIES, "loss": LOSSES}
+    used = [of.plugins.get(getattr(config, section).kind) for section, of in kinds.items()]
+    used += [KINDS.plugins.get(feature.kind) for feature in schema.features]
+    return {plugin.name: plugin.version for plugin in used if plugin}
 
 
 def has_user_component(config: ModelConfig) -> bool:

@@ -47,6 +47,7 @@ All other tensors are FP32. The fields of the manifest:
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
                               read, have no tensors; compiled programs have cpu, a list of the architecture and of the
                               instruction sets that they need
+    plugins                   where kinds of the model or its features are of plugins: {name: version}; reading it imports none of them
     sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
 
 Several processes can write it together, each some of the shards; files are mapped into memory when read.
@@ -80,7 +81,8 @@ from logitmix.common.files import (
     with_digest,
 )
 from logitmix.common.mappings import brief, first_line, from_mapping, to_mapping
-from logitmix.modules.config import ModelConfig
+from logitmix.common.plugins import require_plugins
+from logitmix.modules.config import ModelConfig, plugins_of
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.group import part_of
 from logitmix.serving.items import ItemInputs, stored_type
@@ -249,6 +251,8 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
+    if needed := plugins_of(about.model, about.schema):
+        manifest["plugins"] = needed
     manifest = with_digest(manifest)
     # ASCII with escapes preserves every text, even unpaired surrogates.
     text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
@@ -338,6 +342,10 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _read(path: Path, part: int, parts: int) -> Contents:
     manifest = read_manifest(path)
+    plugins = manifest.get("plugins", {})
+    if not isinstance(plugins, dict) or not all(isinstance(version_of, str) for version_of in plugins.values()):
+        _broken(path / MANIFEST, f"plugins is {brief(plugins)}, not versions by name")
+    require_plugins(plugins, str(path))
     about = About(
         model=_parse(ModelConfig, manifest["model"], path / MANIFEST, "model."),
         source=_parse(Source, {name: manifest[name] for name in _SOURCE}, path / MANIFEST, ""),
@@ -387,7 +395,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         _broken(file, f"it is not the manifest of a {FORMAT}")
     if manifest.get("format_version") != FORMAT_VERSION:
         _broken(file, f"it has format version {manifest.get('format_version')}, this logitmix reads {FORMAT_VERSION}")
-    _check_keys(file, manifest, _FIELDS, "")
+    _check_keys(file, manifest, (*_FIELDS, *{"plugins"} & set(manifest)), "")
     if not fits_digest(manifest):
         _broken(file, "it is damaged (its sha256 differs)")
     return manifest

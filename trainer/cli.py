@@ -25,7 +25,7 @@ from logitmix.launch.processes import (
     remove_logs_of_no_run,
 )
 from logitmix.trainer.config import recipe_names
-from logitmix.trainer.data.registry import NAMES
+from logitmix.trainer.data.registry import SOURCES
 from logitmix.trainer.quiet import quietly
 
 COMMANDS = (
@@ -133,7 +133,9 @@ def _without_options(words: list[str]) -> list[str]:
 
 
 def _usage() -> str:
-    return USAGE.format(names=", ".join(NAMES), recipes=", ".join(recipe_names()))
+    with contextlib.suppress(ValueError):  # which the commands say
+        load_plugins()
+    return USAGE.format(names=", ".join(SOURCES), recipes=", ".join(recipe_names()))
 
 
 def run(command: str, words: list[str]) -> None:

@@ -19,9 +19,10 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
-from logitmix.common.plugins import Kinds, load_plugins, references
+from logitmix.common.plugins import Kinds, Registry, load_plugins, references
 from logitmix.common.storage import require_no_secrets
 from logitmix.modules.config import ENCODERS, LOSSES, SIMILARITIES, ModelConfig, without_user_component
+from logitmix.trainer.metrics import METRICS
 from logitmix.trainer.schedule import SCHEDULES
 
 
@@ -61,7 +62,7 @@ class TableSettings:
     """Precision of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
     pooled: bool = False
     """For bags of many ids: the owners of rows send one sum for each bag, rather than its rows."""
-    optimizer: Literal["adam", "rowwise_adagrad", "sgd"] = "adam"
+    optimizer: str = "adam"
     """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
     lr: float = 1e-3
     beta1: float = 0.9
@@ -83,6 +84,15 @@ class TableSettings:
                 f"{prefix}.sharding is column_wise and {prefix}.optimizer rowwise_adagrad, whose one number for a row "
                 "each shard of its columns would have for itself; choose another sharding or optimizer"
             )
+
+
+TABLE_OPTIMIZERS = Registry[Any](
+    "table optimizer",
+    {"adam": "logitmix.trainer.parallel.optimizer:ADAM", "rowwise_adagrad": None, "sgd": None},
+    needs=("states", "update"),
+)
+"""TableOptimizers of parallel/optimizer.py. Reading settings imports none. Of two, there is FBGEMM's form alone."""
+TABLE_OPTIMIZERS.offer(TableSettings, "optimizer")
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,7 @@ COMPARED_WITH = BASELINES | {"peeked": "peeked: best on test"}
 class EvaluateConfig:
     every_epochs: int = 1
     """Epochs between two evaluations on the validation items; 0 evaluates nothing, neither these nor the test items."""
-    metric: Literal["hr@10", "hr@50", "hr@200", "ndcg@10", "mrr"] = "hr@10"
+    metric: str = "hr@10"
     """Validation metric that chooses the best checkpoint."""
     exclude_history: HistoryRule = "auto"
     """Leave all items of a user's history out of that user's ranking, in evaluation and serving. auto: yes, as in
@@ -234,6 +244,7 @@ class EvaluateConfig:
             )
 
 
+METRICS.offer(EvaluateConfig, "metric")
 KINDS: Mapping[str, Kinds] = {
     "model.similarity.kind": SIMILARITIES, "model.encoder.kind": ENCODERS, "model.loss.kind": LOSSES
 }  # fmt: skip

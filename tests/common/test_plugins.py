@@ -72,7 +72,7 @@ def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str,
     [
         (
             "there/is/none.py",
-            r"^run/config\.toml: there is no plugin there/is/none\.py; give its place: --import P",
+            r"^run/config\.toml: the plugin there/is/none\.py is not there; give the place: --im",
         ),
         (
             "of_nobody",

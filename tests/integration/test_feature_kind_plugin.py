@@ -8,7 +8,7 @@ import jobs
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples/hour.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hour.py"
 SMALL = "--model.dim 8 --model.features all --model.loss.negatives 8"
 
 
@@ -28,6 +28,8 @@ def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert json.loads(jobs.run(["evaluate", "run", "--json"], tmp_path))["mrr"] == results["mrr"]
     jobs.run(["export", "run", "--out", "served"], tmp_path)
+
+    assert "served needs the plugin hour.py (" in jobs.refused(["retrieve", "served", "--history", "i1"], tmp_path)
 
     def scores(*hours: float) -> list[float]:
         request = ["--history", "i1,i2", "--events", json.dumps([{"hour": hour} for hour in hours]), "--json"]

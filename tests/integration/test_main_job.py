@@ -17,7 +17,7 @@ from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluation.evaluate import HIT_RATES
+from logitmix.trainer.metrics import HIT_RATES
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config
 

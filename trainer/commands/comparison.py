@@ -50,7 +50,8 @@ from logitmix.trainer.evaluation.baselines import (
     rank_targets,
     users_of_both,
 )
-from logitmix.trainer.evaluation.evaluate import METRICS, Evaluation, means
+from logitmix.trainer.evaluation.evaluate import Evaluation
+from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved

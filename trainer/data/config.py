@@ -6,7 +6,7 @@ from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
 from logitmix.common.storage import path_of, require_no_secrets
-from logitmix.trainer.data.registry import NAMES, SOURCES, Source, source_of
+from logitmix.trainer.data.registry import SOURCES, Source, source_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PrepareOptions:
 
     name: str
     """Format of the source: demo, demo-low-rank, demo-features, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY,
-    sequences or table."""
+    sequences, table, or that of a plugin."""
     source: str = ""
     """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output,
     or into the cache if that is a URL."""
@@ -75,8 +75,8 @@ class PrepareOptions:
             require_no_secrets(f"--{name}", getattr(self, name))
         source = source_of(self.name)
         if source is None:
-            known = ", ".join(NAMES)
-            raise ValueError(f"no data format named {self.name!r}{nearest(self.name, list(NAMES))}; there are: {known}")
+            near, known = nearest(self.name, list(SOURCES)), ", ".join(SOURCES)
+            raise ValueError(f"no data format named {self.name!r}{near}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
         require(self.min_feature_count >= 1, "--min-feature-count", self.min_feature_count, "1 or more")
@@ -103,7 +103,7 @@ class PrepareOptions:
         if "source" not in source.takes and self.source:
             raise ValueError(f"{self.name} is generated and takes no --source; to read a file give its format instead")
         for setting in fields(self):
-            takers = [name for each in SOURCES if setting.name in each.takes for name in each.names]
+            takers = [name for name, each in SOURCES.items() if setting.name in each.takes]
             given = getattr(self, setting.name) != setting.default
             if takers and setting.name not in source.takes and given:
                 flag = setting.name.replace("_", "-")

@@ -13,7 +13,6 @@ The same source and options give the same bytes.
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import clean_up, naming, whole_directory
+from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch_names, push, tell
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
@@ -121,8 +121,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
     source = source_of(options.name)
     assert source is not None
-    reader = import_module(f"logitmix.trainer.data.sources.{source.module}")
-    raw: RawDataset = reader.read(options, rejects, progress)
+    raw: RawDataset = named(source.read)(options, rejects, progress)
     if not len(raw.actions.users) and not rejects.count:
         raise ValueError(f"{raw.source}: holds no actions; is it the right file?")
     rejects.finish()

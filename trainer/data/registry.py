@@ -1,12 +1,11 @@
-"""The sources that `logitmix prepare` can read, one line each. Imports none of them, so that --help is fast.
-
-`sources/MODULE.py` has one function that prepare calls:
-
-    read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset
-"""
+"""The sources that `logitmix prepare` can read, by the values of NAME. Imports none of them, so that --help is fast."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from logitmix.common.plugins import Registry
 
 FILES = ("source", "max_rejects")
 """What every source that reads files takes: generated data has no malformed lines."""
@@ -17,31 +16,32 @@ LAYOUT = ("delimiter", "quote", "columns", "list_separator")
 
 @dataclass(frozen=True)
 class Source:
-    module: str
-    names: tuple[str, ...]
-    """Values of NAME of `logitmix prepare`."""
+    read: str | Callable[..., Any]
+    """A function, also as "module:attribute", that prepare calls:
+    read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset."""
     takes: tuple[str, ...] = FILES
     """The settings of PrepareOptions that it uses, of those that not every source does."""
     others: str = ""
     """Regular expression of further names."""
 
 
-SOURCES = (
-    Source("demo", ("demo", "demo-low-rank"), ("seed",)),
-    Source("demo_features", ("demo-features",), ("seed",)),
-    Source("movielens", ("ml-100k", "ml-1m", "ml-20m", "ml-latest")),
-    Source("amazon", ("amazon-beauty", "amazon-games", "amazon-books"), (*FILES, "items"), "amazon-[a-z0-9][a-z0-9-]*"),
-    Source("sequences", ("sequences",)),
-    Source("table", ("table",), (*FILES, "items", "users", *COLUMNS, *LAYOUT)),
+_SOURCES = "logitmix.trainer.data.sources"
+_AMAZON = Source(f"{_SOURCES}.amazon:read", (*FILES, "items"), "amazon-[a-z0-9][a-z0-9-]*")
+SOURCES = Registry[Source](
+    "source",
+    {
+        **dict.fromkeys(("demo", "demo-low-rank"), Source(f"{_SOURCES}.demo:read", ("seed",))),
+        "demo-features": Source(f"{_SOURCES}.demo_features:read", ("seed",)),
+        **dict.fromkeys(("ml-100k", "ml-1m", "ml-20m", "ml-latest"), Source(f"{_SOURCES}.movielens:read")),
+        **dict.fromkeys(("amazon-beauty", "amazon-games", "amazon-books"), _AMAZON),
+        "sequences": Source(f"{_SOURCES}.sequences:read"),
+        "table": Source(f"{_SOURCES}.table:read", (*FILES, "items", "users", *COLUMNS, *LAYOUT)),
+    },
+    needs=("read", "takes", "others"),
 )
-
-NAMES = tuple(name for source in SOURCES for name in source.names)
 
 
 def source_of(name: str) -> Source | None:
     """The source that reads data of this name; None if there is none."""
-    return next((source for source in SOURCES if name in source.names or _matches(source, name)), None)
-
-
-def _matches(source: Source, name: str) -> bool:
-    return bool(source.others) and re.fullmatch(source.others, name) is not None
+    others = (source for source in SOURCES.values() if source.others and re.fullmatch(source.others, name))
+    return SOURCES.get(name) or next(others, None)

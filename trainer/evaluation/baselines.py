@@ -22,7 +22,7 @@ from torch import Tensor
 from logitmix.trainer.data.batches import HeldOut, RankingUsers
 from logitmix.trainer.data.dataset import Dataset, ranges
 from logitmix.trainer.data.lookups import Ints
-from logitmix.trainer.evaluation.ranking import NOT_SERVED
+from logitmix.trainer.metrics import NOT_SERVED
 
 NEIGHBORS = 100
 """K: neighbors of an item that are kept, the nearest."""

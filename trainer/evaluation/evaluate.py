@@ -6,7 +6,7 @@ Axes: U users, K items at the top, X items in the corpus.
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ from logitmix.trainer.evaluation.baselines import (
     training_counts,
 )
 from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.evaluation.ranking import NOT_SERVED, Rankings, rank_corpus
+from logitmix.trainer.evaluation.ranking import Rankings, rank_corpus
+from logitmix.trainer.metrics import NOT_SERVED, means
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.agreement import facts_of
@@ -41,7 +42,6 @@ from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, require_same_dataset
 from logitmix.trainer.run.stages import final_run
 
-HIT_RATES = (1, 10, 50, 100, 200, 500)
 RECOMMENDED = 10
 """Items at the top of a user's ranking that count as recommended."""
 RECALL_OF = (10, 100)
@@ -240,30 +240,3 @@ def metrics_of(rankings: Rankings, num_items: int) -> dict[str, float]:
             found, there = int((best_UK <= kept).sum()), int((best_UK < NOT_SERVED).sum())
             metrics[f"hindexer/recall_of_top{top}@{kept}"] = found / max(1, there)
     return metrics
-
-
-def means(rank_U: np.ndarray) -> dict[str, float]:
-    """All METRICS of users' ranks [U]."""
-    return {name: float(np.mean(metric(rank_U))) for name, metric in METRICS.items()}
-
-
-def _hit(rank_U: np.ndarray, k: int) -> np.ndarray:
-    return rank_U <= k
-
-
-def _gain(rank_U: np.ndarray, k: int) -> np.ndarray:
-    """NDCG of one relevant item, whose ideal gain is 1."""
-    return np.where(rank_U <= k, 1 / np.log2(rank_U + 1.0), 0.0)
-
-
-def _reciprocal_rank(rank_U: np.ndarray) -> np.ndarray:
-    return np.where(rank_U < NOT_SERVED, 1 / rank_U, 0.0)
-
-
-METRICS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    **{f"hr@{k}": partial(_hit, k=k) for k in HIT_RATES},
-    "ndcg@10": partial(_gain, k=10),
-    "mrr": _reciprocal_rank,
-}
-"""By name, each user's value [U] from the rank of the target, from 1; the metric is the mean over the users. A target
-that is left out of the ranking has rank NOT_SERVED, above all others, and its value must be 0."""

@@ -26,10 +26,9 @@ from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.sharded_rows import own_range
 
-NOT_SERVED = torch.iinfo(torch.int64).max
-"""Rank of an excluded item: below every other item."""
 TOP = 100
 """Best items by the similarity whose ranks by the h-indexer are found."""
 CHUNK_ITEMS = (2**8, 2**13)

@@ -1,9 +1,12 @@
 """Optimizers of the sharded tables and of the dense part.
 
-TorchRec fuses most table optimizers into the backward of the lookup, but FBGEMM has no fused Adam on CPU. There,
-TouchedRowsAdam does the same.
+FBGEMM fuses its table optimizers into the backward of the lookup, but it has no Adam on CPU. That, and the table
+optimizers of plugins, are TableOptimizers, which TouchedRows applies in the same place.
+
+Axes: R rows, C columns of a shard.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.modules.embeddings import own_name
-from logitmix.trainer.config import Config, DenseConfig, TablesConfig, TableSettings
+from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, DenseConfig, TablesConfig, TableSettings
 
 ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
@@ -36,20 +39,81 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 """TorchRec's classes for FBGEMM's fused optimizers."""
 
 
+class TableOptimizer(ABC):
+    """Moves the rows that a batch has looked up; others, and what is kept for them, do not change."""
+
+    states: tuple[str, ...] = ()
+    """Names of what it keeps for a row: each is as wide as the row, in FP32, and zero at first."""
+
+    @abstractmethod
+    def update(
+        self,
+        row_RC: Tensor,
+        gradient_RC: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        settings: TableSettings,
+    ) -> None:
+        """Changes rows and their state [R, C] in place, by the gradients of the loss. `step` counts from 1; `lr` is
+        that of the step, and `settings` has the others, such as eps."""
+
+
+class Adam(TableOptimizer):
+    """Like FBGEMM's on CUDA, it adds eps after the bias correction (torch.optim.SparseAdam adds it before). torch's
+    fused Adam passes over the rows once, SparseAdam a dozen times."""
+
+    states = ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self,
+        row_RC: Tensor,
+        gradient_RC: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        settings: TableSettings,
+    ) -> None:
+        adam(
+            [row_RC],
+            [gradient_RC],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            max_exp_avg_sqs=[],
+            state_steps=[torch.tensor(float(step - 1))],
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=lr,
+            weight_decay=0.0,
+            eps=settings.eps,
+            maximize=False,
+        )
+
+
+ADAM = Adam()
+
+
 def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel:
     """`device`: cpu or cuda."""
-    if settings.optimizer == "adam" and device == "cpu":
+    if settings.optimizer not in _CLASSES or (settings.optimizer == "adam" and device == "cpu"):
         return EmbeddingComputeKernel.DENSE
     return EmbeddingComputeKernel.FUSED
 
 
 def state_per_row(settings: TableSettings, dim: int) -> int:
     """FP32 numbers that the optimizer keeps for a row."""
-    return {"adam": 2 * dim, "rowwise_adagrad": 1, "sgd": 0}[settings.optimizer]
+    fused = {"rowwise_adagrad": 1, "sgd": 0}
+    if settings.optimizer in fused:
+        return fused[settings.optimizer]
+    return dim * len(TABLE_OPTIMIZERS.find(settings.optimizer).states)
 
 
 def set_fused_optimizer(weight: nn.Parameter, settings: TableSettings) -> None:
-    """Sets FBGEMM's fused optimizer for a table, before TorchRec shards it."""
+    """Sets FBGEMM's fused optimizer for a table, if it has one, before TorchRec shards it."""
+    if settings.optimizer not in _CLASSES:
+        return
     kwargs: dict[str, Any] = {"learning_rate": settings.lr}
     if settings.optimizer != "sgd":
         kwargs["eps"] = settings.eps
@@ -68,42 +132,42 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     )
     # The moments exist from the start, so that a checkpoint has tensors to load into.
     for parameter in module.parameters():
-        zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in _MOMENTS}
+        zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in ADAM.states}
         optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
     return optimizer
 
 
 def bytes_per_weight(config: Config) -> int:
     """Of the dense part: the weight, its gradient, the optimizer's state and the moving average, in FP32."""
-    moments = 0 if config.dense.optimizer == "sgd" else len(_MOMENTS)
+    moments = 0 if config.dense.optimizer == "sgd" else len(ADAM.states)
     return 4 * (2 + moments + (config.train.ema > 0))
 
 
 class TableOptimizers:
     """The optimizers of all tables, by the table's name.
 
-    They move rows inside the backward of the lookup: fused into FBGEMM's kernels, or TouchedRowsAdam on CPU.
+    They move rows inside the backward of the lookup: fused into FBGEMM's kernels, or TouchedRows.
     """
 
     def __init__(self, collections: Iterable[ShardedCollection], config: TablesConfig) -> None:
         """The collections are sharded with `table_kernel` and `set_fused_optimizer`."""
         self.config = config
         self.fused: list[CombinedOptimizer] = []
-        self.adam: dict[str, TouchedRowsAdam] = {}
+        self.touched: dict[str, TouchedRows] = {}
         for collection in collections:
             self.fused.append(cast(CombinedOptimizer, collection.fused_optimizer))
             weights = {table_name(key): weight for key, weight in collection.state_dict().items()}
             for name, parameter in cast(dict[str, Any], collection.module_sharding_plan).items():
                 if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
                     table = own_name(name)
-                    self.adam[table] = TouchedRowsAdam(weights[table], config.of(table))
+                    self.touched[table] = TouchedRows(weights[table], config.of(table))
             for kernel in kernels(collection):
                 if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
-                    _take_over(kernel, self.adam)
+                    _take_over(kernel, self.touched)
 
     def begin_step(self, rate: float) -> None:
         """Call before the gradients of a step are applied: each learning rate is `rate` times the configured one."""
-        for touched in self.adam.values():
+        for touched in self.touched.values():
             touched.begin_step(rate)
         for optimizer in self.fused:
             for _, part in optimizer.optimizers:
@@ -116,14 +180,14 @@ class TableOptimizers:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Sharded state by table, by reference: loading into its tensors in place takes effect."""
-        state = {name: touched.state_dict() for name, touched in self.adam.items()}
+        state = {name: touched.state_dict() for name, touched in self.touched.items()}
         for optimizer in self.fused:
             state |= {table_name(key): of_table for key, of_table in optimizer.state_dict()["state"].items()}
         return state
 
     def restore(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
         """Adopts the state that was loaded into `state_dict()`, after this many steps."""
-        for touched in self.adam.values():
+        for touched in self.touched.values():
             touched.steps = steps
         for optimizer in self.fused:
             whole = optimizer.state_dict()
@@ -149,22 +213,17 @@ def with_shards(whole: ShardedTensor, held: Sequence[Tensor]) -> ShardedTensor:
     )
 
 
-class TouchedRowsAdam:
-    """Adam over this rank's shards of a table, inside the backward of a lookup: rows that no rank looked up, and their
-    moments, do not change.
-
-    Like FBGEMM's on CUDA, it adds eps after the bias correction (torch.optim.SparseAdam adds it before). Rows are
-    gathered, as many at once as a core's cache holds, and go through torch's fused Adam: one pass over them instead of
-    SparseAdam's dozen.
-    """
+class TouchedRows:
+    """A TableOptimizer over this rank's shards of a table, inside the backward of a lookup."""
 
     def __init__(self, weight: ShardedTensor, settings: TableSettings) -> None:
         self.weight, self.settings, self.lr, self.steps = weight, settings, settings.lr, 0
+        self.optimizer: TableOptimizer = TABLE_OPTIMIZERS.find(settings.optimizer)
         self.shards: list[_RowStates] = []
 
     def add_shard(self, row: Tensor) -> "_RowStates":
-        """Adds rows of this rank, with new moments."""
-        self.shards.append(_RowStates(row, torch.zeros_like(row), torch.zeros_like(row)))
+        """Adds rows of this rank, with new state."""
+        self.shards.append(_RowStates(row, {name: torch.zeros_like(row) for name in self.optimizer.states}))
         return self.shards[-1]
 
     def begin_step(self, rate: float) -> None:
@@ -173,52 +232,38 @@ class TouchedRowsAdam:
     def update(self, shard: "_RowStates", ids: Tensor, gradient: Tensor) -> None:
         """Updates a shard's rows that were looked up; ids may repeat."""
         summed = torch.sparse_coo_tensor(ids[None], gradient, shard.row.shape, check_invariants=False).coalesce()
-        for ids_R, gradient_RC in zip(summed.indices()[0].split(_ROWS), summed.values().split(_ROWS), strict=True):
-            row_RC, first_RC, second_RC = (table.index_select(0, ids_R) for table in shard)
-            adam(
-                [row_RC],
-                [gradient_RC],
-                [first_RC],
-                [second_RC],
-                max_exp_avg_sqs=[],
-                state_steps=[torch.tensor(float(self.steps - 1))],
-                fused=True,
-                amsgrad=False,
-                beta1=self.settings.beta1,
-                beta2=self.settings.beta2,
-                lr=self.lr,
-                weight_decay=0.0,
-                eps=self.settings.eps,
-                maximize=False,
-            )
-            for table, values_RC in zip(shard, (row_RC, first_RC, second_RC), strict=True):
-                table.index_copy_(0, ids_R, values_RC)
+        most = _ROWS if shard.row.is_cpu else max(1, len(ids))
+        for ids_R, gradient_RC in zip(summed.indices()[0].split(most), summed.values().split(most), strict=True):
+            row_RC = shard.row.index_select(0, ids_R)
+            state = {name: table.index_select(0, ids_R) for name, table in shard.state.items()}
+            self.optimizer.update(row_RC, gradient_RC, state, self.steps, self.lr, self.settings)
+            shard.row.index_copy_(0, ids_R, row_RC)
+            for name, table in shard.state.items():
+                table.index_copy_(0, ids_R, state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: self._sharded(name) for name in _MOMENTS}
+        return {name: self._sharded(name) for name in self.optimizer.states}
 
     def _sharded(self, name: str) -> ShardedTensor:
-        moments = {shard.row.data_ptr(): getattr(shard, name) for shard in self.shards}
-        return with_shards(self.weight, [moments[shard.tensor.data_ptr()] for shard in self.weight.local_shards()])
+        held = {shard.row.data_ptr(): shard.state[name] for shard in self.shards}
+        return with_shards(self.weight, [held[shard.tensor.data_ptr()] for shard in self.weight.local_shards()])
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _ROWS = 512
-"""Rows that Adam takes at once."""
+"""Rows that are moved at once on CPU, as many as a core's cache holds."""
 
 
 class _RowStates(NamedTuple):
-    """Rows [R, width] and their moments."""
+    """Rows [any number, C], and what the optimizer keeps for them."""
 
     row: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: dict[str, Tensor]
 
 
 class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
     """TorchRec's dense kernel, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRowsAdam, _RowStates]]
+    _shards: list[tuple[TouchedRows, _RowStates]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
@@ -232,7 +277,7 @@ class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
 class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
     """TorchRec's dense kernel for bags that are summed, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRowsAdam, _RowStates]]
+    _shards: list[tuple[TouchedRows, _RowStates]]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
@@ -249,7 +294,7 @@ class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, optimizer: TouchedRowsAdam, shard: _RowStates, ids: Tensor, asks: Tensor) -> Tensor:
+    def forward(ctx: Any, optimizer: TouchedRows, shard: _RowStates, ids: Tensor, asks: Tensor) -> Tensor:
         ctx.update = partial(optimizer.update, shard, ids)
         return shard.row.index_select(0, ids)
 
@@ -264,7 +309,7 @@ class _BagLookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        optimizer: TouchedRowsAdam,
+        optimizer: TouchedRows,
         shard: _RowStates,
         ids: Tensor,
         lengths: Tensor,
@@ -288,9 +333,7 @@ def of_each_id(gradient_RC: Tensor, lengths_R: Tensor, shares_S: Tensor | None) 
     return gradient_SC if shares_S is None else gradient_SC * shares_S.unsqueeze(1)
 
 
-def _take_over(
-    kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRowsAdam]
-) -> None:
+def _take_over(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRows]) -> None:
     """Turns the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[own_name(table.name)] for table in kernel.config.embedding_tables]

@@ -31,7 +31,7 @@ from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, TablesConfig
+from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TablesConfig
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
@@ -180,6 +180,11 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
         raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
     if settings.precision == "fp16" and device.type == "cpu":
         raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
+    if settings.precision == "fp16" and settings.optimizer in TABLE_OPTIMIZERS.plugins:
+        raise ValueError(
+            f"the precision of table {name} is fp16, which FBGEMM's own optimizers train, not {settings.optimizer} of "
+            "a plugin; set it to fp32"
+        )
     if config.comm.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
         raise ValueError(
             f"comm.parts is {config.comm.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "

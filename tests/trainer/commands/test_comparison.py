@@ -23,8 +23,7 @@ from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users,
 from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
 from logitmix.trainer.evaluation import baselines
 from logitmix.trainer.evaluation.baselines import EASE, rank_targets, users_of_both
-from logitmix.trainer.evaluation.evaluate import METRICS, means
-from logitmix.trainer.evaluation.ranking import NOT_SERVED
+from logitmix.trainer.metrics import METRICS, NOT_SERVED, means
 from logitmix.trainer.run.folder import checkpoint_paths, read_config
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users

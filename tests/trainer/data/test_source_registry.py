@@ -1,30 +1,22 @@
 import inspect
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from logitmix.common.plugins import named
 from logitmix.trainer.data import sources
 from logitmix.trainer.data.raw import RawDataset
-from logitmix.trainer.data.registry import NAMES, SOURCES, source_of
+from logitmix.trainer.data.registry import SOURCES, source_of
 
 
-def test_each_file_has_a_line_and_reads() -> None:
+def test_each_file_is_named_and_reads() -> None:
     folder = Path(next(iter(sources.__path__)))
-    assert {source.module for source in SOURCES} == {path.stem for path in folder.glob("*.py")} - {
-        "__init__",
-        "registry",
-    }
-    for source in SOURCES:
-        read = import_module(f"{sources.__name__}.{source.module}").read
+    modules = {f"{sources.__name__}.{path.stem}:read" for path in folder.glob("*.py") if path.stem != "__init__"}
+    assert {source.read for source in SOURCES.values()} == modules
+    for source in SOURCES.values():
+        read = named(source.read)
         assert list(inspect.signature(read).parameters) == ["options", "rejects", "progress"]
         assert inspect.signature(read).return_annotation is RawDataset
-
-
-def test_a_name_has_one_source() -> None:
-    assert len(set(NAMES)) == len(NAMES)
-    for source in SOURCES:
-        assert all(source_of(name) is source for name in source.names)
 
 
 @pytest.mark.parametrize(
@@ -33,4 +25,4 @@ def test_a_name_has_one_source() -> None:
 )
 def test_names_beyond_those_listed(name: str, module: str | None) -> None:
     source = source_of(name)
-    assert (source and source.module) == module
+    assert (source and source.read) == (module and f"{sources.__name__}.{module}:read")

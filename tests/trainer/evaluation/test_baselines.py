@@ -18,7 +18,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation import baselines, evaluate
 from logitmix.trainer.evaluation.baselines import ItemKNN, popularity, rank_targets, training_counts
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.evaluation.ranking import NOT_SERVED
+from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.run.results import beside_baselines
 
 

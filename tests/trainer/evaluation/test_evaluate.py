@@ -27,8 +27,9 @@ from logitmix.trainer.data.batches import RankingUsers, ranking_users, split_by_
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.evaluate import Evaluation, evaluate, excludes_history, how_popular, metrics_of
-from logitmix.trainer.evaluation.ranking import NOT_SERVED, Rankings
+from logitmix.trainer.evaluation.ranking import Rankings
 from logitmix.trainer.loop import train
+from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.results import read_ranks, read_test_users
 

@@ -22,7 +22,8 @@ from logitmix.serving.topk import rank_keys
 from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.evaluation import ranking as module
 from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.evaluation.ranking import NOT_SERVED, TOP, Rankings, rank_corpus
+from logitmix.trainer.evaluation.ranking import TOP, Rankings, rank_corpus
+from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 
 ITEMS, DIM, L = 150, 8, 6

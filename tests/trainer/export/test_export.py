@@ -27,9 +27,10 @@ from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.evaluation.ranking import NOT_SERVED, rank_corpus
+from logitmix.trainer.evaluation.ranking import rank_corpus
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.export import export
+from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import checkpoint, manifest

@@ -164,7 +164,7 @@ def test_without_loggers_there_are_rows_alone(config: Config, tmp_path: Path) ->
 def test_a_plugin_adds_a_logger(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOGGERS, "data", dict(LOGGERS.data))
     monkeypatch.setattr(plugins, "_loaded", {})
-    plugins.load_plugins([str(Path(__file__).parents[3] / "examples/logger.py")])
+    plugins.load_plugins([str(Path(__file__).parents[3] / "examples/plugins/logger.py")])
     config = with_settings(config, {"train.loggers": ["csv"], "train.epochs": 2})
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", [Interrupting(7)])

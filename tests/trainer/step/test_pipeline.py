@@ -138,7 +138,7 @@ def whole_state(pipeline: Pipeline) -> list[Tensor]:
     moments = [shard.tensor for of_table in model.table_optimizers.state_dict().values()
                for moment in of_table.values() for shard in moment.local_shards()]  # fmt: skip
     dense = [value for of in pipeline.optimizer.state.values() for value in of.values()]
-    counts = [torch.tensor(touched.steps) for touched in model.table_optimizers.adam.values()]
+    counts = [torch.tensor(touched.steps) for touched in model.table_optimizers.touched.values()]
     return [each.detach().clone() for each in (*tables, *moments, *model.tower.parameters(), *dense, *counts)]
 
 

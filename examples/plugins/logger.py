@@ -1,4 +1,7 @@
-"""A logger as a plugin: `logitmix train RECIPE --import examples/logger.py --train.loggers csv` makes RUN/train.csv."""
+"""A logger: the loss of each row as a line of RUN/train.csv.
+
+logitmix train demo-mol --import logger.py --train.loggers csv
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
