@@ -12,7 +12,7 @@ import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -103,7 +103,7 @@ class Kinds(Registry[Any]):
 
     def check(self, name: str, entry: Any) -> None:
         super().check(name, entry)
-        if not is_dataclass(entry) or getattr(entry, "kind", None) != name:
+        if not is_dataclass(entry) or name not in [of.default for of in fields(entry) if of.name == "kind"]:
             raise ValueError(
                 f"the {self.what} {name!r} is not a dataclass of settings with kind: str = {name!r}; see "
                 "docs/extending.md"
@@ -159,7 +159,7 @@ def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
     file and line.
     """
     for entry in entry_points(group=GROUP):
-        _import_module(entry.module, f"the plugin {entry.name}, which is installed")
+        _import_module(entry.module, f"the installed plugin {entry.dist.name if entry.dist else entry.name}")
     for name in given:
         if not name.endswith(".py"):
             _import_module(name, source)
@@ -213,8 +213,7 @@ def _import_file(path: Path, source: str) -> None:
     if not path.is_file():
         raise ValueError(f"{source}: the plugin {path} is not there; give the place: --import PLACE/{path.name}")
     path = path.resolve()
-    name = f"logitmix_plugin_{path.stem}"
-    plugin = _plugin(name, str(path))
+    name, plugin = f"logitmix_plugin_{path.stem}", _of_file(path)
     if (other := _loaded.get(plugin.name)) and other.version == plugin.version:
         return
     if other:
@@ -233,7 +232,7 @@ def _import(plugin: Plugin, file: str, source: str, run: Callable[[], object]) -
     except Exception as error:
         raise ValueError(f"{source}: {_said(error, file)}") from None
     finally:
-        _importing.clear()
+        _importing.pop()
     _loaded[plugin.name] = plugin
 
 
@@ -251,7 +250,7 @@ def _said(error: Exception, file: str) -> str:
 def _registering(caller: Mapping[str, Any]) -> Plugin:
     """The plugin that registers something: the one that is being imported, or else the calling module."""
     if _importing:
-        return _importing[0]
+        return _importing[-1]
     plugin = _plugin(caller["__name__"], caller.get("__file__") or "")
     return _loaded.setdefault(plugin.name, plugin)
 
@@ -264,7 +263,14 @@ def _plugin(module: str, file: str) -> Plugin:
             return Plugin(entry.dist.name, entry.dist.version, "")
     with suppress(PackageNotFoundError):
         return Plugin(package, version(package), module)
-    digest = file_digest(Path(file))[:12] if file else ""
-    if "." in module or Path(file).stem == "__init__":
-        return Plugin(module, digest, module)
-    return Plugin(Path(file).name or module, digest, "" if module == "__main__" else file)
+    if not Path(file).is_file():
+        return Plugin(module, "", "")
+    plugin = _of_file(Path(file))
+    if module == "__main__":
+        return replace(plugin, reference="")
+    # A file within a package needs the package.
+    return replace(plugin, name=module, reference=module) if "." in module or plugin.name == "__init__.py" else plugin
+
+
+def _of_file(path: Path) -> Plugin:
+    return Plugin(path.name, file_digest(path)[:12], str(path.resolve()))

@@ -102,6 +102,15 @@ def test_another_seed_on_one_host(hosts: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_another_plugin_of_the_same_name_on_one_host(hosts: list[Path], tmp_path: Path) -> None:
+    for rank, folder in enumerate(hosts):
+        (folder / "some.py").write_text(f"from logitmix.trainer.schedule import SCHEDULES\n# {rank}\n")
+    train = [*TRAIN, "--run", str(tmp_path / "run"), "--import", "some.py"]
+    said = refused([train, train], hosts)
+    digest = r"[0-9a-f]{12}"
+    assert re.search(rf"the ranks differ: the plugin some\.py is {digest} on rank 0 .* and {digest} on rank 1 ", said)
+
+
 def test_another_dataset_of_equal_counts_on_one_host(hosts: list[Path], tmp_path: Path) -> None:
     write_dataset(hosts[1] / "other", ring=True).rename(hosts[1] / "moved")
     (hosts[1] / "data").rename(hosts[1] / "before")
