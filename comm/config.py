@@ -11,11 +11,12 @@ Direction = Literal["forward", "backward"]
 _CODEC, _NEEDS = "logitmix.comm.codec", ("stochastic", "row_bytes", "encode", "decode", "saturated")
 _CASTS = {"fp32": f"{_CODEC}:FP32", "bf16": f"{_CODEC}:BF16", "fp16": f"{_CODEC}:FP16"}
 CODECS: Mapping[Direction, Registry[Any]] = {
-    "forward": Registry("codec", {**_CASTS, "fp8": f"{_CODEC}:ROWS_FP8"}, _NEEDS),
+    "forward": Registry("codec", {**_CASTS, "fp8": f"{_CODEC}:ROWS_FP8"}, _NEEDS, instances=True),
     "backward": Registry(
         "codec",
         {**_CASTS, "fp8": f"{_CODEC}:GRADIENTS_FP8", "fp8_stochastic": f"{_CODEC}:GRADIENTS_FP8_STOCHASTIC"},
         _NEEDS,
+        instances=True,
     ),
 }
 """Codecs (comm/codec.py) by direction and name. Reading settings imports none."""

@@ -49,10 +49,12 @@ class Registry(UserDict[str, T]):
     Raises ValueError for a name that is taken, and for an entry without one of the attributes `needs`.
     """
 
-    def __init__(self, what: str, ours: Mapping[str, Any], needs: Sequence[str] = ("__call__",)) -> None:
-        """`what`: the word for an entry. `ours`: the entries of logitmix."""
+    def __init__(
+        self, what: str, ours: Mapping[str, Any], needs: Sequence[str] = ("__call__",), instances: bool = False
+    ) -> None:
+        """`what`: the word for an entry. `ours`: the entries of logitmix. `instances`: an entry is no class."""
         super().__init__()
-        self.what, self.needs = what, needs
+        self.what, self.needs, self.instances = what, needs, instances
         self.plugins: dict[str, Plugin] = {}
         """Where the others come from."""
         self._offers: list[tuple[type, str]] = []
@@ -91,6 +93,8 @@ class Registry(UserDict[str, T]):
 
     def check(self, name: str, entry: Any) -> None:
         """ValueError for an entry that lacks something."""
+        if self.instances and isinstance(entry, type):
+            raise ValueError(f"the {self.what} {name!r} is a class; give an instance, {entry.__name__}()")
         for needed in self.needs:
             if not hasattr(entry, needed):
                 raise ValueError(f"the {self.what} {name!r} has no {needed}; see docs/extending.md")

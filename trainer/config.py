@@ -90,6 +90,7 @@ TABLE_OPTIMIZERS = Registry[Any](
     "table optimizer",
     {"adam": "logitmix.trainer.parallel.optimizer:ADAM", "rowwise_adagrad": None, "sgd": None},
     needs=("states", "update"),
+    instances=True,
 )
 """TableOptimizers of parallel/optimizer.py. Reading settings imports none. Of two, there is FBGEMM's form alone."""
 TABLE_OPTIMIZERS.offer(TableSettings, "optimizer")

@@ -120,6 +120,9 @@ def test_an_entry_may_be_imported_when_it_is_needed() -> None:
         registry.find("none")
     with pytest.raises(ValueError, match=r"^the thing 'no' has no __call__"):
         registry.find("no")
+    made = Registry[object]("thing", {}, needs=(), instances=True)
+    with pytest.raises(ValueError, match=r"^the thing 'path' is a class; give an instance, Path\(\)$"):
+        made["path"] = Path
 
 
 @dataclass(frozen=True)

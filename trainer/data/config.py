@@ -14,8 +14,7 @@ class PrepareOptions:
     """Raw files in, dataset directory out."""
 
     name: str
-    """Format of the source: demo, demo-low-rank, demo-features, ml-100k, ml-1m, ml-20m, ml-latest, amazon-CATEGORY,
-    sequences, table, or that of a plugin."""
+    """Format of the source, such as demo, ml-1m, amazon-CATEGORY or table; `logitmix --help` lists all."""
     source: str = ""
     """File, zip or folder to read; left empty, ml-100k, ml-1m and ml-20m are downloaded beside the output,
     or into the cache if that is a URL."""

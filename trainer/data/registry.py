@@ -38,6 +38,7 @@ SOURCES = Registry[Source](
         "table": Source(f"{_SOURCES}.table:read", (*FILES, "items", "users", *COLUMNS, *LAYOUT)),
     },
     needs=("read", "takes", "others"),
+    instances=True,
 )
 
 
