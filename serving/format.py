@@ -47,7 +47,8 @@ All other tensors are FP32. The fields of the manifest:
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
                               read, have no tensors; compiled programs have cpu, a list of the architecture and of the
                               instruction sets that they need
-    plugins                   where kinds of the model or its features are of plugins: {name: version}; reading it imports none of them
+    plugins                   where kinds of the model or its features are of plugins: {name: version}. Reading it
+                              imports none of them
     sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
 
 Several processes can write it together, each some of the shards; files are mapped into memory when read.

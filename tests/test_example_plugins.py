@@ -1,4 +1,4 @@
-"""The plugins in examples/, as a stranger uses them: from a folder outside of the repository."""
+"""The plugins in examples/plugins/, as a stranger uses them: from a folder outside of the repository."""
 
 import json
 import re
@@ -83,6 +83,7 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
 
     manifest = json.loads((tmp_path / "served/manifest.json").read_text())
     assert set(manifest["plugins"]) == {"bilinear.py", "gru.py", "hinge.py"}
+    assert "or give them with `--import`: `gru.py` (" in (tmp_path / "served/README.md").read_text()
     needs = r"served needs the plugin gru\.py \([0-9a-f]{12}\): --import PLACE/gru\.py; in Python, import it before$"
     with pytest.raises(ValueError, match=needs):
         Retriever.load(tmp_path / "served")

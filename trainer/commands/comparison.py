@@ -51,8 +51,8 @@ from logitmix.trainer.evaluation.baselines import (
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.loop import require_apart, train_run
+from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.checksums import write_checksummed

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.storage import shown
+from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving import format as serving
 from logitmix.serving.format import About, Entries
@@ -86,10 +87,13 @@ def _use(about: About, raw_ids: Sequence[str]) -> str:
     plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
     ids = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"]
     inputs = _features(about.schema)
+    plugins = [f"{_code(name)} ({version})" for name, version in plugins_of(about.model, about.schema).items()]
+    needs = f"Import its plugins first, or give them with `--import`: {', '.join(plugins)}.\n\n" if plugins else ""
     return (
         "## Use\n\n```python\nfrom logitmix.serving.retriever import Retriever\n\n"
         f'retriever = Retriever.load("DIR")  # this directory\nprint(retriever.rows({json.dumps(ids)}, k=10))\n```\n\n'
         f"    logitmix retrieve DIR --history {shlex.quote(','.join(ids))} -k 10\n\n"
+        + needs
         + (f"Features, besides the items' ids:\n\n{inputs}" if inputs else "It uses the items' ids alone.\n")
     )
 
