@@ -53,7 +53,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   plan RECIPE [--world-size 8] [--device cuda]      where a job's tables would be placed, and the memory of its ranks
   evaluate RUN                                      metrics of the best checkpoint over the whole corpus
   compare DATASET --minutes M                       simple and learned methods in equal time, with intervals
-  report RUN [RUN ...] [--out FILE]                 curves, metrics and settings of runs as one HTML page
+  report RUN [RUN ...] [--out FILE]                 which run is best, curves and settings as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out

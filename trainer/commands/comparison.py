@@ -51,6 +51,7 @@ from logitmix.trainer.evaluation.baselines import (
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
+from logitmix.trainer.evaluation.intervals import FEWEST, middle, resampled_means
 from logitmix.trainer.loop import require_apart, train_run
 from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.agreement import facts_of
@@ -104,9 +105,6 @@ PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 WIDER = "hr@50"
 """The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
-FEWEST = 6
-"""Users in whom two methods must differ: of fewer, all may be in favor of one by chance (2 / 2^5 is above 0.05)."""
-RESAMPLES = 2000
 ENDLESS = 1_000_000
 """Epochs that no run has time for."""
 WIDTH = 126
@@ -418,7 +416,7 @@ def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mappi
 
 def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
     """By method, `test`: each metric as [mean, low, high], `difference`: the same of its difference to the reference,
-    and `users_that_differ` in CHOICE. The intervals are the middle 95 % of RESAMPLES resamples of the users, the same
+    and `users_that_differ` in CHOICE. The intervals are the middle 95 % of the resamples of the users, the same
     ones for all methods."""
     value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
         float
@@ -436,16 +434,9 @@ def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[
     return found
 
 
-def resampled_means(value_UM: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means [R, M] over as many users as there are, drawn with replacement."""
-    random, U = np.random.default_rng(0), len(value_UM)
-    counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
-    return np.stack([count_U @ value_UM for count_U in counts]) / U
-
-
 def _named(mean_M: NDArray[np.float64], mean_RM: NDArray[np.float64]) -> dict[str, list[float]]:
-    bounds = np.percentile(mean_RM, [2.5, 97.5], axis=0)
-    return {metric: [float(of) for of in numbers] for metric, *numbers in zip(SHOWN, mean_M, *bounds, strict=True)}
+    columns = zip(SHOWN, mean_M, *middle(mean_RM), strict=True)
+    return {metric: [float(of) for of in numbers] for metric, *numbers in columns}
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:

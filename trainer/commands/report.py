@@ -1,4 +1,4 @@
-"""`logitmix report`: curves, metrics and settings of runs as one HTML page."""
+"""`logitmix report`: which run is best, and the runs' curves, metrics and settings, as one HTML page."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ from logitmix.trainer.commands.words import parse
 
 @dataclass(frozen=True)
 class Arguments:
-    """Curves, metrics and settings of runs, side by side, as one HTML page that needs no network."""
+    """Which of the runs is best at the metric, and their curves, metrics and settings, as one HTML page that needs no
+    network. Seeds of the same settings are one row."""
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""

@@ -17,12 +17,13 @@ from small_data import ITEMS, in_memory, write_dataset, write_late_items
 
 from logitmix.trainer import cli, loop
 from logitmix.trainer.commands import comparison
-from logitmix.trainer.commands.comparison import compare, resampled_means, verdict, with_intervals
+from logitmix.trainer.commands.comparison import compare, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
 from logitmix.trainer.evaluation import baselines
 from logitmix.trainer.evaluation.baselines import EASE, rank_targets, users_of_both
+from logitmix.trainer.evaluation.intervals import resampled_means
 from logitmix.trainer.metrics import METRICS, NOT_SERVED, means
 from logitmix.trainer.run.folder import checkpoint_paths, read_config
 from logitmix.trainer.run.metrics import read_rows

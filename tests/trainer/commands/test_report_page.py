@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
-from logitmix.trainer.commands.report_page import POINTS, Run, chart, thinned, ticks, wilson, write_report
+from logitmix.trainer.commands.charts import POINTS, chart, thinned, ticks
+from logitmix.trainer.commands.groups import Run, differences, differing, grouped, verdict
+from logitmix.trainer.commands.report_page import wilson, write_report
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
+from logitmix.trainer.metrics import means
 from logitmix.trainer.run.results import beside_baselines
 
 
@@ -56,6 +60,7 @@ def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     low, high = wilson(results["hr@10"], 60)
     rows = texts(page, "tr")
     beside = [f"{results[f'{name}/hr@10']:.4f}" for name in ("popularity", "item_knn")]
+    assert f"{tmp_path / 'run'} has hr@10 {results['hr@10']:.4f} on the test part." in texts(page, "p")
     assert f"hr@10{results['hr@10']:.4f} [{low:.4f}, {high:.4f}]{''.join(beside)}" in rows
     assert any(row.startswith(f"mrr{results['mrr']:.4f}") for row in rows) and "users60" in rows
     assert "model.similarity.kindmol" in rows
@@ -91,30 +96,110 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     ]
     write_report(runs, tmp_path / "out.html")
     page = parsed(tmp_path / "out.html")
-    overview, metrics = list(page.iter("table"))[:2]
-    shown = texts(overview, "tr")[1:]
+    overview, metrics, others = list(page.iter("table"))[:3]
     size = "a <b> & c: 60 users, 50 items, 700 actions"
-    assert shown == [
-        f"{runs[0]}{size}finished, 4 steps0.4 min",
-        f"{runs[1]}{size}not finished, 2 steps0.2 min",
-        f"{runs[2]}{size}not finished, 0 steps0.0 min",
-        f"{runs[3]}{size}finished, 4 steps0.4 min",
+    said = "validation True, every_epochs 1 (3 seeds) has hr@10 0.2500 on the test part. No other run has it yet."
+    assert texts(page, "p")[:2] == [said, size]
+    assert texts(overview, "tr") == [
+        "runseedstest hr@10validationevery_epochsstatetraining time",
+        f"{runs[0]} + 20, 3, 00.2500 [0.1578, 0.3723]True11 of 3 finished, 4, 2, 0 steps0.2 min each",
+        f"{runs[3]}0-False0finished, 4 steps0.4 min",
     ]
-    assert texts(metrics, "th") == ["metric", *map(str, runs), "popularity"]
-    assert {"hr@100.2500 [0.1578, 0.3723]---0.3000", "examples_per_second7--5-"} < set(texts(metrics, "tr"))
-    assert {"users60---", "items ranked50---", "step of the checkpoint2--4"} < set(texts(metrics, "tr"))
+    assert texts(metrics, "th") == ["metric", f"{runs[0]} + 2", str(runs[3]), "popularity"]
+    assert texts(metrics, "tr")[1:] == ["hr@100.2500 [0.1578, 0.3723]-0.3000", "mrr0.1000--"]
+    assert {"examples_per_second75-", "users60-", "items ranked50-", "step of the checkpoint24"} == set(
+        texts(others, "tr")[1:]
+    )
     note = "Of the best checkpoint on validation (of a run without a validation part: the last), over the whole corpus."
     assert any(text.startswith(note) for text in texts(page, "p"))
     assert texts(metrics, "strong") == ["0.2500 [0.1578, 0.3723]", "0.1000"]
     rows_shown = texts(page, "tr")
-    assert f"{runs[0]}itemforward2.00.250-" in rows_shown
-    assert f"{runs[0]}recommended25.0%50.0%25.0%60.0%" in rows_shown
-    assert f"{runs[0]}test targets12.5%37.5%50.0%-" in rows_shown
-    marks = texts(page, "mark")
-    differing = [row for row in rows_shown if row.startswith(("data.val", "train.seed", "evaluate.every_epochs"))]
-    assert differing == ["data.validationTrueTrueTrueFalse", "train.seed0300", "evaluate.every_epochs1110"]
-    # The path of the data differs as well.
-    assert len(marks) == 4 * 4
+    assert f"{runs[3]}itemforward2.00.250-" in rows_shown
+    assert f"{runs[0]} + 2recommended25.0%50.0%25.0%60.0%" in rows_shown
+    assert f"{runs[0]} + 2test targets12.5%37.5%50.0%-" in rows_shown
+    assert "train.seed0, 30" in rows_shown
+    assert f"{runs[0]} + 2{runs[0]}, {runs[1]}, {runs[2]}" in rows_shown
+
+
+def ranked_run(path: Path, seed: int, ranks: np.ndarray, settings: dict[str, Any], users: int = 0) -> Run:
+    results = means(ranks) | {"users": len(ranks), "corpus": 500, "step": 2, "seconds": 24.0}
+    ids = [f"u{user}" for user in range(users, users + len(ranks))]
+    files = {"results": results, "test_ranks": ranks.tolist(), "test_users": ids}
+    made_run(path, [], {"train.seed": seed, "data.path": "data"} | settings, **files)
+    return Run.read(path)
+
+
+def test_seeds_are_grouped_and_the_verdict_says_what_can_be_told(tmp_path: Path) -> None:
+    random, runs = np.random.default_rng(0), []
+    users = random.lognormal(3.5, 1.0, 2000)
+    for lr, factor in ((0.1, 1.0), (0.2, 0.7), (0.3, 0.699)):
+        for seed in (1, 2, 3):
+            ranks = 1 + (users * factor * random.lognormal(0, 0.5, 2000)).astype(int)
+            runs.append(ranked_run(tmp_path / f"{lr}-{seed}", seed, ranks, {"dense.lr": lr, "train.threads": 1}))
+    groups = grouped(runs)
+    assert [group.seeds for group in groups] == ["1, 2, 3"] * 3 and differing(groups) == ["dense.lr"]
+    values = [run.results["hr@10"] for run in runs[:3]]
+    assert groups[0].mean("hr@10") == pytest.approx(np.mean(values))
+    assert groups[0].spread("hr@10") == pytest.approx(np.std(values, ddof=1))
+    best = max((1, 2), key=lambda at: groups[at].mean("hr@10"))
+    other = 3 - best
+    found = differences(groups, "hr@10")
+    assert found[best] is None and (to_dot := found[0]) and (to_other := found[other])
+    assert to_dot.mean == pytest.approx(groups[0].mean("hr@10") - groups[best].mean("hr@10"))
+    assert to_dot.low < to_dot.mean < to_dot.high < 0 and to_dot.is_clear and not to_other.is_clear
+    said = verdict(groups, "hr@10")
+    assert said.startswith(f"It cannot be told which is best at hr@10: lr {(0.1, 0.2, 0.3)[best]} (3 seeds) (0.")
+    only = grouped(runs[:6])
+    (difference,) = [of for of in differences(only, "hr@10") if of]
+    assert verdict(only, "hr@10") == (
+        f"lr 0.2 (3 seeds) is best at hr@10: {only[1].mean('hr@10'):.4f} ± {only[1].spread('hr@10'):.4f}, ahead of lr "
+        f"0.1 (3 seeds) ({only[0].mean('hr@10'):.4f} ± {only[0].spread('hr@10'):.4f}) by {-difference.mean:+.4f}, 95 % "
+        f"interval {-difference.high:+.4f} to {-difference.low:+.4f}."
+    )
+    # One seed of each has a narrower interval: that of the users alone.
+    (single,) = [of for of in differences(grouped([runs[0], runs[3]]), "hr@10") if of]
+    share = np.mean([(run.results["hr@10"]) for run in (runs[0], runs[3])])
+    assert 0 < single.high - single.low < 4 * 1.96 * np.sqrt(share * (1 - share) / 2000)
+
+
+def test_a_difference_of_seeds_alone_is_not_clear(tmp_path: Path) -> None:
+    """Two settings whose users all fare alike, but whose seeds do not."""
+    runs = []
+    for lr, hits in ((0.1, (100, 900)), (0.2, (150, 950))):
+        for seed, count in enumerate(hits):
+            ranks = np.where(np.arange(2000) < count, 1, 100)
+            runs.append(ranked_run(tmp_path / f"{lr}-{seed}", seed, ranks, {"dense.lr": lr}))
+    (difference,) = [of for of in differences(grouped(runs), "hr@10") if of]
+    assert difference.mean == pytest.approx(-0.025) and not difference.is_clear
+    for at in (0, 1):
+        (alone,) = [of for of in differences(grouped(runs[at::2]), "hr@10") if of]
+        assert alone.mean == pytest.approx(-0.025) and alone.is_clear
+
+
+@pytest.mark.parametrize("what", ["users", "rules", "ranks"])
+def test_what_is_not_ranked_alike_is_not_compared(tmp_path: Path, what: str) -> None:
+    ranks = np.arange(1, 61)
+    one = ranked_run(tmp_path / "one", 0, ranks, {"dense.lr": 0.1})
+    settings = {"dense.lr": 0.2} | ({"evaluate.exclude_history": "no"} if what == "rules" else {})
+    other = ranked_run(tmp_path / "other", 0, ranks + 1, settings, users=7 if what == "users" else 0)
+    if what == "ranks":
+        (tmp_path / "other/test_ranks.json").unlink()
+        other = Run.read(tmp_path / "other")
+    groups = grouped([one, other])
+    assert differences(groups, "hr@10") == [None, None]
+    assert verdict(groups, "hr@10").startswith("It cannot be told which is best at hr@10: ")
+    assert verdict(groups, "hr@10").endswith(" are not ranked for the same users by the same rules.")
+
+
+def test_few_users_tell_nothing(tmp_path: Path) -> None:
+    """Five of them, all in favor of one."""
+    ranks = np.arange(1, 61)
+    runs = [
+        ranked_run(tmp_path / name, 0, of, {"dense.lr": lr})
+        for name, of, lr in (("one", ranks, 0.1), ("other", np.where(ranks <= 15, 1, ranks), 0.2))
+    ]
+    assert [of.users for of in differences(grouped(runs), "hr@10") if of] == [5]
+    assert verdict(grouped(runs), "hr@10").startswith("It cannot be told")
 
 
 def test_a_refit_that_is_not_shown_is_named(tmp_path: Path) -> None:
@@ -125,7 +210,7 @@ def test_a_refit_that_is_not_shown_is_named(tmp_path: Path) -> None:
     said = []
     for runs in ([run], [run], [run, refit]):
         write_report(runs, tmp_path / "out.html")
-        said.append(f"is a run of its own: {refit}." in texts(parsed(tmp_path / "out.html"), "p")[0])
+        said.append(f"is a run of its own: {refit}." in "".join(texts(parsed(tmp_path / "out.html"), "p")))
         (refit / "results.json").write_text(json.dumps(results))
     assert said == [False, True, False]
 
@@ -137,7 +222,7 @@ def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> No
     for number, (popular, peeked) in enumerate(shown):
         results = {"hr@10": 0.25, "users": 60, "step": 2, "seconds": 24.0, "popularity/hr@10": popular}
         results |= {} if peeked is None else {"peeked/hr@10": peeked}
-        runs.append(made_run(tmp_path / f"run{number}", [], {}, results=results))
+        runs.append(made_run(tmp_path / f"run{number}", [], {"dense.lr": 0.1 + number}, results=results))
     write_report(runs, tmp_path / "out.html")
     metrics = list(parsed(tmp_path / "out.html").iter("table"))[1]
     colors = [[span.attrib["class"] for span in head.iter("span")] for head in metrics.iter("th")]
@@ -148,7 +233,7 @@ def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> No
 def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Path) -> None:
     seconds = {10: 60.0, 20: 1.0, 30: 3.0}
     rows = [training_row(step, **{"time/forward": spent}) for step, spent in seconds.items()]
-    runs = [made_run(tmp_path / "run", rows, {}), made_run(tmp_path / "one", rows[:1], {})]
+    runs = [made_run(tmp_path / "run", rows, {}), made_run(tmp_path / "one", rows[:1], {"dense.lr": 0.1})]
     write_report(runs, tmp_path / "out.html")
     shown = texts(parsed(tmp_path / "out.html"), "tr")
     assert f"{runs[0]}2,000.02,000.0" in shown and f"{runs[1]}60,000.060,000.0" in shown
@@ -200,8 +285,8 @@ def test_ticks_are_round_and_around_all_values(low: float, high: float) -> None:
 
 def test_a_chart_leaves_out_what_is_not_finite_and_thins_what_is_long() -> None:
     nan = float("nan")
-    assert chart("t", "step", [[(1, 2.0), (2, nan), (3, 4.0)]]).count("<circle") == 2
-    assert "nothing yet" in chart("t", "step", [[(1, nan)], []])
+    assert chart("t", "step", [(0, [(1, 2.0), (2, nan), (3, 4.0)])]).count("<circle") == 2
+    assert "nothing yet" in chart("t", "step", [(0, [(1, nan)]), (1, [])])
     long = [(float(x), float(x % 2)) for x in range(2 * POINTS)]
     assert thinned(long, POINTS) == [(2 * at + 0.5, 0.5) for at in range(POINTS)]
     assert thinned(long[:POINTS], POINTS) == long[:POINTS]

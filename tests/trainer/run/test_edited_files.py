@@ -3,6 +3,7 @@ names the file and the field."""
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ RESULTS = {
     "popularity/hr@10": 0.3, "recommended/coverage@10": 0.6, "recommended/top_1_percent": 0.1,
     "recommended/top_10_percent": 0.5, "targets/top_1_percent": 0.1, "targets/top_10_percent": 0.5,
 }  # fmt: skip
+RANKS, USERS = [1, 3, 40], ["u1", "u2", "u3"]
 DATASET = {"name": "made", "users": 60, "items": 50, "actions": 700, "schema": {"features": [], "tables": []}}
 
 
@@ -50,15 +52,21 @@ def run(tmp_path: Path) -> Path:
     (path / "dataset.json").write_text(json.dumps(DATASET))
     (path / "results.json").write_text(json.dumps(RESULTS))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (path / "test_ranks.json").write_text(json.dumps(RANKS))
+    (path / "test_users.json").write_text(json.dumps(USERS))
+    # Of another group, to be compared with.
+    shutil.copytree(path, tmp_path / "other")
+    (tmp_path / "other/config.toml").write_text(dump_toml(small_config(path, {"dense.lr": 0.1})))
     return path
 
 
 def report(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `logitmix report` says: nothing, or one line that names the file. The page and the line hold no controls."""
+    """What `logitmix report` of this and another run says: nothing, or one line that names the file. The page and the
+    line hold no controls."""
     page = run.parent / "page.html"
     page.unlink(missing_ok=True)
     try:
-        cli.main(["report", str(run), "--out", str(page)])
+        cli.main(["report", str(run), str(run.parent / "other"), "--out", str(page)])
         shown, said = page.read_text(), ""
     except SystemExit as end:
         assert end.code == 2
@@ -78,6 +86,20 @@ def test_every_field_of_a_json_file(run: Path, name: str, capsys: pytest.Capture
             refused += bool(said)
             assert not said or not at or at[0] in said or "nested too deep" in said or "Exceeds the limit" in said
     assert refused > 20
+
+
+@pytest.mark.parametrize("name", ["test_ranks.json", "test_users.json"])
+def test_every_entry_of_the_ranks_and_their_users(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, refused = json.loads((run / name).read_text()), 0
+    for at in places(tree):
+        for value in CHANCE.sample(VALUES, 6):
+            (run / name).write_text(edited(tree, (at, value)))
+            said = report(run, "", capsys)
+            refused += bool(said)
+            assert not said or name in said
+    assert refused > 5
+    (run / name).write_text(json.dumps(tree[1:]))
+    assert "test_ranks.json has" in report(run, "", capsys)
 
 
 @pytest.mark.parametrize("line", range(len(ROWS)))
