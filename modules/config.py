@@ -22,7 +22,7 @@ class SASRecConfig:
 
     module = "logitmix.modules.encoders.sasrec:SASRec"
     kind: str = "sasrec"
-    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     blocks: int = 2
     """b: attention blocks."""
     heads: int = 1
@@ -49,7 +49,7 @@ class HSTUConfig:
 
     module = "logitmix.modules.encoders.hstu:HSTU"
     kind: str = "hstu"
-    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     blocks: int = 4
     heads: int = 2
     dropout: float = 0.2
@@ -77,7 +77,7 @@ class PooledConfig:
 
     module = "logitmix.modules.encoders.pooled:Pooled"
     kind: str = "pooled"
-    """Each kind has its own settings; --model.encoder.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     hidden: int = 256
     """Hidden width of the MLP."""
     dropout: float = 0.2
@@ -137,7 +137,7 @@ class DotConfig:
 
     module = "logitmix.modules.similarity.dot:Dot"
     kind: str = "dot"
-    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help model.similarity lists them."""
     normalize: bool = True
     """L2-normalize both embeddings, which makes the product a cosine."""
     temperature: float = 0.05
@@ -153,7 +153,7 @@ class MLPConfig:
 
     module = "logitmix.modules.similarity.mlp:MLP"
     kind: str = "mlp"
-    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help model.similarity lists them."""
     hidden: int = 512
     """H: width of the hidden layer."""
     dropout: float = 0.1
@@ -170,7 +170,7 @@ class NeuMFConfig:
 
     module = "logitmix.modules.similarity.neumf:NeuMF"
     kind: str = "neumf"
-    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help model.similarity lists them."""
     gmf_dim: int = 32
     """G: width of the product of query and item ("GMF")."""
     hidden: int = 256
@@ -195,7 +195,7 @@ class DeepFMConfig:
 
     module = "logitmix.modules.similarity.deepfm:DeepFM"
     kind: str = "deepfm"
-    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help model.similarity lists them."""
     query_components: int = 8
     """U: groups of the query, MoL's k_u."""
     item_components: int = 8
@@ -229,7 +229,7 @@ class MoLConfig:
 
     module = "logitmix.modules.similarity.mol:mixture_of_logits"
     kind: str = "mol"
-    """Each kind has its own settings; --model.similarity.kind KIND --help lists them."""
+    """Each kind has its own settings; --model.similarity.kind KIND --help model.similarity lists them."""
     normalize: bool = True
     """L2-normalize components ("component-level hypersphere embeddings", section 3.3)."""
     temperature: float = 0.05
@@ -316,7 +316,7 @@ class LossConfig:
     """Whether scores may be corrected by the log of sampling probabilities, as `in_batch` does."""
     kind: str = "softmax"
     """Sampled softmax (softmax), the binary cross entropy of the paper's baseline (bce, section 5.1.2), or a plugin's;
-    --model.loss.kind KIND --help lists the settings."""
+    --model.loss.kind KIND --help model.loss lists the settings."""
     negatives: int = 128
     """N: uniform negatives of a group."""
     in_batch: int = 0
@@ -355,6 +355,8 @@ the settings, which returns the sum of the losses of T positions."""
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The model's width and the features that it uses."""
+
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
     features: tuple[str, ...] = ()

@@ -42,6 +42,8 @@ COMMANDS = (
     "doctor",
 )
 """Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
+OPTIONS = ("-h", "--help", "--version", "--completion")
+"""Instead of a command."""
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
@@ -60,6 +62,8 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   update-items DIR --items FILE                     new items into a serving directory, from their features
   doctor                                            what this machine has, and what is missing or does not work
 
+  --version                                         of logitmix and the libraries that must match
+  --completion bash|zsh                             a script that completes words (docs/install.md)
   --import FILE.py | --import MODULE                with every command: a plugin (docs/extending.md)
 
 datasets: {names}
@@ -77,8 +81,8 @@ MAPPING = ("export", "retrieve", "serve", "update-items")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = _without_options(list(sys.argv[1:] if arguments is None else arguments))
-    if not words or words[0] not in COMMANDS:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in (*COMMANDS, *OPTIONS):
         print(_usage(), file=sys.stderr)
         if words:
             print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
@@ -124,23 +128,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remove_logs_of_no_run()
 
 
-def _without_options(words: list[str]) -> list[str]:
-    """The words without those that are no command's; ends the process for those that ask for something else."""
-    if words[:1] in (["-h"], ["--help"]):
+def run(command: str, words: list[str]) -> None:
+    """Runs one of COMMANDS or OPTIONS with the words that follow it."""
+    if command in ("-h", "--help"):
         print(_usage())
-        raise SystemExit(0)
-    return words
+    elif command == "--version":
+        from logitmix.trainer.commands.doctor import versions
+
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+    elif command == "--completion":
+        from logitmix.trainer.commands.completion import completion
+
+        print(completion("".join(words[:1]), COMMANDS, OPTIONS), end="")
+    else:
+        importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").run(words)
 
 
 def _usage() -> str:
     with contextlib.suppress(ValueError):  # which the commands say
         load_plugins()
     return USAGE.format(names=", ".join(SOURCES), recipes=", ".join(recipe_names()))
-
-
-def run(command: str, words: list[str]) -> None:
-    """Runs a command of COMMANDS with its words."""
-    importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").run(words)
 
 
 def _out_of_memory(error: Exception) -> str:

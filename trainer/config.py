@@ -28,6 +28,8 @@ from logitmix.trainer.schedule import SCHEDULES
 
 @dataclass(frozen=True)
 class DataConfig:
+    """The dataset, and what of it is held out."""
+
     path: str = "data/demo"
     """Dataset directory, as `logitmix prepare` writes it."""
     split: Literal["leave-one-out", "time"] = "leave-one-out"
@@ -136,6 +138,8 @@ class DenseConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """How long and in what way a run trains, and what it saves."""
+
     seed: int = 0
     """Determines initial weights, dropout, negatives and batch order, for any number of ranks."""
     batch_size: int = 128
@@ -218,6 +222,8 @@ COMPARED_WITH = BASELINES | {"peeked": "peeked: best on test"}
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    """When and how the corpus is ranked, and the metric that chooses the best checkpoint."""
+
     every_epochs: int = 1
     """Epochs between two evaluations on the validation items; 0 evaluates nothing, neither these nor the test items."""
     metric: str = "hr@10"

@@ -1,7 +1,11 @@
 """The words of `logitmix train`: the settings that there are depend on the kinds of similarity and encoder."""
 
 import os
-from dataclasses import replace
+import re
+import subprocess
+import sys
+from dataclasses import is_dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +26,7 @@ from logitmix.modules.config import (
     SASRecConfig,
 )
 from logitmix.trainer import cli, loop
-from logitmix.trainer.commands import retrieve
+from logitmix.trainer.commands import recipe_help, retrieve
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.evaluation import evaluate
@@ -164,7 +168,7 @@ def test_wrong_settings_of_a_table_are_refused(
 )
 def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "demo-mol", f"--model.{section}.kind", kind, "--help"])
+        cli.main(["train", "demo-mol", f"--model.{section}.kind", kind, "--help", "all"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     recipe = load_recipe("demo-mol")
@@ -173,14 +177,67 @@ def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.Captur
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_says_what_a_recipe_changes_and_which_sections_there_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "ml-1m-mol", "--train.clip", "0.5", "--tables.item.lr", "2", "--train.refit", "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 60
+    changed, sections = said.partition("\noptions:")[0].splitlines(), said.partition("sections of settings:")[2]
+    flags = ("train.epochs 24", "train.clip 0.5", "tables.item.lr 2.0", "train.refit", "start.model.loss.negatives 512")
+    assert {f"  --{flag}" for flag in flags} <= {*changed}
+    assert not [line for line in changed if "train.seed" in line or "model.dim" in line]
+    names = [line.split()[0] for line in sections.splitlines() if line[2:3].strip() and line.startswith("  ")]
+    assert names == list(recipe_help.sections_of(Config()))
+    # Each with a line of its own about it.
+    assert all(re.search(rf"^  {re.escape(name)}  +\w", sections, re.MULTILINE) for name in names)
+
+
+def test_help_of_a_section_has_its_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_recipe("ml-1m-mol")
+    for section, value in recipe_help.sections_of(config).items():
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["train", "ml-1m-mol", "--help", section])
+        assert stop.value.code == 0
+        flags = set(re.findall(r"^\W? --(\w[\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+        own = {name for name, each in vars(value).items() if not is_dataclass(each) and name != "by_name"}
+        assert flags == {f"{section}.{name.replace('_', '-')}" for name in own}
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "ml-1m-mol", "--help", "modle"])
+    assert stop.value.code == 2
+    assert "no section 'modle' (did you mean model?); --help takes data, model, " in capsys.readouterr().err
+
+
+def test_help_versions_and_completion_load_no_torch() -> None:
+    """Which takes seconds."""
+    program = """
+import contextlib, io, sys
+from logitmix.trainer import cli
+for command in [*cli.COMMANDS, "train demo-mol", "plan demo-mol"]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+for words in (["--help"], ["--completion", "bash"], ["--version"]):
+    cli.main(words)
+assert "torch" not in sys.modules
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said = told.stdout.splitlines()[-1]
+    for name in ("logitmix", "torch", "torchrec"):
+        assert f"{name} {version(name)}" in said.split(", ")
+    assert re.search(r", fbgemm-gpu(-cpu)? \d", said)
+
+
 def test_help_breaks_its_lines_where_they_are_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The docstring of this setting ends a line after "learns to"."""
+    """Not where the docstring's do: tyro would begin a line at this quote."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        cli.main(["train", "demo-mol", "--help"])
-    assert "so that the model learns to work from" in capsys.readouterr().out
+        cli.main(["train", "demo-mol", "--help", "model"])
+    assert 'that have a column. "recency",' in capsys.readouterr().out
 
 
 def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

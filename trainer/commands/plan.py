@@ -20,7 +20,7 @@ usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] 
                             [--section.field VALUE ...]
 
 It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
-rank would hold; logitmix plan RECIPE --help lists every setting
+rank would hold; logitmix plan RECIPE --help lists the sections of settings
 recipes: {recipes}, or the path of a TOML file"""
 
 
@@ -33,6 +33,7 @@ class Arguments(JSONOption, Config):
     per_host: int = 0
     """Ranks of each host; all, but 8 at most, when 0."""
     device: Literal["cuda", "cpu"] = "cuda"
+    """What the ranks run on."""
     gpu_gib: float = 80.0
     """Memory of a GPU in GiB."""
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from logitmix.common.mappings import class_of_kind, nearest
+from logitmix.trainer.commands.recipe_help import show_help, take_help
 from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import (
@@ -35,6 +36,7 @@ def names_no_recipe(words: Sequence[str], otherwise: str) -> bool:
 
 def of_recipe(kind: type[R], command: str, words: list[str]) -> tuple[R, Config, str]:
     """The arguments whose words are a recipe and its settings, these settings, and what `settled` says of them."""
+    words, section = [words[0], *(taken := take_help(words[1:]))[0]], taken[1]
     recipe, found = load_sized(words[0], last_value(words, "--data.path"))
     others, first = take_start_words(words[1:])
     if NO_START in others:
@@ -48,7 +50,11 @@ def of_recipe(kind: type[R], command: str, words: list[str]) -> tuple[R, Config,
     config = Config(**{entry.name: getattr(arguments, entry.name) for entry in dataclasses.fields(Config)})
     config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
     config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
-    return arguments, *settled(config, found)
+    config, sizes = settled(config, found)
+    if section is not None:
+        show_help(section, arguments, config, f"{command} {words[0]}")
+        raise SystemExit(0)
+    return arguments, config, sizes
 
 
 def last_value(words: Sequence[str], flag: str) -> str:

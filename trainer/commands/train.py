@@ -18,7 +18,7 @@ usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
        --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
                                        recipe's section [start], if it has one; --no-start leaves it out
 
-logitmix train RECIPE --help lists every setting with the recipe's value
+logitmix train RECIPE --help lists what the recipe changes and the sections of settings; --help SECTION lists one
 recipes: {recipes}, or the path of a TOML file"""
 
 

@@ -49,7 +49,7 @@ def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
     commands share, which are keyword-only, come last."""
     if not dataclasses.is_dataclass(info.type):
         return None
-    hints, docs = typing.get_type_hints(info.type, include_extras=True), docs_of(info.type)
+    hints = typing.get_type_hints(info.type, include_extras=True)
     found = []
     for entry in sorted(dataclasses.fields(info.type), key=lambda entry: entry.kw_only is True):
         default: Any = tyro.MISSING_NONPROP
@@ -59,8 +59,14 @@ def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
             default = entry.default
         elif entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
-        found.append(StructFieldSpec(entry.name, hints[entry.name], default, docs.get(entry.name)))
+        found.append(
+            StructFieldSpec(entry.name, hints[entry.name], default, functools.partial(_doc_of, info.type, entry.name))
+        )
     return StructConstructorSpec(info.type, tuple(found))
+
+
+def _doc_of(kind: Any, name: str) -> str | None:
+    return docs_of(kind).get(name)
 
 
 @functools.cache

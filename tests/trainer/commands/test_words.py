@@ -1,4 +1,8 @@
+from dataclasses import fields
+
 import pytest
+import tyro
+from tyro import _errors
 
 from logitmix.trainer.commands.words import parts, whole_numbers
 
@@ -32,3 +36,21 @@ def test_times_are_whole_numbers_between_commas() -> None:
     assert whole_numbers("--timestamps", '12, -3,"4"') == [12, -3, 4]
     with pytest.raises(ValueError, match=r"^--timestamps is 1,x; it must be whole numbers, separated by commas$"):
         whole_numbers("--timestamps", "1,x")
+
+
+@pytest.mark.parametrize(
+    ("event", "needed"),
+    [
+        ("UnrecognizedArgs", {"tokens"}),
+        ("MissingArgs", {"missing_arguments"}),
+        ("BadValue", {"argument"}),
+        ("InvalidChoice", {"argument", "value", "choices"}),
+        ("InstantiationFailure", {"argument", "message"}),
+    ],
+)
+def test_tyro_has_the_private_events_that_errors_are_made_of(event: str, needed: set[str]) -> None:
+    found = {field.name for field in fields(getattr(_errors, event))} if hasattr(_errors, event) else set()
+    assert needed <= found, (
+        f"tyro {tyro.__version__} has other events: adapt _problem in trainer/commands/words.py, and the range of "
+        "versions in pyproject.toml"
+    )

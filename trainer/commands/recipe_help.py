@@ -1,0 +1,121 @@
+"""`--help` after `train RECIPE` and `plan RECIPE`: what the recipe changes and the sections; with --help SECTION the
+settings of a section; with --help all those of all."""
+
+import dataclasses
+import shlex
+import shutil
+import textwrap
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from logitmix.common.mappings import nearest
+from logitmix.trainer.commands.words import docs_of, parse
+from logitmix.trainer.config import KINDS, Config, flatten, with_settings
+
+ALL = "all"
+
+
+def take_help(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words without `--help [SECTION]`, and the section: "" where none is named, None where there is no --help."""
+    for at, word in enumerate(words):
+        if word in ("-h", "--help"):
+            section = "".join(words[at + 1 : at + 2])
+            section = "" if section.startswith("-") else section
+            return [*words[:at], *words[at + 1 + bool(section) :]], section
+    return list(words), None
+
+
+def show_help(section: str, arguments: Config, config: Config, command: str) -> None:
+    """Prints a page. `arguments`: those of `command`, such as "train demo-mol", with its own options and its sections;
+    `config`: the recipe with the settings that the words have given.
+
+    Raises ValueError for an unknown section.
+    """
+    known = sections_of(config)
+    if not section:
+        print(_overview(arguments, config, known, command))
+        return
+    page: Any = arguments
+    if section != ALL:
+        if section not in known:
+            near = nearest(section, list(known))
+            raise ValueError(f"no section {section!r}{near}; --help takes {', '.join(known)} and {ALL}")
+        page = _alone(section, known[section])
+    # Prints the page and ends the process.
+    parse(type(page), command, ["--help"], page)
+
+
+def sections_of(config: object, prefix: str = "") -> dict[str, Any]:
+    """The sections of settings by their names, {"model.encoder": SASRecConfig(…), …}, each before those within."""
+    found: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            found |= {f"{prefix}{name}": value} | sections_of(value, f"{prefix}{name}.")
+    return found
+
+
+def _overview(arguments: Config, config: Config, known: Mapping[str, Any], command: str) -> str:
+    now = flatten(config)
+    kinds = {name: now[name] for name in KINDS}
+    before = flatten(with_settings(Config(), kinds)) | {name: flatten(Config())[name] for name in kinds}
+    changed = [_words(name, value) for name, value in now.items() if name not in before or before[name] != value]
+    kind: Any = type(arguments)
+    docs = docs_of(kind)
+    own = [entry for entry in dataclasses.fields(arguments) if entry.name not in known]
+    own.sort(key=lambda entry: (hasattr(config, entry.name), entry.kw_only))
+    sections = {
+        name: " ".join((type(value).__doc__ or "").split()).partition(". ")[0].rstrip(".")
+        for name, value in known.items()
+    }
+    return "\n".join(
+        [
+            f"usage: logitmix {command} [--section.setting VALUE ...] [--option VALUE ...]\n",
+            f"{kind.__doc__}\n",
+            "settings that are not the defaults:",
+            *(f"  {line}" for line in sorted(changed, key=lambda line: line.startswith("--start.")) or ["none"]),
+            "\noptions:",
+            *_listed({f"--{entry.name.replace('_', '-')}": docs.get(entry.name, "") for entry in own}),
+            "\nsections of settings:",
+            *_listed(sections),
+            f"\nlogitmix {command} --help SECTION lists the settings of a section, --help {ALL} those of all.",
+        ]
+    )
+
+
+def _words(name: str, value: Any) -> str:
+    """A setting as the command line takes it."""
+    section, dot, name = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return f"--{section}{dot}{'' if value else 'no-'}{name}"
+    values = value if isinstance(value, list) else [value]
+    return " ".join([f"--{section}{dot}{name}", *(shlex.quote(str(each)) for each in values)])
+
+
+def _listed(said: Mapping[str, str]) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 120)
+    column = max(map(len, said)) + 4
+    found = []
+    for name, text in said.items():
+        begin = f"  {name}".ljust(column)
+        found.append(textwrap.fill(f"{begin}{text}", width, subsequent_indent=" " * column, break_on_hyphens=False))
+    return found
+
+
+def _alone(section: str, value: Any) -> Any:
+    """A dataclass with the settings of a section, without those of the sections within, under their full names."""
+    kind: Any = type(value)
+    within = []
+    hints, docs = typing.get_type_hints(kind, include_extras=True), docs_of(kind)
+    settings: list[tuple[str, Any, Any]] = []
+    for entry in dataclasses.fields(kind):
+        default = getattr(value, entry.name)
+        if dataclasses.is_dataclass(default):
+            within.append(f"{section}.{entry.name}")
+        elif not isinstance(default, dict):
+            named = tyro.conf.arg(name=f"{section}.{entry.name}", help=docs.get(entry.name))
+            settings.append((entry.name, Annotated[hints[entry.name], named], default))
+    doc = f"{kind.__doc__} Sections within: {', '.join(within)}." if within else kind.__doc__
+    return dataclasses.make_dataclass(kind.__name__, settings, frozen=True, namespace={"__doc__": doc})()
