@@ -61,7 +61,7 @@ class QueryTower(nn.Module):
         self.encoder = build_encoder(config.dim, config.encoder)
         self.users = FeatureEmbeddings(schema.of("user"), dims, config.dim)
         self.events = FeatureEmbeddings(schema.of("event"), dims, config.dim)
-        self.apart = _place_of_user(schema) if has_user_component(config) else None
+        self.user_place = _place_of_user(schema) if has_user_component(config) else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.encoder.reset_parameters(generator)
@@ -83,9 +83,9 @@ class QueryTower(nn.Module):
         """
         events = self.events(rows, features.values)
         users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
-        apart = [] if self.apart is None else [users.pop(self.apart)]
+        component = [] if self.user_place is None else [users.pop(self.user_place)]
         encoded_TD = self.encoder(_sum(item_TD, events), packing, noise)
-        return Embedded(_sum(encoded_TD, users), [*users, *events, *apart])
+        return Embedded(_sum(encoded_TD, users), [*users, *events, *component])
 
 
 def _place_of_user(schema: Schema) -> int:

@@ -1,5 +1,5 @@
 """The process of the command `logitmix`, also as `python -m logitmix.trainer`: however early or late Ctrl-C comes, it
-prints no traceback.
+prints no traceback. Nor does it where nobody reads the rest of its output.
 
 Python's own handler prints one where no code of the command runs: while modules load, in destructors, and while the
 interpreter ends.
@@ -24,7 +24,14 @@ def main() -> None:
     try:
         if heeded:
             signal.signal(signal.SIGINT, _interrupt)
-        cli.main()
+        try:
+            cli.main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads the output, such as head, has seen enough: nothing is said, by Python neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except KeyboardInterrupt:
         raise SystemExit(STATUS) from None
     finally:

@@ -102,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _tell_others(str(error), USER_ERROR)
             raise SystemExit(USER_ERROR) from None
         _fail(str(error), USER_ERROR)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except MemoryError as error:

@@ -61,10 +61,10 @@ class MoL(Similarity):
     def use_features(self, of_query: int, of_item: int) -> None:
         """Gives each feature its own component, which is compressed together with the others; not the user's id where
         it stays a component."""
-        C, hidden, apart = self.config.component_dim, self.config.gate_hidden, self.config.user_component
-        if of_query - apart:
-            kept = self.config.query_components - apart
-            self.query_features = Compressed(self.dim, of_query - apart, kept, C, hidden)
+        C, hidden, with_user = self.config.component_dim, self.config.gate_hidden, self.config.user_component
+        if of_query - with_user:
+            kept = self.config.query_components - with_user
+            self.query_features = Compressed(self.dim, of_query - with_user, kept, C, hidden)
         if of_item:
             self.item_features = Compressed(self.dim, of_item, self.config.item_components, C, hidden)
 

@@ -53,3 +53,11 @@ def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
     program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['doctor']\nmain()"
     ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (status, "")
+
+
+def test_who_has_seen_enough_of_the_output_is_told_nothing() -> None:
+    words = [sys.executable, "-m", "logitmix.trainer", "--help"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait()) == (b"", 128 + signal.SIGPIPE)

@@ -50,7 +50,7 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     own = model.tower.state_dict()
     # What is added to a sum begins as nothing. A component does not: its L2 norm would magnify gradients at zero.
-    component = f"{_MAPS['user']}{model.tower.query_tower.apart}."
+    component = f"{_MAPS['user']}{model.tower.query_tower.user_place}."
     new = {
         name: torch.zeros_like(of)
         for name, of in own.items()
