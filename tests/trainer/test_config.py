@@ -214,7 +214,6 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "model.dim": 96,
         "model.features": ["genres", "age"],
         "model.encoder.heads": 3,
-        "model.loss.kind": "bce",
         "model.loss.share": "batch",
         "tables.sharding": "column_wise",
         "tables.dim": 16,
@@ -227,6 +226,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.seed": 2**63 - 1,
         "train.precision": "fp32",
         "train.device": "cuda",
+        "train.loggers": ["wandb"],
         "train.schedule": "cosine",
         "train.on_damage": "stop",
         "train.on_save_failure": "continue",
@@ -237,8 +237,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     if kind == "mol":
         others["model.similarity.gating"] = "joint"
     for flag, value in flatten(config).items():
-        # Negatives from the batch do not go with the other kind of loss.
-        if flag in ("model.similarity.kind", "model.encoder.kind", "model.loss.in_batch", "data.validation"):
+        if flag in ("model.similarity.kind", "model.encoder.kind", "model.loss.kind", "data.validation"):
             others[flag] = value
             continue
         if flag not in others:
