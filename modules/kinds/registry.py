@@ -20,6 +20,7 @@ KINDS = Registry[Kind](
         "weighted_ids": WeightedIds(),
     },
     needs=("read", "in_request", "cell", "embed", "sparse"),
+    instances=True,
 )
 
 
