@@ -8,7 +8,7 @@ import pytest
 
 from logitmix.common import plugins
 from logitmix.common.mappings import from_mapping
-from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, take_imports
+from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, require_plugins, take_imports
 from logitmix.trainer.schedule import SCHEDULES
 
 
@@ -84,6 +84,19 @@ def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str,
 def test_a_plugin_that_is_not_there_is_named(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_plugins([given], "run/config.toml")
+
+
+def test_what_an_export_needs_is_refused_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^x needs the plugin half\.py \(123\): --import PLACE/half\.py; in Py"):
+        require_plugins({"half.py": "123"}, "x")
+    with pytest.raises(ValueError, match=r"^x needs the plugin own \(1\.2\): pip install own, or --import MODULE"):
+        require_plugins({"own": "1.2"}, "x")
+    load_plugins([written(tmp_path / "half.py", HALF)])
+    (plugin,) = plugins.plugins()
+    require_plugins({"half.py": plugin.version}, "x")
+    assert capsys.readouterr().err == ""
+    require_plugins({"half.py": "123"}, "x")
+    assert capsys.readouterr().err == f"x was made with the plugin half.py 123, and here is {plugin.version}\n"
 
 
 def test_a_module_that_a_program_imports_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
