@@ -8,6 +8,8 @@
     print(api.compare("data/clicks", "runs/compare", minutes=10)["verdict"])
     api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
 
+What prepare, train, evaluate and compare return is a dict that shows itself as a table, in notebooks, too.
+
 All raise ValueError for the caller's mistakes, with one line that says what is wrong and what to do. To train with
 several processes, start them with `logitmix train --processes N`, torchrun or torchx.
 """
@@ -19,19 +21,22 @@ from typing import Any, Literal, get_args
 
 from logitmix.common.mappings import nearest, require
 from logitmix.common.plugins import load_plugins
-from logitmix.common.storage import fetched_run, naming_urls, path_of, say
+from logitmix.common.storage import fetched_run, naming_urls, path_of, say, shown
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop
 from logitmix.trainer.commands import comparison
 from logitmix.trainer.commands.sizing import load_sized, settled
+from logitmix.trainer.commands.tables import Shown, shown_metrics
 from logitmix.trainer.config import with_settings
 from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.summary import summarize
 from logitmix.trainer.evaluation import evaluate as evaluation
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.quiet import quietly
+from logitmix.trainer.run.folder import refit_path
 
 __all__ = ["Logger", "Retriever", "compare", "evaluate", "export", "prepare", "train"]
 
@@ -45,7 +50,9 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
     known = [entry.name for entry in fields(PrepareOptions)]
     for option in options:
         require(option in known, "the option of prepare", f"{option!r}{nearest(option, known)}", f"among {known}")
-    return preparing.prepare(PrepareOptions(name, **options))
+    chosen = PrepareOptions(name, **options)
+    description = preparing.prepare(chosen)
+    return Shown(description, shown(summarize(description, chosen.directory)))
 
 
 @quietly()
@@ -65,7 +72,9 @@ def train(
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)
-    return loop.train(config, path_of(run), callbacks)
+    path = path_of(run)
+    results = loop.train(config, path, callbacks)
+    return shown_metrics(results, f"{refit_path(path) if config.train.refit else path}: {_of_step('test', results)}")
 
 
 @quietly()
@@ -74,7 +83,12 @@ def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", thr
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
     if there is one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
-    return evaluation.evaluate_run(fetched_run(run), split, None, None, "auto", threads)
+    results = evaluation.evaluate_run(fetched_run(run), split, None, None, "auto", threads)
+    return shown_metrics(results, f"{run}: {_of_step(split, results)}")
+
+
+def _of_step(split: str, results: Mapping[str, float]) -> str:
+    return f"{split}, checkpoint of step {results['step']}"
 
 
 @quietly()
@@ -92,7 +106,8 @@ def compare(
     for name, value, kinds in (("minutes", minutes, (int, float)), ("threads", threads, (int,))):
         require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
     require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")
-    return comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
+    found = comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
+    return Shown(found, shown(comparison.as_text(found)))
 
 
 @quietly()

@@ -1,6 +1,9 @@
 """The commands as functions."""
 
+import json
+import re
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,14 @@ def test_from_clicks_to_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
     description = api.prepare("table", source=str(tmp_path / "clicks.csv"), out=str(tmp_path / "data"))
     assert (description["users"], description["items"]) == (40, 20)
+    assert "written   40 users, 20 items" in repr(description) and json.loads(json.dumps(description)) == description
     settings = {"data.path": str(tmp_path / "data"), "model.dim": 8, "train.epochs": 1, "train.device": "cpu"}
     results = api.train("auto", tmp_path / "run", settings)
     assert results == api.train("auto", tmp_path / "run", settings)  # the same sizes, or it would be another run
+    assert f"test, checkpoint of step {results['step']}" in repr(results)
+    (line,) = [line for line in repr(results).splitlines() if "mrr" in line]
+    assert [f"{results[name]:.4f}" for name in ("mrr", "popularity/mrr", "item_knn/mrr")] == re.findall(r"[\d.]+", line)
+    assert results._repr_html_() == f"<pre>{escape(repr(results))}</pre>"  # type: ignore[attr-defined]
     metrics = api.evaluate(tmp_path / "run")
     assert metrics["hr@10"] == results["hr@10"] and metrics["users"] == 40
     assert metrics["item_knn/hr@10"] == results["item_knn/hr@10"]

@@ -36,6 +36,8 @@ MATCHING = {"2.11": "1.6", "2.13": "1.8"}
 """Versions of torchrec and FBGEMM that have been run, by torch's."""
 OPTIONAL = {
     "tensorboard": (("tensorboard",), "train writes curves for it", "pip install tensorboard"),
+    "MLflow": (("mlflow",), "train --train.loggers mlflow", "pip install mlflow"),
+    "W&B": (("wandb",), "train --train.loggers wandb", "pip install wandb"),
     "torchx": (("torchx",), "it starts jobs on clusters", "pip install torchx"),
     "server": (("fastapi", "uvicorn", "prometheus_client"), "serve", "pip install fastapi uvicorn prometheus-client"),
     "faiss": (("faiss",), "export --faiss", "pip install faiss-cpu"),

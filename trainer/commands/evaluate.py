@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from logitmix.common.storage import fetched_run, shown
 from logitmix.launch.processes import is_main
@@ -21,8 +19,9 @@ from logitmix.trainer.commands.options import (
     ThreadsOption,
     let_threads_sleep,
 )
+from logitmix.trainer.commands.tables import metrics_table
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.config import COMPARED_WITH, HistoryRule
+from logitmix.trainer.config import HistoryRule
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,8 @@ def run(words: list[str]) -> None:
 
 
 def show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> None:
-    """Prints metrics as JSON, or as a table with the baselines' in columns of their own."""
+    """Prints metrics as JSON, or as a table."""
     if as_json:
         print(json.dumps(metrics))
         return
-    beside = [name for name in COMPARED_WITH if f"{name}/hr@10" in metrics]
-    heads = ("model", *(COMPARED_WITH[name] for name in beside)) if beside else ("value",)
-    table = Table("metric", *heads, title=Text(shown(title)))
-    for name in metrics:
-        if name.partition("/")[0] not in beside:
-            names = [name, *(f"{of}/{name}" for of in beside)]
-            table.add_row(Text(shown(name)), *(_number(metrics[of]) if of in metrics else "" for of in names))
-    Console().print(table)
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    Console().print(metrics_table(metrics, title))

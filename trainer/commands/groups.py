@@ -184,7 +184,9 @@ def differences(groups: Sequence[Group], metric: str) -> list[Difference | None]
         return found
     comparable = [group for group in groups if _comparable(group, best)]
     runs = [run for group in comparable for run in group.ranked]
-    value_UM = np.stack([METRICS[metric](run.ranks).astype(float) for run in runs if run.ranks is not None], axis=1)
+    value_UM = np.stack(
+        [METRICS.find(metric)(run.ranks).astype(float) for run in runs if run.ranks is not None], axis=1
+    )
     mean_RM = resampled_means(value_UM)
     values: dict[int, tuple[Floats, Floats]] = {}
     first = 0

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -41,6 +42,10 @@ SECONDS_BETWEEN_LINES = 15.0
 """At least, without a terminal to show a bar on."""
 
 
+NOTEBOOK_SECONDS = 0.5
+"""Between two states of the bar in a notebook."""
+
+
 class Telemetry:
     """Makes rows and lines on rank 0; on other ranks it only takes part in the sums."""
 
@@ -57,12 +62,16 @@ class Telemetry:
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
+        # rich shows a bar there by ipywidgets.
+        self.in_notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None
+        self.has_bar = self.console.is_terminal or self.in_notebook
         self.spikes = Spikes()
         self.pace = Pace(model.config.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
-            self.bar = Progress(BarColumn(20), line, console=self.console)
+            # A notebook puts what is printed while another thread refreshes the bar into the bar's place.
+            self.bar = Progress(BarColumn(20), line, console=self.console, auto_refresh=not self.in_notebook)
             profile = model.config.train.profile
             self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
@@ -72,7 +81,7 @@ class Telemetry:
     def __enter__(self) -> "Telemetry":
         self.pace.start()
         self.line_at = time.monotonic()
-        if self.main and self.console.is_terminal:
+        if self.main and self.has_bar:
             self.bar.start()
         if self.main and self.trace:
             self.trace.start()
@@ -84,7 +93,7 @@ class Telemetry:
         if self.main:
             if self.trace:
                 self.trace.stop()
-            if self.console.is_terminal:
+            if self.has_bar:
                 self.bar.stop()
             elif kind is None:
                 self._say_progress()
@@ -103,8 +112,11 @@ class Telemetry:
             return
         self.line = self.pace.line(pipeline.step, pipeline.clock.total, epoch, self.shown)
         self.bar.update(self.task, completed=pipeline.step, description=self.line)
-        due = pipeline.wire_counts is not None and time.monotonic() - self.line_at >= SECONDS_BETWEEN_LINES
-        if due and not self.console.is_terminal:
+        since = time.monotonic() - self.line_at
+        if self.in_notebook and since >= NOTEBOOK_SECONDS:
+            self.bar.refresh()
+            self.line_at = time.monotonic()
+        if pipeline.wire_counts is not None and since >= SECONDS_BETWEEN_LINES and not self.has_bar:
             self._say_progress()
         if self.trace:
             self.trace.step()
