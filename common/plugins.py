@@ -7,6 +7,7 @@ module in an entry point of the group logitmix.plugins. docs/extending.md has th
 
 import functools
 import operator
+import re
 import sys
 import traceback
 from collections import UserDict
@@ -130,13 +131,15 @@ def module_of(settings: Any) -> Any:
 
 
 def named(reference: Any) -> Any:
-    """What "module:attribute" names; anything else is itself."""
+    """What "module:attribute" names; anything else is itself. ValueError for an exception in a plugin's module."""
     if not isinstance(reference, str):
         return reference
     try:
         return resolve_name(reference)
-    except AttributeError as error:
-        raise ValueError(f"there is no {reference}: {first_line(error)}") from None
+    except Exception as error:
+        if reference.startswith("logitmix."):  # needs something that is not installed
+            raise
+        raise ValueError(f"{reference}: {_said(error)}") from None
 
 
 _loaded: dict[str, Plugin] = {}
@@ -206,7 +209,7 @@ def _import_module(name: str, source: str) -> None:
     except ModuleNotFoundError:  # of a package around it
         spec = None
     except Exception as error:
-        raise ValueError(f"{source}: {_said(error, '')}") from None
+        raise ValueError(f"{source}: {_said(error)}") from None
     if spec is None:
         raise ValueError(f"{source}: there is no module {name}; pip install it, or give a file: --import FILE.py")
     file = spec.origin or ""
@@ -240,15 +243,20 @@ def _import(plugin: Plugin, file: str, source: str, run: Callable[[], object]) -
     _loaded[plugin.name] = plugin
 
 
-def _said(error: Exception, file: str) -> str:
-    """File and line of an error in a plugin, and its message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
-    place = f"{frame.filename}:{frame.lineno}"
+def _said(error: Exception, file: str = "") -> str:
+    """File and line of an error in a plugin, and its message: the last line in `file`, if there is one."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _IMPORTING_CODE.search(frame.filename)
+    ]
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    places = [(frame.filename, frame.lineno) for frame in frames[-1:]]
     if isinstance(error, SyntaxError) and error.filename:
-        place = f"{error.filename}:{error.lineno}"
+        places = [(error.filename, error.lineno)]
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return f"{place}: {kind}{first_line(error)}"
+    return "".join(f"{name}:{line}: " for name, line in places) + kind + first_line(error)
+
+
+_IMPORTING_CODE = re.compile(rf"importlib|pkgutil\.py$|^{re.escape(__file__)}$")
 
 
 def _registering(caller: Mapping[str, Any]) -> Plugin:

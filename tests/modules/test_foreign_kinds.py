@@ -36,7 +36,7 @@ class OfPlain:
 
 @dataclass(frozen=True)
 class OfNothing:
-    module = "logitmix.modules.linear:Nonlinear"
+    module = "of_nobody:Nothing"
     kind: str = "own"
 
 
@@ -46,7 +46,7 @@ class OfNothing:
         (build_similarity, OfHalf(), "Half of kind own lacks pairs, query"),
         (build_similarity, OfPlain(), "Plain of kind own is no subclass of Similarity"),
         (build_encoder, OfPlain(), "Plain of kind own is no nn.Module with reset_parameters"),
-        (lambda dim, config: module_of(config), OfNothing(), "there is no logitmix.modules.linear:Nonlinear: module "),
+        (lambda dim, config: module_of(config), OfNothing(), "of_nobody:Nothing: ModuleNotFoundError: No module named"),
     ],
 )
 def test_what_is_no_such_module_is_refused(build: Any, config: Any, message: str) -> None:
