@@ -41,7 +41,7 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
         settings = cell.settings(paper.Options())
         config = with_settings(load_recipe(cell.recipe), settings)
         words = [word for name, value in settings.items() for word in paper._words(name, value)]
-        assert of_recipe(train.Arguments, "train", [cell.recipe, *words])[1] == config
+        assert of_recipe(train.Arguments, "train", [cell.recipe, *words], "")[1] == config
         name = cell.method.rpartition("+")[2].partition(" ")[0].partition("-")[0]
         assert config.model.similarity.kind == {"bce": "dot"}.get(name, name)
         assert (config.model.loss.kind == "bce") == (name == "bce")

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -143,6 +144,10 @@ def run(command: str, words: list[str]) -> None:
 
         print(completion("".join(words[:1]), COMMANDS, OPTIONS), end="")
     else:
+        if command != "train":
+            # Before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three
+            # times as long on shared cores.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").run(words)
 
 

@@ -115,6 +115,14 @@ def test_python_takes_another_kind_as_the_command_line_does(
     assert taken.get("model.similarity.projection_hidden", 48) == 48
 
 
+def test_another_kind_may_need_other_values(parsed: list[Config], tmp_path: Path) -> None:
+    """Those of the recipe may be refused with it: a correction of softmax."""
+    (tmp_path / "recipe.toml").write_text("[model]\nloss = { in_batch = 512, negatives = 64 }\n")
+    cli.main(["train", str(tmp_path / "recipe.toml"), "--model.loss.in-batch", "0", "--model.loss.kind", "bce"])
+    (config,) = parsed
+    assert (config.model.loss.kind, config.model.loss.in_batch, config.model.loss.negatives) == ("bce", 0, 64)
+
+
 def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
     words = "--model.similarity.kind mol --model.similarity.gate-hidden 7"
     cli.main(["train", "ml-1m-dot", *words.split()])

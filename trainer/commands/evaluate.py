@@ -17,7 +17,6 @@ from logitmix.trainer.commands.options import (
     ProcessesOption,
     RunPlace,
     ThreadsOption,
-    let_threads_sleep,
 )
 from logitmix.trainer.commands.tables import metrics_table
 from logitmix.trainer.commands.words import parse
@@ -44,7 +43,6 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "evaluate", words)
     arguments.start_ranks("evaluate", words)
-    let_threads_sleep()
     from logitmix.trainer.evaluation.evaluate import evaluate_run
     from logitmix.trainer.run.results import cold_targets
     from logitmix.trainer.run.stages import final_run

@@ -9,7 +9,7 @@ import tyro
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetched_run, path_of, shown
 from logitmix.launch.processes import is_main
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace, let_threads_sleep
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse
 
 
@@ -44,7 +44,6 @@ class Arguments(JSONOption, ProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "export", words)
     arguments.start_ranks("export", words)
-    let_threads_sleep()
     from logitmix.trainer.export.export import EXTRAS, Extra, export
 
     extras: list[Extra] = [name for name in EXTRAS if getattr(arguments, name, False)]

@@ -80,12 +80,6 @@ def items_group(command: str) -> "Iterator[ProcessGroup | None]":
         yield ranks.group
 
 
-def let_threads_sleep() -> None:
-    """Call before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three times
-    as long on shared cores."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def _threads_of_each(count: int) -> int:
     """Of processes that divide the cores of this host."""
     return max(1, cores() // count)

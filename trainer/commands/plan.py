@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from logitmix.common.mappings import require
 from logitmix.common.storage import shown
 from logitmix.trainer.commands.options import JSONOption
-from logitmix.trainer.commands.recipe import names_no_recipe, of_recipe
-from logitmix.trainer.config import Config, recipe_names
+from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.config import Config
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallel.plan import Devices, TablePlan
@@ -20,8 +20,7 @@ usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] 
                             [--section.field VALUE ...]
 
 It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
-rank would hold; logitmix plan RECIPE --help lists the sections of settings
-recipes: {recipes}, or the path of a TOML file"""
+rank would hold; logitmix plan RECIPE --help lists the sections of settings"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,7 @@ class Arguments(JSONOption, Config):
 
 
 def run(words: list[str]) -> None:
-    if names_no_recipe(words, "plan needs a recipe first: logitmix plan RECIPE --world-size 8 --device cuda"):
-        print(USAGE.format(recipes=", ".join(recipe_names())))
-        return
-    arguments, config, _ = of_recipe(Arguments, "plan", words)
+    arguments, config, _ = of_recipe(Arguments, "plan", words, USAGE)
     from logitmix.trainer.parallel.plan import Devices
 
     require(arguments.gpu_gib > 0, "--gpu-gib", arguments.gpu_gib, "above 0")

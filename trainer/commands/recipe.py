@@ -16,6 +16,7 @@ from logitmix.trainer.config import (
     Config,
     TableSettings,
     flatten,
+    recipe_names,
     with_settings,
     with_start,
     with_tables_by_name,
@@ -27,15 +28,14 @@ NO_START = "--no-start"
 R = TypeVar("R", bound=Config)
 
 
-def names_no_recipe(words: Sequence[str], otherwise: str) -> bool:
-    """Whether the words ask how the command is used; ValueError with `otherwise` for a flag in the recipe's place."""
-    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        raise ValueError(otherwise)
-    return not words or words[0].startswith("-")
-
-
-def of_recipe(kind: type[R], command: str, words: list[str]) -> tuple[R, Config, str]:
-    """The arguments whose words are a recipe and its settings, these settings, and what `settled` says of them."""
+def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tuple[R, Config, str]:
+    """The arguments whose words are a recipe and its settings, these settings, and what `settled` says of them. Where
+    the words ask for help, or there are none and `usage` is printed, it ends the process."""
+    if not words or words[0] in ("-h", "--help"):
+        print(f"{usage}\nrecipes: {', '.join(recipe_names())}, or the path of a TOML file")
+        raise SystemExit(0)
+    if words[0].startswith("-"):
+        raise ValueError(f"{command} needs a recipe first: logitmix {command} RECIPE [--section.field VALUE ...]")
     words, section = [words[0], *(taken := take_help(words[1:]))[0]], taken[1]
     recipe, found = load_sized(words[0], last_value(words, "--data.path"))
     others, first = take_start_words(words[1:])
@@ -94,8 +94,13 @@ def _with_kinds(config: Config, words: list[str]) -> Config:
         prefix = f"--{name.removesuffix('kind')}"
         flags = [word.removeprefix(prefix).partition("=") for word in words if word.startswith(prefix)]
         settings = [flag.removeprefix("no-").replace("-", "_") for flag, _, _ in flags]
-        kinds[name] = last_value(words, f"--{name}") or flatten(config)[name]
-        class_of_kind(classes, kinds[name], settings, prefix.strip("-."))
+        before = flatten(config)[name]
+        kinds[name] = last_value(words, f"--{name}") or before
+        kind = class_of_kind(classes, kinds[name], settings, prefix.strip("-."))
+        if kinds[name] != before:
+            # A setting that the words give later may have a value that the new kind refuses.
+            defaults = {entry.name: entry.default for entry in dataclasses.fields(kind) if entry.name != "kind"}
+            kinds |= {f"{prefix[2:]}{key}": defaults[key] for key in settings if key in defaults}
     return with_settings(config, kinds)
 
 

@@ -18,7 +18,6 @@ from logitmix.trainer.commands.options import (
     ItemProcessesOption,
     JSONOption,
     items_group,
-    let_threads_sleep,
 )
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import HistoryRule
@@ -68,7 +67,6 @@ class Arguments(JSONOption, ItemProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "retrieve", words)
     arguments.start_ranks("retrieve", words)
-    let_threads_sleep()
     from logitmix.serving.retriever import Retriever
 
     with items_group("retrieve") as group:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import tyro
 
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, ItemProcessesOption, items_group, let_threads_sleep
+from logitmix.trainer.commands.options import ExportPlace, ItemProcessesOption, items_group
 from logitmix.trainer.commands.words import parse
 
 
@@ -34,7 +34,6 @@ class Arguments(ItemProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
     arguments.start_ranks("serve", words)
-    let_threads_sleep()
     from logitmix.serving.server import Allowed, serve
 
     allowed = Allowed(arguments.allow_host, arguments.allow_origin)

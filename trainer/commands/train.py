@@ -8,8 +8,8 @@ from logitmix.common.storage import fetched_run, path_of, say, shown
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption
-from logitmix.trainer.commands.recipe import last_value, names_no_recipe, of_recipe
-from logitmix.trainer.config import Config, recipe_names
+from logitmix.trainer.commands.recipe import last_value, of_recipe
+from logitmix.trainer.config import Config
 
 USAGE = """\
 usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
@@ -18,8 +18,7 @@ usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
        --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
                                        recipe's section [start], if it has one; --no-start leaves it out
 
-logitmix train RECIPE --help lists what the recipe changes and the sections of settings; --help SECTION lists one
-recipes: {recipes}, or the path of a TOML file"""
+logitmix train RECIPE --help lists what the recipe changes and the sections of settings; --help SECTION lists one"""
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,7 @@ def run(words: list[str]) -> None:
     given = words
     if words and words[0].partition("=")[0] == "--refit":
         words = _words_of_refit(words)
-    if names_no_recipe(words, "train needs a recipe first: logitmix train RECIPE [--section.field VALUE ...]"):
-        print(USAGE.format(recipes=", ".join(recipe_names())))
-        return
-    arguments, config, sizes = of_recipe(Arguments, "train", words)
+    arguments, config, sizes = of_recipe(Arguments, "train", words, USAGE)
     path = path_of(arguments.run or f"runs/{Path(words[0]).stem}")
     # As they were given, for a rank says with them how to go on.
     arguments.start_ranks("train", given)

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from logitmix.common.storage import path_of, shown
-from logitmix.trainer.commands.options import ExportPlace, JSONOption, let_threads_sleep
+from logitmix.trainer.commands.options import ExportPlace, JSONOption
 from logitmix.trainer.commands.words import parse
 
 
@@ -26,7 +26,6 @@ class Arguments(JSONOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "update-items", words)
-    let_threads_sleep()
     from logitmix.trainer.export.update import update_items
 
     counts = update_items(path_of(arguments.directory), arguments.items, arguments.item_column, Console(stderr=True))
