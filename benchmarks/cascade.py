@@ -29,7 +29,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.modules.config import has_user_component
 from logitmix.modules.hindexer import HIndexer
 from logitmix.modules.losses.blockwise import Examples
-from logitmix.serving.format import Source
+from logitmix.serving.directory.format import Source
 from logitmix.serving.model import STORED, Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import RankingUsers, ranking_users

@@ -14,8 +14,8 @@ from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Sides, Tower
+from logitmix.serving.directory.format import About
 from logitmix.serving.features import FeatureReader
-from logitmix.serving.format import About
 from logitmix.serving.items import ItemInputs, Items
 from logitmix.serving.model import Scales, stored_items
 from logitmix.serving.pieces import Pieces, fetch_rows

@@ -9,7 +9,7 @@ from threading import Event, Thread
 from typing import TypedDict, TypeVar
 
 from logitmix.common.storage import fetch, is_copy, shown
-from logitmix.serving.format import read, read_manifest, stamp
+from logitmix.serving.directory.reader import read, read_manifest, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
 

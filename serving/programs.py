@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from logitmix.common.storage import fetched, naming_urls
-from logitmix.serving.format import PROGRAMS, checked_extra, read_manifest
+from logitmix.serving.directory.format import PROGRAMS
+from logitmix.serving.directory.reader import checked_extra, read_manifest
 
 Program = Callable[..., dict[str, Tensor]]
 """Takes tensors as keywords; docs/export.md names them."""

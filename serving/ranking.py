@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides, Tower
-from logitmix.serving.format import Contents
+from logitmix.serving.directory.format import Contents
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.model import CORPUS, scales_of

@@ -11,7 +11,7 @@ import torch
 from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
-from logitmix.serving.format import Contents
+from logitmix.serving.directory.format import Contents
 from logitmix.serving.texts import FEW
 
 STAGE_1 = 100_000

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from logitmix.common.storage import fetched, naming_urls
+from logitmix.serving.directory.format import Contents
+from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, finite, require_finite, too_large
 from logitmix.serving.features import FeatureReader
-from logitmix.serving.format import Contents, read
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
 from logitmix.serving.ranking import Ranker, Task, each, moved

@@ -28,7 +28,7 @@ from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Tower
-from logitmix.serving.format import About, Source
+from logitmix.serving.directory.format import About, Source
 from logitmix.serving.model import Precision
 from logitmix.serving.texts import Texts
 from logitmix.trainer.config import Config

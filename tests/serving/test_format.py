@@ -20,12 +20,11 @@ from small_models import SOURCE, export_small, in_order, small_model
 
 from logitmix.common.files import publish, with_digest
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.serving import format as serving_format
-from logitmix.serving.format import (
-    About,
-    Contents,
-    read,
-    read_manifest,
+from logitmix.serving.directory import format as serving_format
+from logitmix.serving.directory import reader
+from logitmix.serving.directory.format import About, Contents
+from logitmix.serving.directory.reader import read, read_manifest
+from logitmix.serving.directory.writer import (
     write_ids,
     write_items,
     write_manifest,
@@ -244,14 +243,14 @@ def test_files_of_another_export_are_seen(
     assert alike == ["ids.safetensors", "tables-00000-of-00001.safetensors", "vocabularies.safetensors"]
 
 
-@pytest.mark.parametrize("moment", ["read_manifest", "_check_file", "_read_tensors"])
+@pytest.mark.parametrize("moment", ["read_manifest", "check_file", "_read_tensors"])
 def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
     original: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The new one is read, and nothing of the old one with it."""
     monkeypatch.setattr(export_module, "SHARD_BYTES", SHARD_BYTES)
     another = export_small(small_model("mol", X, seed=1), tmp_path / "another")
-    step = getattr(serving_format, moment)
+    step = getattr(reader, moment)
 
     def replacing(*given: Any, **also: Any) -> Any:
         done = step(*given, **also)
@@ -259,7 +258,7 @@ def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
             publish(another, served)
         return done
 
-    monkeypatch.setattr(serving_format, moment, replacing)
+    monkeypatch.setattr(reader, moment, replacing)
     found = read(served)
     monkeypatch.undo()
     assert not another.exists()
@@ -307,8 +306,8 @@ def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.
         out.write((90_000_000).to_bytes(8, "little"))
         out.truncate(100_000_000)
     reseal(served)
-    monkeypatch.setattr(serving_format, "safe_open", lambda *_, **__: pytest.fail("it is parsed"))
-    monkeypatch.setattr(serving_format, "_texts", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(reader, "safe_open", lambda *_, **__: pytest.fail("it is parsed"))
+    monkeypatch.setattr(reader, "_texts", lambda *_: pytest.fail("it is read"))
     assert_refused(served, f"{file} is not a safetensors file (its header would have 90,000,000 bytes")
 
 

@@ -25,7 +25,7 @@ from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
 from logitmix.serving import programs as loaded_programs
-from logitmix.serving.format import read, read_manifest
+from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.model import Precision, named
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import load_program

@@ -22,7 +22,7 @@ from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
 from logitmix.serving import ranking, request_file
-from logitmix.serving.format import read
+from logitmix.serving.directory.reader import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retrieved, Retriever, Row

@@ -26,7 +26,7 @@ from logitmix.common.files import publish
 from logitmix.common.storage import path_of
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import live
-from logitmix.serving.format import read_manifest
+from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport

@@ -14,8 +14,8 @@ from typing import Any
 from logitmix.common.storage import shown
 from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.serving import format as serving
-from logitmix.serving.format import About, Entries
+from logitmix.serving.directory import writer
+from logitmix.serving.directory.format import CARD, About, Entries, is_extra
 from logitmix.serving.model import weight_shapes
 from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml
 from logitmix.trainer.run.results import read_results
@@ -65,8 +65,8 @@ def renew_card(staging: Path, about: About, entries: Entries, text: str) -> Entr
 
 def _write(staging: Path, about: About, entries: Entries, before: str) -> Entries:
     text = f"{before.rstrip()}\n\n{HOLDINGS}\n{_holdings(about, entries)}"
-    (staging / serving.CARD).write_text(text, encoding="utf-8")
-    return serving.extra_entry(staging, serving.CARD)
+    (staging / CARD).write_text(text, encoding="utf-8")
+    return writer.extra_entry(staging, CARD)
 
 
 def _head(about: About) -> str:
@@ -146,8 +146,8 @@ def _settings(facts: Facts) -> str:
 
 
 def _holdings(about: About, entries: Entries) -> str:
-    data = [entry for name, entry in entries.items() if not serving.is_extra(name)]
-    extras = [name for name in sorted(entries) if serving.is_extra(name) and name != serving.CARD]
+    data = [entry for name, entry in entries.items() if not is_extra(name)]
+    extras = [name for name in sorted(entries) if is_extra(name) and name != CARD]
     cache = f"the item tower's outputs in {about.precision.upper()}" if about.item_cache else "the item tower's inputs"
     shown = f"{about.num_items:,} items, stored as {cache}: {len(data)} files of {_bytes(data)} bytes.\n"
     if extras:

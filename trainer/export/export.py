@@ -30,8 +30,8 @@ from logitmix.modules.features import Embedded, Values
 from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.modules.stage1 import LANES
 from logitmix.modules.towers import Tower
-from logitmix.serving import format as serving
-from logitmix.serving.format import About, Contents, Entries, Source
+from logitmix.serving.directory import reader, writer
+from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
 from logitmix.serving.pieces import Pieces
@@ -160,7 +160,7 @@ def export_model(
 
     def make() -> Path:
         clean_up(out)
-        serving.check_target(out, overwrite)
+        writer.check_target(out, overwrite)
         _require_exportable(about, extras)
         staging = staging_path(out)
         staging.mkdir(parents=True)
@@ -182,9 +182,9 @@ def export_model(
             if facts:
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
                 entries |= write_card(staging, about, entries, facts, examples)
-            manifest = serving.write_manifest(staging, about, entries)
+            manifest = writer.write_manifest(staging, about, entries)
             with in_turn(out):
-                serving.check_target(out, overwrite)
+                writer.check_target(out, overwrite)
                 publish(staging, out)
             return manifest
 
@@ -236,8 +236,8 @@ def write_extras(staging: Path, about: About, entries: Entries, extras: Collecti
     """Writes extras of the export that has these files, from its files."""
     written = Entries()
     if extras:
-        serving.write_manifest(staging, about, entries)
-        contents = serving.read(staging)
+        writer.write_manifest(staging, about, entries)
+        contents = reader.read(staging)
         for name in extras:
             written |= EXTRAS[name].write(staging, contents)
     return written
@@ -252,7 +252,7 @@ def _write_tables(model: SavedModel, about: About, staging: Path, ranks: Ranks) 
     files, entries = _table_files(about), Entries()
     for number in range(*own_range(len(files), ranks.rank, ranks.world_size)):
         rows = {name: model.read_rows(name, start, stop) for name, (start, stop) in files[number].items()}
-        entries |= serving.write_tables(staging, about, number, len(files), rows)
+        entries |= writer.write_tables(staging, about, number, len(files), rows)
     return entries
 
 
@@ -284,16 +284,16 @@ def _write_items(
 ) -> Entries:
     """Writes this rank's other files, once the tables are `written`: a share of the shards, and on rank 0 the weights
     and texts."""
-    tower, tables, entries = model.tower.eval(), serving.read_tables(staging, written), Entries()
+    tower, tables, entries = model.tower.eval(), reader.read_tables(staging, written), Entries()
     if ranks.rank == 0:
-        entries |= serving.write_weights(staging, about, tower.state_dict())
+        entries |= writer.write_weights(staging, about, tower.state_dict())
         entries |= _write_texts(about, dataset, staging)
     bounds = _shard_bounds(about, dataset.features)
     count = len(bounds) - 1
     for number in range(*own_range(count, ranks.rank, ranks.world_size)):
         inputs = _inputs(model, about, dataset, bounds[number], bounds[number + 1])
         items = items_of(tower, inputs, tables, about.precision, about.item_cache, scales)
-        entries |= serving.write_items(staging, about, number, count, items)
+        entries |= writer.write_items(staging, about, number, count, items)
     return entries
 
 
@@ -307,7 +307,7 @@ def _estimated(
     model: SavedModel, about: About, dataset: DatasetItems, written: Entries, staging: Path
 ) -> tuple[Precision, Scales]:
     """By parts of the corpus that lie far apart."""
-    tower, tables = model.tower.eval(), serving.read_tables(staging, written)
+    tower, tables = model.tower.eval(), reader.read_tables(staging, written)
     size = min(SAMPLED_ITEMS, _shard_bounds(about, dataset.features)[1])
     bounds = [about.num_items * part // SAMPLED_PARTS for part in range(SAMPLED_PARTS + 1)]
     ranges = [(start, min(stop, start + size)) for start, stop in pairwise(bounds) if start < stop]
@@ -324,11 +324,11 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
         name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value", blanks=True)
         for name in names
     }
-    entries = serving.write_vocabularies(staging, about, vocabularies)
+    entries = writer.write_vocabularies(staging, about, vocabularies)
     column = dataset.titles()
     shown = None if column is None else texts_of(column)
     raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")
-    return entries | serving.write_ids(staging, about, raw_ids, shown)
+    return entries | writer.write_ids(staging, about, raw_ids, shown)
 
 
 def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:

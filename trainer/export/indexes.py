@@ -6,8 +6,8 @@ Axes: N items of a chunk.
 from pathlib import Path
 
 from logitmix.modules.config import ModelConfig
-from logitmix.serving import format as serving
-from logitmix.serving.format import Contents, Entries
+from logitmix.serving.directory import writer
+from logitmix.serving.directory.format import Contents, Entries
 from logitmix.serving.items import Items, Stage
 from logitmix.serving.model import trained_tower
 
@@ -48,7 +48,7 @@ def write_indexes(staging: Path, contents: Contents) -> Entries:
             faiss.write_index(index, str(file))
         except RuntimeError as error:
             raise OSError(f"{file} cannot be written: {error}") from None
-        entries |= serving.extra_entry(staging, file.name)
+        entries |= writer.extra_entry(staging, file.name)
     return entries
 
 

@@ -41,8 +41,8 @@ from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.modules.towers import NO_ROWS, Sides, Tower
-from logitmix.serving import format as serving
-from logitmix.serving.format import Contents, Entries
+from logitmix.serving.directory import writer
+from logitmix.serving.directory.format import ONNX, PROGRAMS, Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import capabilities
@@ -312,10 +312,10 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
     """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
     instruction set, which is that of `cpu` where it is given, for torch._inductor.aoti_load_package. ValueError if the
     compiler fails, OSError if the disk is full."""
-    (staging / serving.PROGRAMS).mkdir()
+    (staging / PROGRAMS).mkdir()
     entries = Entries()
     for name, program in programs_of(contents).items():
-        plain, compiled = (f"{serving.PROGRAMS}/{name}{suffix}.pt2" for suffix in ("", ".aoti"))
+        plain, compiled = (f"{PROGRAMS}/{name}{suffix}.pt2" for suffix in ("", ".aoti"))
         exported = program.export()
         try:
             torch._inductor.aoti_compile_and_package(exported, package_path=str(staging / compiled))
@@ -329,8 +329,8 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
             torch.export.save(exported, staging / plain)
         except RuntimeError as error:
             raise OSError(f"{staging / plain} cannot be written: {error}") from None
-        entries |= serving.extra_entry(staging, plain)
-        entries |= serving.extra_entry(staging, compiled, cpu or _this_cpu())
+        entries |= writer.extra_entry(staging, plain)
+        entries |= writer.extra_entry(staging, compiled, cpu or _this_cpu())
     return entries
 
 
@@ -361,5 +361,5 @@ def write_onnx(staging: Path, contents: Contents) -> Entries:
     names = list(program.compute(program.examples))
     made = torch.onnx.export(program.export(), dynamo=True, external_data=False, output_names=names, verbose=False)
     assert made is not None
-    made.save(staging / serving.ONNX)
-    return serving.extra_entry(staging, serving.ONNX)
+    made.save(staging / ONNX)
+    return writer.extra_entry(staging, ONNX)

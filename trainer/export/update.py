@@ -20,7 +20,8 @@ from torch import Tensor
 from logitmix.common.files import clean_up, in_turn, whole_directory
 from logitmix.common.storage import alone, fetch, push, tell
 from logitmix.modules.schema import Feature
-from logitmix.serving import format as serving
+from logitmix.serving.directory import reader, writer
+from logitmix.serving.directory.format import CARD, IDS, Contents, is_extra, items_file
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.features import as_in_requests, find_features
@@ -50,7 +51,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
 
 
 def _update(directory: Path, items: str, id_column: str, said: Console | None) -> dict[str, int]:
-    contents = serving.read(directory)
+    contents = reader.read(directory)
     retriever = Retriever(contents)
     table = _read(items, id_column, joins_of(contents.about.schema.of("item")), said or Console(stderr=True))
     if said and (line := table.contradictions(Path(items).name)):
@@ -97,39 +98,39 @@ def _shards(
 
 def _write(
     directory: Path,
-    contents: serving.Contents,
+    contents: Contents,
     shards: Sequence[Mapping[str, Tensor]],
     ids: list[str],
     titles: list[str] | None,
 ) -> None:
     about = replace(contents.about, num_items=contents.about.num_items + len(ids))
-    before, files = len(contents.shards), serving.read_manifest(directory)["files"]
+    before, files = len(contents.shards), reader.read_manifest(directory)["files"]
     count = before + len(shards)
     indexed = [name for name in files if name.endswith(".faiss")]
     if indexed:
         EXTRAS["faiss"].check(about.model)
     with whole_directory(directory) as staging:
-        names = {serving.items_file(number, before): serving.items_file(number, count) for number in range(before)}
-        kept = [name for name in files if name not in (*names, *indexed, serving.IDS, serving.CARD)]
+        names = {items_file(number, before): items_file(number, count) for number in range(before)}
+        kept = [name for name in files if name not in (*names, *indexed, IDS, CARD)]
         # Nobody needs an extra that was removed.
-        names |= {name: name for name in kept if (directory / name).exists() or not serving.is_extra(name)}
+        names |= {name: name for name in kept if (directory / name).exists() or not is_extra(name)}
         for old, name in names.items():
             _link(directory / old, staging / name)
         entries = {name: files[old] for old, name in names.items()}
         for number, shard in enumerate(shards, start=before):
-            entries |= serving.write_items(staging, about, number, count, shard)
+            entries |= writer.write_items(staging, about, number, count, shard)
         shown = None
         if contents.titles is not None or titles is not None:
             old_titles = list(contents.titles or [""] * contents.about.num_items)
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
-        entries |= serving.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
+        entries |= writer.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
         entries |= write_extras(staging, about, entries, ["faiss"] if indexed else [])
-        if serving.CARD in files:
-            card = directory / serving.CARD
+        if CARD in files:
+            card = directory / CARD
             text = card.read_text(encoding="utf-8") if card.exists() else ""
             entries |= renew_card(staging, about, entries, text)
-        serving.write_manifest(staging, about, entries)
+        writer.write_manifest(staging, about, entries)
 
 
 def _link(old: Path, new: Path) -> None:

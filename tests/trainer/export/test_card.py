@@ -10,7 +10,7 @@ import yaml
 from small_data import ITEMS, small_config, write_dataset
 
 from logitmix.modules.schema import RECENCY
-from logitmix.serving.format import read_manifest
+from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.update import update_items

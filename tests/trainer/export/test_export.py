@@ -18,7 +18,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import file_digest
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.serving.format import read
+from logitmix.serving.directory.reader import read
 from logitmix.serving.model import item_types
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml

@@ -15,7 +15,7 @@ from small_data import ITEMS, small_config, write_dataset
 
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import RECENCY
-from logitmix.serving.format import read_manifest
+from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.cli import main

@@ -28,7 +28,7 @@ from small_data import small_config, write_dataset
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import file_digest, with_digest
 from logitmix.modules.schema import ITEM
-from logitmix.serving.format import read
+from logitmix.serving.directory.reader import read
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data.dataset import load_dataset

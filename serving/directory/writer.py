@@ -1,0 +1,157 @@
+"""The writer of a serving directory; format.py describes it. Several processes can write it together, each some of the
+shards, and one of them the manifest at the end.
+
+All functions write_* but the manifest's return its entries of the files that they write. They raise ValueError for
+numbers that are not finite, and OSError if the disk is full or forbids it.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from logitmix.common.files import file_digest, sync, with_digest
+from logitmix.common.mappings import to_mapping
+from logitmix.modules.schema import ITEM
+from logitmix.serving.directory.format import (
+    FORMAT,
+    FORMAT_VERSION,
+    IDS,
+    MANIFEST,
+    PROGRAMS,
+    VOCABULARIES,
+    WEIGHTS,
+    About,
+    Entries,
+    described,
+    is_compiled,
+    is_extra,
+    items_file,
+    items_tensors,
+    signature,
+    tables_file,
+)
+from logitmix.serving.model import row_shapes, weight_shapes
+from logitmix.serving.texts import Texts
+
+
+def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
+    """Writes the towers' weights."""
+    assert _shapes(weights) == weight_shapes(about.model, about.schema)
+    return _write_tensors(staging / WEIGHTS, weights)
+
+
+def write_tables(staging: Path, about: About, number: int, count: int, rows: Mapping[str, Tensor]) -> Entries:
+    """Writes file `number` of `count` with rows of tables: those that follow the rows in the previous file."""
+    shapes = row_shapes(about.model, about.schema)
+    assert _shapes(rows) == {name: [len(of), shapes[name][1]] for name, of in rows.items()}
+    return _write_tensors(staging / tables_file(number, count), rows)
+
+
+def write_vocabularies(staging: Path, about: About, vocabularies: Mapping[str, Texts]) -> Entries:
+    """Writes the values of the tables of features."""
+    assert {ITEM, *vocabularies} == {table.name for table in about.schema.tables}
+    tensors: dict[str, Tensor] = {}
+    for name, texts in vocabularies.items():
+        assert len(texts) == about.schema.table(name).rows
+        tensors |= _tensors_of(texts, name)
+    return _write_tensors(staging / VOCABULARIES, tensors)
+
+
+def write_items(staging: Path, about: About, number: int, count: int, items: Mapping[str, Tensor]) -> Entries:
+    """Writes the items of shard `number` of `count`."""
+    assert described(items) == items_tensors(described(items), about)
+    return _write_tensors(staging / items_file(number, count), items)
+
+
+def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None) -> Entries:
+    """Writes the items' raw ids and titles."""
+    tensors = _tensors_of(raw_ids, "raw_ids")
+    if titles is not None:
+        tensors |= {"titles.data": titles.data, "titles.bounds": titles.bounds}
+    for texts in (raw_ids, titles or raw_ids):
+        assert len(texts) == about.num_items and texts.problem() is None
+    return _write_tensors(staging / IDS, tensors)
+
+
+def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
+    """Writes the last file, with the entries of all others; returns its content."""
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "logitmix": version("logitmix"),
+        "torch": str(torch.__version__),
+        **dataclasses.asdict(about.source),
+        "model": to_mapping(about.model),
+        "schema": about.schema.to_mapping(),
+        "num_items": about.num_items,
+        "exclude_history": about.exclude_history,
+        "item_cache": about.item_cache,
+        "precision": about.precision,
+        "signature": signature(about.model, about.schema),
+        "files": dict(sorted(entries.items())),
+    }
+    manifest = with_digest(manifest)
+    # ASCII with escapes preserves every text, even unpaired surrogates.
+    text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
+    (staging / MANIFEST).write_text(text, encoding="ascii")
+    return manifest
+
+
+def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:
+    """The manifest's entry of an extra that was written there; `cpu` of a compiled program alone."""
+    assert is_extra(name) and bool(cpu) == is_compiled(name)
+    file = staging / name
+    entry = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+    return {name: entry | ({"cpu": list(cpu)} if cpu else {})}
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """ValueError if `out` must not be written: it exists, and it is not a serving directory that may be overwritten."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not _is_ours(out):
+        raise ValueError(f"{out} exists and is not a serving directory; give another --out, or remove it first")
+    if not overwrite:
+        raise ValueError(f"{out} exists already; give --overwrite to replace it, or another --out")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this is a serving directory, intact or damaged, that holds nothing else."""
+    if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
+        return False
+    names = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
+    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, PROGRAMS}
+    return all(is_extra(name) or re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
+
+
+def _tensors_of(texts: Texts, name: str) -> dict[str, Tensor]:
+    assert texts.order is not None
+    return {f"{name}.data": texts.data, f"{name}.bounds": texts.bounds, f"{name}.order": texts.order}
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
+    for name, value in tensors.items():
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} holds NaN or infinity: the training diverged; export another checkpoint")
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from None
+    # safetensors makes files that only their owner can read; give them the umask's permissions, like the directory's.
+    file.chmod(file.parent.stat().st_mode & 0o666)
+    sync(file)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file), "tensors": described(tensors)}}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    assert all(value.dtype == torch.float32 for value in tensors.values())
+    return {name: list(value.shape) for name, value in tensors.items()}
