@@ -1,4 +1,4 @@
-"""Digests, and files and directories that are written whole or not at all."""
+"""JSON, and files and directories that are written whole or not at all."""
 
 import fcntl
 import hashlib
@@ -71,21 +71,6 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def json_digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a mapping as compact JSON in ASCII with sorted keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def with_digest(content: Mapping[str, Any], field: str = "sha256") -> dict[str, Any]:
-    """The mapping with its own digest in a field."""
-    return {**content, field: json_digest(content)}
-
-
-def fits_digest(content: Mapping[str, Any], field: str = "sha256") -> bool:
-    """Whether a mapping is as `with_digest` made it."""
-    return bool(content == with_digest({name: of for name, of in content.items() if name != field}, field))
-
-
 SYNC_BYTES = 2**28
 """A large file is synced to disk after so many bytes each: a single sync at its end could take minutes, in which nobody
 sees that it moves on."""
@@ -109,12 +94,6 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     finally:
         os.close(descriptor)
     return digest.hexdigest()
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError that names it if it is none."""
-    require_file(path)
-    return parse_json(path.read_bytes(), str(path))
 
 
 def parse_json(content: bytes, where: str) -> Any:

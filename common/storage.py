@@ -18,7 +18,6 @@ names begin with a dot are not copied.
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -30,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from logitmix.common.files import read_json, write_whole
+from logitmix.common.checked import Checked, fields_of
+from logitmix.common.files import write_whole
 from logitmix.common.mappings import brief, from_mapping, require
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ COPY, FETCHED, LOCKED = "copy.json", "fetched", "lock"
 """Files beside a copy."""
 LOCK = ".lock"
 """Held in a run directory by the job that trains there."""
+
+_RECORD = Checked("copy of what is in a store", 1)
 
 _urls: dict[Path, str] = {}
 """The copies that this process has named, and what they are copies of."""
@@ -303,9 +305,7 @@ class _Copy:
         if not file.exists():
             return _Record(secrets.token_hex(8), False, {})
         try:
-            if not isinstance(found := read_json(file), dict):
-                raise ValueError(f"{file} is not a JSON object")
-            return from_mapping(_Record, found, str(file))
+            return from_mapping(_Record, fields_of(_RECORD.read(file)), str(file))
         except ValueError as error:
             # What the copy has may not be in the store yet.
             raise ValueError(
@@ -313,7 +313,7 @@ class _Copy:
             ) from None
 
     def write(self, record: _Record) -> None:
-        write_whole(self.path.parent / COPY, json.dumps(vars(record)) + "\n")
+        write_whole(self.path.parent / COPY, _RECORD.text(vars(record)))
 
     def here(self) -> dict[str, tuple[int, int]]:
         """Size and mtime_ns of each file of the copy."""

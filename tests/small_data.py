@@ -17,7 +17,7 @@ from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
-from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, Column, Dataset
+from logitmix.trainer.data.dataset import DIGESTS, Column, Dataset
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
@@ -99,7 +99,7 @@ def forget_digests(path: Path) -> Path:
     """Leaves the digests out of a dataset.json, as other writers do, so that files may be changed."""
     file = path / "dataset.json"
     description = json.loads(file.read_text(encoding="utf-8"))
-    for entry in (FILES_DIGESTS, OWN_DIGEST):
+    for entry in DIGESTS:
         description.pop(entry, None)
     file.write_text(json.dumps(description), encoding="utf-8")
     return path

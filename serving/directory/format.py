@@ -1,4 +1,4 @@
-"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 3.
+"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 4.
 
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
@@ -34,7 +34,7 @@
 
 All other tensors are FP32. The fields of the manifest:
 
-    format, format_version    name and version of the format
+    kind, format_version      name and version of the format
     logitmix, torch           versions that wrote it
     run, step, dataset        where the weights come from: names of run and dataset, step of the checkpoint
     model                     the model's configuration
@@ -47,7 +47,9 @@ All other tensors are FP32. The fields of the manifest:
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
                               read, have no tensors; compiled programs have cpu, a list of the architecture and of the
                               instruction sets that they need
-    sha256                    digest of the other fields, as compact JSON in ASCII with sorted keys
+    plugins                   where kinds of the model or its features are of plugins: {name: version}. Reading it
+                              imports none of them
+    sha256                    digest of the other fields (common/checked.py)
 
 Axes: X items in the corpus, R items of a shard, D encoder width, W width of a table, I item components, C component
 width, M mixture components, H h-indexer width.
@@ -61,6 +63,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitmix.common.checked import Checked
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.items import stored_type
@@ -69,8 +72,7 @@ from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, Precision, item_ty
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
 
-FORMAT = "logitmix serving directory"
-FORMAT_VERSION = 3
+FORMAT = Checked("logitmix serving directory", 4)
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
@@ -84,7 +86,6 @@ Entries = dict[str, dict[str, Any]]
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES |= {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
-SOURCE = ("run", "step", "dataset")
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,27 @@
 """The reader of a serving directory; format.py describes it, and checks.py says what does not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from logitmix.common.files import fits_digest, from_json, require_tensors
-from logitmix.common.mappings import from_mapping
-from logitmix.modules.config import ModelConfig
-from logitmix.modules.schema import ITEM, Schema
-from logitmix.serving.directory.checks import FIELDS, advice, broken, check_about, check_file, check_files, check_keys
+from logitmix.common.checked import check_file, fields_of, require_fields
+from logitmix.common.files import require_tensors
+from logitmix.common.mappings import brief
+from logitmix.common.plugins import require_plugins
+from logitmix.modules.schema import ITEM
+from logitmix.serving.directory.checks import FIELDS, about_of, tensors_of
 from logitmix.serving.directory.format import (
     FORMAT,
-    FORMAT_VERSION,
     IDS,
     MANIFEST,
-    SOURCE,
     VOCABULARIES,
     WEIGHTS,
-    About,
     Contents,
     Entries,
-    Source,
     is_extra,
     items_file,
     numbered,
@@ -35,8 +33,6 @@ from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.model import CORPUS_SCALE
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
-
-T = TypeVar("T")
 
 
 def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
@@ -50,7 +46,10 @@ def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
     while True:
         before = stamp(path)
         try:
-            contents = _read(path, part, parts)
+            manifest = read_manifest(path)
+            require_plugins(manifest.get("plugins", {}), str(path))
+            with _advising(path):
+                contents = _read(path, manifest, part, parts)
         except (ValueError, OSError):
             if stamp(path) == before:
                 raise
@@ -71,18 +70,8 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a serving directory, its digest checked; the files are not read."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise ValueError(f"no serving directory at {path} (it has no {MANIFEST}); {advice(path)}")
-    manifest = _read_json(file)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        broken(file, f"it is not the manifest of a {FORMAT}")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        broken(file, f"it has format version {manifest.get('format_version')}, this logitmix reads {FORMAT_VERSION}")
-    check_keys(file, manifest, FIELDS, "")
-    if not fits_digest(manifest):
-        broken(file, "it is damaged (its sha256 differs)")
-    return manifest
+    with _advising(path):
+        return _manifest(path)
 
 
 def checked_extra(path: Path, name: str) -> Path:
@@ -91,7 +80,8 @@ def checked_extra(path: Path, name: str) -> Path:
     if name not in files or not is_extra(name):
         there = ", ".join(filter(is_extra, files)) or "none"
         raise ValueError(f"{path} has no {name}; extras that are there: {there}")
-    check_file(path / name, files[name])
+    with _advising(path):
+        check_file(path / name, files[name], MANIFEST)
     return path / name
 
 
@@ -101,34 +91,47 @@ def read_tables(path: Path, entries: Entries) -> dict[str, Pieces]:
     return _pieces(files)
 
 
-def _read(path: Path, part: int, parts: int) -> Contents:
-    manifest = read_manifest(path)
-    about = About(
-        model=_parse(ModelConfig, manifest["model"], path / MANIFEST, "model."),
-        source=_parse(Source, {name: manifest[name] for name in SOURCE}, path / MANIFEST, ""),
-        num_items=manifest["num_items"],
-        exclude_history=manifest["exclude_history"],
-        schema=_parse(Schema, manifest["schema"], path / MANIFEST, "schema."),
-        item_cache=manifest["item_cache"],
-        precision=manifest["precision"],
-    )
-    check_about(path / MANIFEST, manifest, about)
-    tensors = check_files(path / MANIFEST, manifest["files"], about)
+@contextmanager
+def _advising(path: Path) -> Iterator[None]:
+    """A ValueError within also says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        replacing = " --overwrite" if (path / MANIFEST).is_file() else ""
+        raise ValueError(f"{error}; make it with: logitmix export RUN --out {path}{replacing}") from None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"no serving directory at {path} (it has no {MANIFEST})")
+    manifest = FORMAT.read(file)
+    require_fields(fields_of(manifest), (*FIELDS, *({"plugins"} & manifest.keys())), str(file))
+    plugins = manifest.get("plugins", {})
+    if not isinstance(plugins, dict) or not all(isinstance(version_of, str) for version_of in plugins.values()):
+        raise ValueError(f"{file}: plugins is {brief(plugins)}, not versions by name")
+    return manifest
+
+
+def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Contents:
+    file = path / MANIFEST
+    about = about_of(file, manifest)
+    tensors = tensors_of(file, manifest["files"], about)
     of_items = numbered(items_file, tensors)
     own = {of_items[number] for number in part_of(range(len(of_items)), part, parts)}
     own.update([name for name in tensors if name not in of_items][part::parts])
     for name in tensors:
-        check_file(path / name, manifest["files"][name], content=name in own)
+        check_file(path / name, manifest["files"][name], MANIFEST, content=name in own)
     files = MappedFiles({path / name: manifest["files"][name]["sha256"] for name in tensors})
     found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
     names = [table.name for table in about.schema.tables if table.name != ITEM]
     shards = {name: found[name] for name in of_items}
     if len({float(shard[CORPUS_SCALE]) for shard in shards.values() if CORPUS_SCALE in shard}) > 1:
-        broken(path / MANIFEST, f"its files have several {CORPUS_SCALE}")
+        raise ValueError(f"{file}: its files have several {CORPUS_SCALE}")
     for name, shard in {} if about.item_cache else shards.items():
         if name in own and (problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema)):
-            broken(path / name, f"its {problem}")
+            raise ValueError(f"{path / name}: its {problem}")
     return Contents(
         about=about,
         weights=found[WEIGHTS],
@@ -144,18 +147,15 @@ def _read(path: Path, part: int, parts: int) -> Contents:
 
 def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a file, mapped into memory."""
-    try:
-        require_tensors(file)
-    except ValueError as error:
-        raise ValueError(f"{error}; {advice(file.parent)} --overwrite") from None
+    require_tensors(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
             if {name: {"dtype": t.get_dtype(), "shape": t.get_shape()} for name, t in found.items()} != expected:
-                broken(file, "its tensors are not those of the manifest")
+                raise ValueError(f"{file}: its tensors are not those of the manifest")
             return {name: tensors.get_tensor(name) for name in found}
     except SafetensorError as error:
-        broken(file, f"it is not a safetensors file ({error})")
+        raise ValueError(f"{file} is not a safetensors file ({error})") from None
 
 
 def _pieces(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Pieces]:
@@ -167,22 +167,5 @@ def _pieces(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Pieces]:
 def _texts(file: Path, tensors: Mapping[str, Tensor], name: str) -> Texts:
     texts = Texts(tensors[f"{name}.data"], tensors[f"{name}.bounds"], tensors.get(f"{name}.order"))
     if problem := texts.problem():
-        broken(file, f"its {name}.{problem}")
+        raise ValueError(f"{file}: its {name}.{problem}")
     return texts
-
-
-def _parse(cls: type[T], tree: Any, file: Path, prefix: str) -> T:
-    """A missing field takes its default, so a field that a newer logitmix adds must default to the earlier behavior."""
-    if not isinstance(tree, dict):
-        broken(file, f"{prefix.rstrip('.')} is not a mapping")
-    try:
-        return from_mapping(cls, tree, str(file), prefix)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{error}; {advice(file.parent)}") from None
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return from_json(file.read_bytes().decode())
-    except ValueError as error:
-        broken(file, f"it is damaged ({error})")

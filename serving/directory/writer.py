@@ -6,7 +6,6 @@ numbers that are not finite, and OSError if the disk is full or forbids it.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -18,12 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitmix.common.files import file_digest, sync, with_digest
+from logitmix.common.checked import entry_of
+from logitmix.common.files import sync
 from logitmix.common.mappings import to_mapping
+from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM
 from logitmix.serving.directory.format import (
     FORMAT,
-    FORMAT_VERSION,
     IDS,
     MANIFEST,
     PROGRAMS,
@@ -84,9 +84,7 @@ def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None)
 
 def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
     """Writes the last file, with the entries of all others; returns its content."""
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+    fields = {
         "logitmix": version("logitmix"),
         "torch": str(torch.__version__),
         **dataclasses.asdict(about.source),
@@ -99,19 +97,16 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
-    manifest = with_digest(manifest)
-    # ASCII with escapes preserves every text, even unpaired surrogates.
-    text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
-    (staging / MANIFEST).write_text(text, encoding="ascii")
-    return manifest
+    if needed := plugins_of(about.model, about.schema):
+        fields["plugins"] = needed
+    (staging / MANIFEST).write_text(FORMAT.text(fields), encoding="ascii")
+    return FORMAT.sealed(fields)
 
 
 def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:
     """The manifest's entry of an extra that was written there; `cpu` of a compiled program alone."""
     assert is_extra(name) and bool(cpu) == is_compiled(name)
-    file = staging / name
-    entry = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
-    return {name: entry | ({"cpu": list(cpu)} if cpu else {})}
+    return {name: entry_of(staging / name) | ({"cpu": list(cpu)} if cpu else {})}
 
 
 def check_target(out: Path, overwrite: bool) -> None:
@@ -126,7 +121,7 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 def _is_ours(path: Path) -> bool:
     """Whether this is a serving directory, intact or damaged, that holds nothing else."""
-    if not (path / MANIFEST).is_file() or FORMAT.encode() not in (path / MANIFEST).read_bytes():
+    if not (path / MANIFEST).is_file() or FORMAT.kind.encode() not in (path / MANIFEST).read_bytes():
         return False
     names = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
     names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, PROGRAMS}
@@ -149,7 +144,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
     # safetensors makes files that only their owner can read; give them the umask's permissions, like the directory's.
     file.chmod(file.parent.stat().st_mode & 0o666)
     sync(file)
-    return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file), "tensors": described(tensors)}}
+    return {file.name: entry_of(file) | {"tensors": described(tensors)}}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from logitmix.common import files
+from logitmix.common.checked import Checked, json_digest
 from logitmix.common.files import (
     DEEPEST,
     clean_up,
     file_digest,
-    fits_digest,
     from_json,
-    json_digest,
     whole_directory,
     write_hashed,
     write_whole,
@@ -34,7 +33,7 @@ def test_what_is_read_as_json_can_be_written(depth: int, opening: str) -> None:
     text = f"{opening * (depth - 1)}{opening}1{closing * depth}"
     for given in (text, text.encode()):
         if depth <= DEEPEST:
-            fits_digest({"a": from_json(given)})
+            Checked("a", 1).text({"a": from_json(given)})
         else:
             with pytest.raises(ValueError, match="nested too deep"):
                 from_json(given)
@@ -56,7 +55,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
         listener.bind(os.path.relpath(tmp_path / "socket"))
     places = {tmp_path / kind: kind for kind in ("pipe", "folder", "socket")}
     for path, kind in (places | {Path("/dev/zero"): "device", tmp_path / "link": "pipe"}).items():
-        for read in (file_digest, files.read_json, files.require_tensors):
+        for read in (file_digest, Checked("a", 1).read, files.require_tensors):
             with pytest.raises(ValueError, match=f"^{path} is a {kind}, not a file$"):
                 read(path)
 

@@ -18,11 +18,12 @@ from hostile_json import VALUES, edited, lacking, places, refused
 from safetensors.torch import load_file, save_file
 from small_models import SOURCE, export_small, in_order, small_model
 
-from logitmix.common.files import publish, with_digest
+from logitmix.common.checked import entry_of
+from logitmix.common.files import publish
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving.directory import format as serving_format
 from logitmix.serving.directory import reader
-from logitmix.serving.directory.format import About, Contents
+from logitmix.serving.directory.format import FORMAT, About, Contents
 from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.directory.writer import (
     write_ids,
@@ -127,13 +128,9 @@ def reseal(served: Path, change: Callable[[dict[str, Any]], object] = lambda man
     """Changes the manifest and makes all digests right again, as someone with a purpose would."""
     manifest = json.loads((served / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
-        content = (served / name).read_bytes()
-        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        entry |= entry_of(served / name)
     change(manifest)
-    manifest.pop("sha256", None)
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (served / "manifest.json").write_text(json.dumps(manifest))
+    (served / "manifest.json").write_text(FORMAT.text(manifest))
 
 
 def assert_refused(served: Path, *parts: str) -> None:
@@ -192,26 +189,15 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_seen(original: Path, served: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the manifest is the same in another spelling, as with E for e in a number."""
-    content, choose, seen = (served / name).read_bytes(), random.Random(name), 0
+def test_a_flipped_bit_is_seen(served: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, choose = (served / name).read_bytes(), random.Random(name)
     for slow in (weight_shapes, item_types):
         monkeypatch.setattr(serving_format, slow.__name__, functools.cache(slow))
-    expected = read(original)
     for _ in range(FLIPS):
         changed = bytearray(content)
         changed[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
         (served / name).write_bytes(changed)
-        try:
-            found = read(served)
-        except ValueError as error:
-            seen += 1
-            assert str(served / name) in str(error) and "\n" not in str(error)
-        else:
-            assert name == "manifest.json"
-            assert_same(found, expected)
-            assert read_manifest(served) == read_manifest(original)
-    assert seen == FLIPS or (name == "manifest.json" and seen > 0.9 * FLIPS)
+        assert_refused(served, str(served / name))
 
 
 def test_files_in_each_others_place_are_seen(original: Path, served: Path) -> None:
@@ -219,7 +205,7 @@ def test_files_in_each_others_place_are_seen(original: Path, served: Path) -> No
         content = {name: (original / name).read_bytes() for name in (one, other)}
         (served / one).write_bytes(content[other])
         (served / other).write_bytes(content[one])
-        with pytest.raises(ValueError, match=f"{served}/({one}|{other}): it is "):
+        with pytest.raises(ValueError, match=f"{served}/({one}|{other}) is "):
             read(served)
         for name in content:
             (served / name).write_bytes(content[name])
@@ -238,12 +224,12 @@ def test_files_of_another_export_are_seen(
             alike.append(file.name)
             continue
         (served / file.name).write_bytes(file.read_bytes())
-        assert_refused(served, f"{served}/" if file.name == "manifest.json" else f"{served / file.name}: it is damaged")
+        assert_refused(served, f"{served}/" if file.name == "manifest.json" else f"{served / file.name} is damaged")
         (served / file.name).write_bytes(content)
     assert alike == ["ids.safetensors", "tables-00000-of-00001.safetensors", "vocabularies.safetensors"]
 
 
-@pytest.mark.parametrize("moment", ["read_manifest", "check_file", "_read_tensors"])
+@pytest.mark.parametrize("moment", ["_manifest", "check_file", "_read_tensors"])
 def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
     original: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -270,23 +256,20 @@ def test_a_changed_manifest_is_seen_where_nothing_else_depends_on_it(served: Pat
     text = (served / "manifest.json").read_text()
     assert before in text
     (served / "manifest.json").write_text(text.replace(before, after))
-    assert_refused(served, "manifest.json: it is damaged (its sha256 differs)")
+    assert_refused(served, "manifest.json is damaged (its sha256 is not that of its content)")
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("length", [0, 8, -1])
-def test_a_truncated_file_is_seen(original: Path, served: Path, name: str, length: int) -> None:
+def test_a_truncated_file_is_seen(served: Path, name: str, length: int) -> None:
     (served / name).write_bytes((served / name).read_bytes()[:length])
-    if (name, length) == ("manifest.json", -1):
-        assert_same(read(served), read(original))  # only the line end is gone
-    else:
-        assert_refused(served, f"{served / name}: it is damaged", "" if name == "manifest.json" else "bytes")
+    assert_refused(served, f"{served / name} is damaged", "" if name == "manifest.json" else "bytes")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_seen(served: Path, name: str) -> None:
     (served / name).unlink()
-    assert_refused(served, str(served), "no manifest.json" if name == "manifest.json" else f"{name}: it is missing")
+    assert_refused(served, str(served), "no manifest.json" if name == "manifest.json" else f"{name} is missing")
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -296,7 +279,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
     (served / "ids.safetensors").unlink()
     os.mkfifo(served / "ids.safetensors")
-    assert_refused(served, "ids.safetensors: it is a pipe, not a file")
+    assert_refused(served, "ids.safetensors is a pipe, not a file")
 
 
 def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,22 +295,22 @@ def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "is not the manifest of a": lambda m: m.update(format="another"),
-    "it has format version 1, this logitmix reads 3": lambda m: m.update(format_version=1),
+    "kind is 'another', not 'logitmix serving directory'": lambda m: m.update(kind="another"),
+    "format_version is 1, and this logitmix reads 4": lambda m: m.update(format_version=1),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
-    "a field files.surprise that": lambda m: m["files"].update(surprise={}),
-    "a field files.ids.safetensors.surprise that": lambda m: m["files"]["ids.safetensors"].update(surprise=1),
-    "no field files.README.md.sha256": lambda m: m["files"].update({"README.md": {"bytes": 1}}),
-    "a field files.README.md.tensors that": lambda m: m["files"].update(
+    "files has a field surprise that": lambda m: m["files"].update(surprise={}),
+    "files.ids.safetensors has a field surprise that": lambda m: m["files"]["ids.safetensors"].update(surprise=1),
+    "files.README.md has no field sha256": lambda m: m["files"].update({"README.md": {"bytes": 1}}),
+    "files.README.md has a field tensors that": lambda m: m["files"].update(
         {"README.md": {"bytes": 1, "sha256": "", "tensors": {}}}
     ),
     "no field torch": lambda m: m.pop("torch"),
-    "no field files.ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
-    "no field files.tower.safetensors.tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
-    "no field files.items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
-    "files.items-00001-of-00003.safetensors.tensors is not a mapping": lambda m: m["files"][FILES[2]].update(
+    "files has no field ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
+    "files.tower.safetensors has no field tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
+    "files has no field items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
+    "files.items-00001-of-00003.safetensors.tensors is [], not a mapping": lambda m: m["files"][FILES[2]].update(
         tensors=[]
     ),
     "its tensors of items-00001-of-00003.safetensors are not": lambda m: m["files"][FILES[2]]["tensors"][
@@ -336,17 +319,17 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "its tensors of ids.safetensors are not": lambda m: m["files"]["ids.safetensors"]["tensors"][
         "raw_ids.order"
     ].update(dtype="F32"),
-    "files is not a mapping": lambda m: m.update(files=[]),
-    "model is not a mapping": lambda m: m.update(model=None),
+    "files is [], not a mapping": lambda m: m.update(files=[]),
+    "model is a section, not a value": lambda m: m.update(model=None),
     "model.encoder is a section": lambda m: m["model"].update(encoder=3),
     "step is '12'": lambda m: m.update(step="12"),
     "model.similarity.kind is 'cosine'": lambda m: m["model"]["similarity"].update(kind="cosine"),
     "model.encoder.blocks is 2.0": lambda m: m["model"]["encoder"].update(blocks=2.0),
     "model.encoder.blocks is 0; it must be from 1 to 1,024": lambda m: m["model"]["encoder"].update(blocks=0),
     "num_items is 0": lambda m: m.update(num_items=0),
-    "num_items is True": lambda m: m.update(num_items=True),
+    "num_items is True; it must be of type int": lambda m: m.update(num_items=True),
     "its files have 40 items, and num_items is 41": lambda m: m.update(num_items=X + 1),
-    "no field files.tables-00000-of-00001.safetensors": lambda m: m["files"].update(
+    "files has no field tables-00000-of-00001.safetensors": lambda m: m["files"].update(
         {"tables-00001-of-00002.safetensors": m["files"].pop(FILES[4])}
     ),
     "its tensors of tables-00000-of-00001.safetensors are not": lambda m: m["files"][FILES[4]]["tensors"].update(
@@ -359,11 +342,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
         "tensors"
     ].update(surprise={"dtype": "F32", "shape": [1]}),
     "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
-    "exclude_history is 1, not true or false": lambda m: m.update(exclude_history=1),
-    "item_cache is None, not true or false": lambda m: m.update(item_cache=None),
+    "exclude_history is 1; it must be of type bool": lambda m: m.update(exclude_history=1),
+    "item_cache is None; it must be of type bool": lambda m: m.update(item_cache=None),
     "the tensors of its files are not those of its model ('own_row')": lambda m: m.update(item_cache=False),
-    "precision is 'fp8', not fp32 or": lambda m: m.update(precision="fp8"),
-    "precision is [], not fp32 or": lambda m: m.update(precision=[]),
+    "precision is 'fp8'; it must be one of fp32, ": lambda m: m.update(precision="fp8"),
+    "precision is []; it must be one of fp32, ": lambda m: m.update(precision=[]),
     "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
@@ -385,7 +368,7 @@ def test_every_field_of_a_manifest_edited(served: Path) -> None:
         for text in [*texts, *([lacking(tree, at)] if at else [])]:
             try:
                 content = json.loads(text)
-                file.write_text(json.dumps(with_digest(content)) if isinstance(content, dict) else text)
+                file.write_text(FORMAT.text(content) if isinstance(content, dict) else text)
             except (ValueError, RecursionError):
                 file.write_text(text)
             # What parts of a schema do not fit each other is said by the names of features and tables, and what does
@@ -399,12 +382,15 @@ def test_every_field_of_a_manifest_edited(served: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda entry: entry.update(tensors=[1]), "tensors is not a mapping"),
+        (lambda entry: entry.update(tensors=[1]), "tensors is [1], not a mapping"),
         (lambda entry: entry.update(bytes="1"), "bytes is '1', not a number of bytes"),
         (lambda entry: entry.update(bytes=10**400), "bytes is 1000"),
         (lambda entry: entry.update(sha256=None), "sha256 is None, not a text"),
-        (lambda entry: entry["tensors"].update(x=1), "tensors.x is not a mapping"),
-        (lambda entry: entry["tensors"].update(x={"dtype": "F32"}), "no field files.ids.safetensors.tensors.x.shape"),
+        (lambda entry: entry["tensors"].update(x=1), "tensors.x is 1, not a mapping"),
+        (
+            lambda entry: entry["tensors"].update(x={"dtype": "F32"}),
+            "files.ids.safetensors.tensors.x has no field shape",
+        ),
         (lambda entry: entry["tensors"]["raw_ids.data"].update(dtype=[]), "tensors.raw_ids.data.dtype is []"),
         (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[float("inf")]), "raw_ids.data.shape is [inf]"),
         (lambda entry: entry["tensors"]["raw_ids.data"].update(shape=[-1]), "raw_ids.data.shape is [-1]"),

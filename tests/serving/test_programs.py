@@ -404,9 +404,9 @@ def _change(file: Path) -> None:
     [
         ("item_tower", False, None, "item_tower is native code or unpickled, so to load it is to run what its author"),
         ("item_tower.aoti", False, None, "item_tower.aoti is native code or unpickled, so to load it is to run what"),
-        ("item_tower", True, _change, r"programs/item_tower\.pt2: it is damaged \(its sha256 is not the manifest's"),
-        ("cascade.aoti", True, _change, r"programs/cascade\.aoti\.pt2: it is damaged \(its sha256 is not"),
-        ("item_tower", True, _remove, r"programs/item_tower\.pt2: it is missing"),
+        ("item_tower", True, _change, r"programs/item_tower\.pt2 is damaged \(its SHA-256 is not that in manifest"),
+        ("cascade.aoti", True, _change, r"programs/cascade\.aoti\.pt2 is damaged \(its SHA-256 is not"),
+        ("item_tower", True, _remove, r"programs/item_tower\.pt2 is missing"),
         (
             "tower",
             True,

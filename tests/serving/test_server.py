@@ -956,7 +956,7 @@ def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
     weights.write_bytes(broken)
     assert not export.refresh() and not export.refresh()
     assert export.retriever is first and len(said) == 1
-    assert said[0].startswith(f"the new export is not used: {weights}: it is damaged") and "\n" not in said[0]
+    assert said[0].startswith(f"the new export is not used: {weights} is damaged") and "\n" not in said[0]
     shutil.rmtree(folder)
     assert not export.refresh() and export.retriever is first and len(said) == 1
     export_small(small_model("mol", X + 1, seed=2), folder)

@@ -170,7 +170,7 @@ def test_what_one_process_finds_wrong_all_raise(exports: dict[str, Path], tmp_pa
             "request 4: a number among its features is too large",
             "request 1: feature age is 'old'",
             f"history 0 holds {X}; item indices go from 0 to {X - 1}",
-            f"{shard}: it is damaged (its sha256 is not the manifest's)",
+            f"{shard} is damaged (its SHA-256 is not that in manifest.json)",
             "the processes find different exports at ",
             "there is no device tpu to retrieve on",
             "no serving directory at nowhere",
@@ -272,7 +272,7 @@ def test_a_new_export_takes_over_on_all_processes(tmp_path: Path, monkeypatch: p
     (found, said), _ = two_ranks.run(taken_over, *there, *paths)
     assert found == [of_first, of_first, of_second, of_second] and of_first != of_second
     assert said[0] == f"new export: {X} items of demo, step 12 of run small" and len(said) == 2
-    assert said[1].startswith(f"the new export is not used: {paths[0] / shard.name}: it is damaged")
+    assert said[1].startswith(f"the new export is not used: {paths[0] / shard.name} is damaged")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The dataset directory: plain Parquet that anything can write, and its reader. Format version 2.
+"""The dataset directory: plain Parquet that anything can write, and its reader. Format version 3.
 
     sequences/*.parquet   one row a user, over all files in the order of their names
         user_index     int64         0 … users - 1, in order
@@ -15,7 +15,7 @@
     vocabularies/TABLE.parquet       of every table but item, one row for each of its rows, in order
         value          string        null or "" in row 0, which stands for every unknown value
     dataset.json
-        format_version     2
+        format_version     3
         name               NAME of `logitmix prepare`
         users, items, actions                      counts of what is here
         schema             {features: [{name, owner, kind, table, width, mean, deviation, columns}],
@@ -37,9 +37,9 @@
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
                            It also has items, users and schema, if such files were given
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
-        sha256             {path: digest} of all other files, by their paths in the directory
-        description_sha256 digest of all other entries, as compact JSON in ASCII with sorted keys. A dataset.json that
-                           has it is laid out as `description_text` does
+        kind               logitmix dataset
+        files              {path: {bytes, sha256}} of all other files, by their paths in the directory
+        sha256             digest of all other entries (common/checked.py, which says how such a file is laid out)
     rejects.tsv           file, line, reason, text; only where there are any
 
 A feature's column has its name and is stored by its kind:
@@ -65,13 +65,12 @@ be a large_list; integers and floats may have any width; text may be large_strin
 integers, which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids
 and texts: by number where all are digits, else by their UTF-8 bytes.
 
-The last two entries, the digests, are optional too: other writers may leave out both. Where there is one of them, all
-files are read and compared with both before anything else is read of them, and a Parquet file that is not listed is
+The last three entries are optional too: other writers may leave them out. Where there is one of them, all files are
+read and compared with their digests before anything else is read of them, and a Parquet file that is not listed is
 refused. So whatever changes a file of `prepare` later, by one bit or as a whole, is found and named.
 """
 
 import dataclasses
-import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,7 +85,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, fits_digest, from_json, other_kind
+from logitmix.common.checked import Checked, check_file, entry_of, fields_of, require_entry
+from logitmix.common.files import from_json, other_kind
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
@@ -94,7 +94,7 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.times import LATEST
 
-FORMAT_VERSION = 2
+FORMAT = Checked("logitmix dataset", 3)
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""
@@ -110,8 +110,8 @@ user at its time takes a bit at the least."""
 _USERS = 2**14
 """Users whose recency is computed at once."""
 ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
-FILES_DIGESTS, OWN_DIGEST = "sha256", "description_sha256"
-"""The entries of dataset.json with digests: of the other files, and of the other entries."""
+DIGESTS = ("kind", "files", "sha256")
+"""The entries of dataset.json that other writers may leave out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +173,10 @@ class Dataset:
         """What is equal for the same dataset elsewhere: the content of dataset.json, with the digests of all other
         files. Where its writer has left them out, they are computed."""
         description = from_json(self.description())
-        if FILES_DIGESTS not in description:
+        if "files" not in description:
             files = sorted(self.path.rglob("*.parquet"))
-            description[FILES_DIGESTS] = {file.relative_to(self.path).as_posix(): file_digest(file) for file in files}
-        return {name: of for name, of in description.items() if name != OWN_DIGEST}
+            description["files"] = {file.relative_to(self.path).as_posix(): entry_of(file) for file in files}
+        return fields_of(description)
 
     def raw_ids(self) -> list[str]:
         """The source's ids by item index, read at each call. ValueError if items.parquet is not as documented."""
@@ -654,16 +654,16 @@ def read_description(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
     _require_files(path)
+    content = file.read_bytes()
     try:
-        text = file.read_bytes().decode()
-        description = from_json(text)
+        description = from_json(content.decode())
     except ValueError:
         _broken(path, "dataset.json is not JSON")
-    if isinstance(description, dict) and description.keys() & {FILES_DIGESTS, OWN_DIGEST}:
-        _check_digests(path, text, description)
+    if isinstance(description, dict) and description.keys() & DIGESTS:
+        _check_digests(path, content)
     version = description.get("format_version") if isinstance(description, dict) else None
-    if version != FORMAT_VERSION:
-        _broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT_VERSION}")
+    if version != FORMAT.version:
+        _broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
     for key, kind in (("name", str), ("users", int), ("items", int), ("actions", int)):
         if type(description.get(key)) is not kind or (kind is int and not 0 <= description[key] < 2**48):
             _broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
@@ -680,27 +680,23 @@ def _require_files(path: Path) -> None:
             _broken(path, f"{name} is a {kind}, not a file")
 
 
-def description_text(description: Mapping[str, Any]) -> str:
-    """The text of a dataset.json with digests."""
-    return json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-
-
-def _check_digests(path: Path, text: str, description: Mapping[str, Any]) -> None:
+def _check_digests(path: Path, content: bytes) -> None:
     """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
-    listed, intact = description.get(FILES_DIGESTS), fits_digest(description, OWN_DIGEST)
-    # The digest is of the entries, and not of the white space between them.
-    if not intact or text != description_text(description) or not isinstance(listed, dict):
-        _broken(path, f"dataset.json is damaged (it differs from its {OWN_DIGEST})")
-    for name, digest in listed.items():
-        if not (path / name).is_file():
-            _broken(path, f"{name} is missing")
-        with _reading(path, name):
-            found = file_digest(path / name)
-        if found != digest:
-            _broken(path, f"{name} is damaged (its SHA-256 differs from that in dataset.json)")
-    for file in sorted(path.rglob("*.parquet")):
-        if (name := file.relative_to(path).as_posix()) not in listed:
-            _broken(path, f"{name} is not in the list of files in dataset.json")
+    try:
+        files = FORMAT.parse(content, "dataset.json").get("files")
+        if not isinstance(files, dict):
+            raise ValueError("dataset.json has no list of files")
+        for name, entry in files.items():
+            require_entry(entry, f"dataset.json: files.{name:.80}")
+            try:
+                check_file(path / name, entry, "dataset.json", name)
+            except OSError as error:
+                raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
+        for file in sorted(path.rglob("*.parquet")):
+            if (name := file.relative_to(path).as_posix()) not in files:
+                raise ValueError(f"{name} is not in the list of files in dataset.json")
+    except ValueError as error:
+        _broken(path, str(error))
 
 
 def _schema(description: Mapping[str, Any], num_items: int) -> Schema:

@@ -9,16 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logitmix.common.files import file_digest, with_digest
+from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.dataset import (
-    FILES_DIGESTS,
-    FORMAT_VERSION,
-    OWN_DIGEST,
+    FORMAT,
     ROW,
     SEQUENCE_COLUMNS,
     Column,
-    description_text,
     index_type,
 )
 
@@ -71,7 +68,6 @@ def write_dataset(
     for table_name, values in contents.vocabularies.items():
         pq.write_table(pa.table({"value": values}), directory / "vocabularies" / f"{table_name}.parquet")
     description = {
-        "format_version": FORMAT_VERSION,
         "name": name,
         "users": users,
         "items": len(contents.item_ids),
@@ -80,16 +76,15 @@ def write_dataset(
         "repeated_targets": repeated_targets(contents.offsets, contents.items),
         "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
         **entries,
-        FILES_DIGESTS: {
-            file.relative_to(directory).as_posix(): file_digest(file)
+        "files": {
+            file.relative_to(directory).as_posix(): entry_of(file)
             for file in sorted(directory.rglob("*"))
             if file.is_file()
         },
     }
-    description = with_digest(description, OWN_DIGEST)
     # Last, because it makes the directory a dataset.
-    (directory / "dataset.json").write_text(description_text(description), encoding="utf-8")
-    return description
+    (directory / "dataset.json").write_text(FORMAT.text(description), encoding="utf-8")
+    return FORMAT.sealed(description)
 
 
 def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:

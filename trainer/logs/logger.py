@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from logitmix.common.files import read_json, write_whole
+from logitmix.common.files import parse_json, write_whole
 from logitmix.common.plugins import Registry
 from logitmix.trainer.config import Config
 from logitmix.trainer.run.metrics import RunProgress
@@ -68,7 +68,7 @@ class Sent:
         self.file = file
         self.id, self.steps = "", dict[str, int]()
         if done.step and file.exists():
-            found = read_json(file)
+            found = parse_json(file.read_bytes(), str(file))
             try:
                 self.id, self.steps = str(found["run"]), {kind: int(step) for kind, step in found["steps"].items()}
             except (TypeError, KeyError, AttributeError, ValueError):

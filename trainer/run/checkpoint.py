@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
-from logitmix.common.files import file_digest, json_digest
+from logitmix.common.checked import check_file, json_digest
 from logitmix.common.storage import say, shown
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
@@ -136,8 +136,8 @@ class _Opened:
 
     progress: RunProgress
     tensors: SavedTensors
-    files: Mapping[str, str]
-    """The SHA-256 of each file."""
+    files: Mapping[str, Any]
+    """The entry of each file in the manifest."""
 
 
 def _choose(
@@ -226,10 +226,7 @@ def _open(
     files = [path / name for name in manifest.files]
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     for file in files[slice(*own_range(len(files), rank, world_size))]:
-        if not file.exists():
-            raise ValueError(f"{file} is missing")
-        if file_digest(file) != manifest.files[file.name]:
-            raise ValueError(f"{file} is damaged (its SHA-256 is not that in {MANIFEST})")
+        check_file(file, manifest.files[file.name], MANIFEST)
     tensors = SavedTensors(files)
     try:
         tensors.check(expected, beside)

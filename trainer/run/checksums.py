@@ -1,15 +1,14 @@
 """The digests of a run's files: written with each file, and compared when it is read."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
-from logitmix.common.files import fits_digest, naming, read_json, require_file, sync, with_digest, write_whole
-from logitmix.common.mappings import brief
+from logitmix.common.checked import Checked, entry_of_bytes, fields_of, require_entry, require_fields
+from logitmix.common.files import naming, require_file, sync, write_whole
 
 DIGESTS = "digests.json"
-KIND = "digests of a logitmix run's files"
+FORMAT = Checked("digests of a logitmix run's files", 1)
 CHECKSUMMED = ("config.toml", "dataset.json", "results.json", "test_ranks.json", "test_users.json")
 """Files that have a digest from when they are written."""
 ROWS = "metrics.jsonl"
@@ -45,10 +44,9 @@ def _record(path: Path, content: bytes | None) -> None:
     run, file = path.parent, path.parent / DIGESTS
     # Where somebody has removed it, what is there goes unchecked.
     before = digests_of(run) if file.is_file() else {name: None for name in CHECKSUMMED if (run / name).exists()}
-    entry = content if content is None else {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    found = before | {path.name: entry}
+    found = before | {path.name: None if content is None else entry_of_bytes(content)}
     if found != before or not file.is_file():
-        write_whole(file, json.dumps(with_digest({"kind": KIND, "files": found}), indent=1) + "\n")
+        write_whole(file, FORMAT.text({"files": found}))
 
 
 def digests_of(run: Path) -> dict[str, Any]:
@@ -57,30 +55,19 @@ def digests_of(run: Path) -> dict[str, Any]:
     file = run / DIGESTS
     if not file.is_file():
         return {}
-    content = read_json(file)
-    if not isinstance(content, dict) or not fits_digest(content):
-        raise ValueError(f"{file} is damaged (its sha256 is not that of its content); {_UNCHECKED.format(file)}")
-    files = content.get("files")
-    if content.get("kind") != KIND or not isinstance(files, dict):
-        raise ValueError(f"{file} does not hold the {KIND} (fields kind and files); {_UNCHECKED.format(file)}")
-    if wrong := [name for name, entry in files.items() if not _is_entry(name, entry)]:
-        said = f"files.{wrong[0]:.80} is {brief(files[wrong[0]])}"
-        raise ValueError(f"{file} does not hold the {KIND} ({said}); {_UNCHECKED.format(file)}")
-    if missing := [name for name in CHECKSUMMED if name not in files and (run / name).exists()]:
-        raise ValueError(f"{file} has no digest of {missing[0]}: it is of another run; {_UNCHECKED.format(file)}")
+    try:
+        found = fields_of(FORMAT.read(file))
+        require_fields(found, ("files",), str(file))
+        files: dict[str, Any] = found["files"]
+        require_fields(files, [name for name in (*CHECKSUMMED, ROWS) if name in files], f"{file}: files")
+        for name, entry in files.items():
+            if entry is not None:
+                require_entry(entry, f"{file}: files.{name}")
+        if missing := [name for name in CHECKSUMMED if name not in files and (run / name).exists()]:
+            raise ValueError(f"{file} has no digest of {missing[0]}: it is of another run")
+    except ValueError as error:
+        raise ValueError(f"{error}; {_UNCHECKED.format(file)}") from None
     return files
-
-
-def _is_entry(name: str, entry: Any) -> bool:
-    return name in (*CHECKSUMMED, ROWS) and (
-        entry is None
-        or (
-            isinstance(entry, dict)
-            and entry.keys() == {"bytes", "sha256"}
-            and type(entry["bytes"]) is int
-            and entry["bytes"] >= 0
-        )
-    )
 
 
 _UNCHECKED = "restore it, or remove {} to go on without checking the run's files"

@@ -4,9 +4,8 @@ A checkpoint is a directory `checkpoints/step-N`:
 
     part-00000-of-00002.safetensors   what rank 0 of 2 holds: its shards of the tables and of their optimizers' states;
                                       on rank 0 also the tower and its optimizer's state (trainer/run/tensor_files.py)
-    checkpoint.json                   format_version, the fields of RunProgress, settings and schema (those that the
-                                      tensors depend on), dataset (the SHA-256 of the run's dataset.json), files (that
-                                      of each), sha256 (that of the other fields)
+    checkpoint.json                   the fields of RunProgress, settings and schema (those that the tensors depend on),
+                                      dataset (the SHA-256 of the run's dataset.json), files; see common/checked.py
 
 The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE; with
 train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read. A checkpoint is written
@@ -16,13 +15,13 @@ No rank has more of a table in memory than its own rows: files are written in bl
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logitmix.common.files import LARGEST, read_json, with_digest
+from logitmix.common.checked import Checked, fields_of, require_entry
+from logitmix.common.files import LARGEST
 from logitmix.common.mappings import brief, from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config
@@ -31,7 +30,7 @@ from logitmix.trainer.run.folder import checkpoint_paths, fixed_settings, record
 from logitmix.trainer.run.metrics import RunProgress, require_shares
 
 MANIFEST = "checkpoint.json"
-FORMAT_VERSION = 4
+FORMAT = Checked("logitmix checkpoint", 5)
 
 
 def part_name(number: int, count: int) -> str:
@@ -40,9 +39,8 @@ def part_name(number: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of checkpoint.json, besides its own digest."""
+    """The fields of checkpoint.json, besides kind, version and digest."""
 
-    format_version: int
     step: int
     seconds: float
     examples: int
@@ -51,7 +49,7 @@ class Manifest:
     settings: dict[str, Any]
     schema: dict[str, Any]
     dataset: str
-    files: dict[str, str]
+    files: dict[str, Any]
 
     def __post_init__(self) -> None:
         require(self.step >= 0, "step", self.step, "0 or more")
@@ -64,6 +62,8 @@ class Manifest:
         count = len(self.files)
         names = [part_name(number, count) for number in range(count)]
         require(count > 0 and list(self.files) == names, "files", list(self.files), "all parts, in order")
+        for name, entry in self.files.items():
+            require_entry(entry, f"files.{name}")
 
     @property
     def progress(self) -> RunProgress:
@@ -73,7 +73,7 @@ class Manifest:
 def described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
     """The fields of the manifest but `dataset` and `files`."""
     settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
-    return {"format_version": FORMAT_VERSION} | asdict(progress) | {"settings": settings, "schema": schema}
+    return asdict(progress) | {"settings": settings, "schema": schema}
 
 
 def dataset_digest(run: Path) -> str:
@@ -81,27 +81,12 @@ def dataset_digest(run: Path) -> str:
     return hashlib.sha256(recorded_dataset(run).encode()).hexdigest()
 
 
-def manifest_text(content: Mapping[str, Any]) -> str:
-    return json.dumps(with_digest(content), indent=1) + "\n"
-
-
 def read_manifest(path: Path) -> Manifest:
     """checkpoint.json of a checkpoint; ValueError if it is missing, damaged, or says what cannot be."""
     file = path / MANIFEST
     if not file.exists():
         raise ValueError(f"{file} is missing")
-    tree = read_json(file)
-    content = {name: of for name, of in tree.items() if name != "sha256"} if isinstance(tree, dict) else {}
-    if isinstance(tree, dict) and type(version := content.get("format_version")) is int and version != FORMAT_VERSION:
-        raise ValueError(f"{file}: format_version is {version}, and this logitmix reads {FORMAT_VERSION}")
-    try:
-        # Compared as a text, because some flipped bits leave the same numbers.
-        intact = file.read_bytes() == manifest_text(content).encode()
-    except RecursionError:
-        intact = False
-    if not intact:
-        raise ValueError(f"{file} is damaged (its sha256 is not that of its content)")
-    manifest = from_mapping(Manifest, content, str(file))
+    manifest = from_mapping(Manifest, fields_of(FORMAT.read(file)), str(file))
     if path.name != f"step-{manifest.step}":
         raise ValueError(f"{file}: step is {manifest.step}, but the folder is {path.name}")
     return manifest

@@ -34,11 +34,11 @@ from logitmix.trainer.run.checkpoint import say_on_first
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
 from logitmix.trainer.run.folder import upload_run
 from logitmix.trainer.run.manifest import (
+    FORMAT,
     MANIFEST,
     by_merit,
     dataset_digest,
     described,
-    manifest_text,
     manifests,
     part_name,
 )
@@ -189,7 +189,7 @@ class Saver:
             # A run that goes on from here needs the rows up to here.
             sync_rows(self.run)
             # The same step can be there, saved before it was evaluated.
-            text = manifest_text({**pending.content, "dataset": dataset_digest(self.run), "files": digests})
+            text = FORMAT.text({**pending.content, "dataset": dataset_digest(self.run), "files": entries})
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             rename_synced(pending.staging, pending.out)
 
@@ -198,7 +198,7 @@ class Saver:
                 sync(pending.out.parent)
 
         with self._removing(pending):
-            digests = dict(on_all_ranks(lambda: (pending.part, pending.of_file.result()), self.ranks))
+            entries = dict(on_all_ranks(lambda: (pending.part, pending.of_file.result()), self.ranks))
             on_first_rank(publish, self.ranks)
         self._untidied = pending.out
         self._once_saved(pending.out, sync_name)
@@ -269,14 +269,14 @@ class _Pending:
     needed: int
     part: str
     content: Mapping[str, Any]
-    written: Future[str] | None = None
-    """The SHA-256 of this rank's part, once it is on disk."""
+    written: Future[dict[str, Any]] | None = None
+    """The entry of this rank's part in the manifest, once it is on disk."""
     begun_bytes: int = 0
     """Those of this rank's part that are written, or being written."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def of_file(self) -> Future[str]:
+    def of_file(self) -> Future[dict[str, Any]]:
         assert self.written is not None
         return self.written
 
@@ -286,14 +286,14 @@ class _Pending:
             return WRITING
         return FAILED if self.of_file.exception() else WRITTEN
 
-    def write(self, file: TensorFile) -> str:
+    def write(self, file: TensorFile) -> dict[str, Any]:
         """Writes this rank's part, unless it is abandoned: then the rank that is the cause has an error to raise."""
 
         def goes_on(part: bytes | memoryview) -> bool:
             self.begun_bytes += len(part)
             return not self.abandoned.is_set()
 
-        return write_hashed(self.staging / self.part, takewhile(goes_on, file.parts()))
+        return {"bytes": file.bytes, "sha256": write_hashed(self.staging / self.part, takewhile(goes_on, file.parts()))}
 
 
 def prune(run: Path, model: ParallelModel) -> None:

@@ -263,7 +263,7 @@ def test_users_are_contiguous_over_files(made: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 3}, "it is of format version 3, and this logitmix reads 2"),
+        ({"format_version": 2}, "it is of format version 2, and this logitmix reads 3"),
         ({"schema": None}, "dataset.json: no schema"),
         ({"schema": {"features": []}}, "dataset.json: schema: tables is missing"),
         ({"schema": Schema.of_ids(4).to_mapping()}, "table item has 5 rows, not one more than the 3 items"),

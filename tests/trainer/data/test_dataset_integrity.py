@@ -14,9 +14,9 @@ import pytest
 import small_data
 from rich.console import Console
 
-from logitmix.common.files import json_digest
+from logitmix.common.checked import fields_of
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import FILES_DIGESTS, OWN_DIGEST, description_text, load_dataset
+from logitmix.trainer.data.dataset import FORMAT, load_dataset
 from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
@@ -114,12 +114,11 @@ def test_a_part_that_is_not_listed_is_refused(path: Path) -> None:
 def test_one_of_the_two_digests_is_not_enough(path: Path) -> None:
     file = path / "dataset.json"
     whole = json.loads(file.read_text())
-    for entry in (FILES_DIGESTS, OWN_DIGEST):
-        left = {name: value for name, value in whole.items() if name != entry}
-        if entry == FILES_DIGESTS:
-            left[OWN_DIGEST] = json_digest({name: value for name, value in left.items() if name != OWN_DIGEST})
-        file.write_text(description_text(left))
-        assert problem(path).startswith(f"{path}: dataset.json is damaged")
+    file.write_text(FORMAT.text({name: value for name, value in fields_of(whole).items() if name != "files"}))
+    assert problem(path).startswith(f"{path}: dataset.json has no list of files")
+    del whole["sha256"]
+    file.write_text(json.dumps(whole, indent=1) + "\n")
+    assert problem(path).startswith(f"{path}: dataset.json is damaged")
 
 
 def test_without_digests_the_format_alone_counts(path: Path) -> None:
@@ -140,7 +139,7 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
         {name: (tmp_path / out / name).read_bytes() for name in files(tmp_path / out)} for out in ("a", "b")
     )
     assert first == second
-    assert set(json.loads(first["dataset.json"])[FILES_DIGESTS]) == set(first) - {"dataset.json"} >= {"rejects.tsv"}
+    assert set(json.loads(first["dataset.json"])["files"]) == set(first) - {"dataset.json"} >= {"rejects.tsv"}
     (tmp_path / "a" / "rejects.tsv").unlink()
     assert problem(tmp_path / "a").startswith(f"{tmp_path}/a: rejects.tsv is missing")
 

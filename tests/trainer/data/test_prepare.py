@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reading import decoded
 from rich.console import Console
 
-from logitmix.common.files import file_digest, json_digest
+from logitmix.common.checked import entry_of, json_digest
 from logitmix.modules.schema import Schema
 from logitmix.trainer.cli import main
 from logitmix.trainer.data.config import PrepareOptions
@@ -76,7 +76,8 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
     assert load_dataset(tmp_path / "out").raw_ids() == ["x", "y", "z"]
     assert made == json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert made == {
-        "format_version": 2,
+        "kind": "logitmix dataset",
+        "format_version": 3,
         "name": "table",
         "users": 3,
         "items": 3,
@@ -99,10 +100,10 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         "rejected_lines": 0,
         "source": {"name": "table.csv", "sha256": {"table.csv": hashlib.sha256(table.read_bytes()).hexdigest()}},
         "generator": None,
-        "sha256": {
-            name: file_digest(tmp_path / "out" / name) for name in ("items.parquet", "sequences/part-00000.parquet")
+        "files": {
+            name: entry_of(tmp_path / "out" / name) for name in ("items.parquet", "sequences/part-00000.parquet")
         },
-        "description_sha256": json_digest({name: of for name, of in made.items() if name != "description_sha256"}),
+        "sha256": json_digest({name: of for name, of in made.items() if name != "sha256"}),
     }
     assert entries(tmp_path / "out") == {"dataset.json", "items.parquet", "sequences"}
     assert entries(tmp_path) == {"in", "out"}

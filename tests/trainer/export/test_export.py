@@ -158,8 +158,7 @@ def note_dataset(run: Path, data: Path) -> None:
     shutil.copy(data / "dataset.json", run)
     for path in (run / "checkpoints").glob("step-*/checkpoint.json"):
         content = json.loads(path.read_text()) | {"dataset": file_digest(run / "dataset.json")}
-        del content["sha256"]
-        path.write_text(manifest.manifest_text(content))
+        path.write_text(manifest.FORMAT.text(content))
 
 
 def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import pytest
 import two_ranks
 from small_data import forget_digests, small_config, write_dataset
 
-from logitmix.common.files import file_digest, with_digest
+from logitmix.common.checked import entry_of
 from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run.agreement import facts_of
+from logitmix.trainer.run.manifest import FORMAT
 
 
 @pytest.fixture
@@ -155,9 +156,8 @@ def change_a_weight(run: Path) -> None:
     (manifest,) = run.glob("checkpoints/*/checkpoint.json")
     (part,) = run.glob("checkpoints/*/*.safetensors")
     content = json.loads(manifest.read_text())
-    del content["sha256"]
     weights = bytearray(part.read_bytes())
     weights[-1] ^= 1
     part.write_bytes(weights)
-    content["files"][part.name] = file_digest(part)
-    manifest.write_text(json.dumps(with_digest(content), indent=1) + "\n")
+    content["files"][part.name] = entry_of(part)
+    manifest.write_text(FORMAT.text(content))
