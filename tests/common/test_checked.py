@@ -58,5 +58,5 @@ def test_a_file_that_is_another_is_told(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"^{file} is damaged \({said}\)$"):
             check_file(file, entry, "all.json")
     file.unlink()
-    with pytest.raises(ValueError, match="^it is missing$"):
+    with pytest.raises(ValueError, match=r"^it is missing$"):
         check_file(file, entry, "all.json", "it")
