@@ -84,7 +84,8 @@ def is_copy(path: Path) -> bool:
 
 
 def shown(text: object) -> str:
-    """A text for people, as `plain`, with URLs in place of the paths of their copies."""
+    """A text for people, as `plain`, with URLs in place of the paths of their copies. `say`, `show`, `tell` and
+    `naming_urls` do this for all that passes through them, so only what goes elsewhere, such as a page, calls it."""
     said = str(text)
     for path, url in list(_urls.items()):
         said = re.sub(re.escape(str(path)) + r"(?![\w.-])", url.replace("\\", r"\\"), said)
@@ -130,9 +131,25 @@ def require_no_secrets(name: str, place: str) -> None:
         )
 
 
+def place_of(path: Path) -> str:
+    """What a user names a directory by: the URL of a copy, or of a folder in one; else the path."""
+    copy = _copy_of(path)
+    return f"{copy.url}/{path.relative_to(copy.path)}".removesuffix("/.") if copy else str(path)
+
+
 def say(line: object) -> None:
-    """Prints a line for people on stderr, `plain`."""
+    """Prints a line for people on stderr, as `shown`."""
+    print(shown(line), file=sys.stderr, flush=True)
+
+
+def say_of_disk(line: object) -> None:
+    """The same, `plain`, of an OSError: the trouble is with the disk that holds a copy, so its path stays."""
     print(plain(line), file=sys.stderr, flush=True)
+
+
+def show(text: object, end: str = "\n") -> None:
+    """Prints a command's result for people on stdout, `shown`."""
+    print(shown(text), end=end)
 
 
 def tell(console: "Console | None", line: object, style: str | None = None) -> None:

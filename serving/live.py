@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypedDict, TypeVar
 
-from logitmix.common.storage import fetch, is_copy, shown
+from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.directory.reader import read, read_manifest, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
@@ -74,7 +74,7 @@ class LiveExport:
         except Exception as error:  # whatever is wrong with the new export, the old one can answer
             if there == stamp(self._directory) and not self.lost:  # otherwise it was replaced while it was read
                 self._seen = there
-                self._say(f"the new export is not used: {' '.join(shown(error).split())}")
+                self._say(f"the new export is not used: {' '.join(str(error).split())}")
             return False
         self._seen = there
         self._say(f"new export: {self.retriever.described}")

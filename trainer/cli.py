@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from logitmix.common.mappings import nearest
 from logitmix.common.plugins import load_plugins, take_imports
-from logitmix.common.storage import naming_urls, say
+from logitmix.common.storage import naming_urls, say_of_disk
 from logitmix.launch.processes import (
     STOPPED,
     USER_ERROR,
@@ -180,7 +180,7 @@ def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
 
 def _fail(message: str, status: int) -> NoReturn:
     message = " ".join(message.splitlines())
-    say(f"logitmix: {message}")
+    say_of_disk(f"logitmix: {message}")
     _tell_others(message, status)
     raise SystemExit(status)
 

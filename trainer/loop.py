@@ -10,7 +10,7 @@ import torch
 
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.storage import fetch_run, say, shown
+from logitmix.common.storage import fetch_run, place_of, say
 from logitmix.launch.processes import Stopped, require_threads
 from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config
@@ -85,7 +85,7 @@ def _refit(
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
-        say(f"refit of {epochs:g} epochs, on the validation actions too: {shown(refit_path(run))}")
+        say(f"refit of {epochs:g} epochs, on the validation actions too: {refit_path(run)}")
         return refit_config(run, epochs)
 
     return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping, callbacks)
@@ -119,7 +119,7 @@ def train_run(
         if done.step == 0 and (source := source_of(run, config)):
             taken = warm_start(source, dataset, model)
             if ranks.rank == 0:
-                say(shown(taken))
+                say(taken)
         evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
         # Before hours of training, too.
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
@@ -167,7 +167,7 @@ def _train_first(
     start_run(run, config, dataset, ranks)
     or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
     if ranks.rank == 0:
-        say(f"first, the run that gives the initial weights: {shown(path)}")
+        say(f"first, the run that gives the initial weights: {path}")
     train_run(first, path, dataset, ranks, stopping, callbacks)
     stopping.check()
 
@@ -230,7 +230,7 @@ def _steps(
                     saved = saver.save(done, wait=finished or stopped)
             if stopped:
                 said = "is saved" if saved else "could not be saved"
-                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {shown(run)}")
+                raise Stopped(f"stopped by {stopping.why} after step {step:,}, which {said} in {place_of(run)}")
         if telemetry.main and (line := still_rising(run, config.evaluate.metric)):
             telemetry.say(line)
     return done

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hostile_json import VALUES, edited, lacking, places, refused
+from rich.console import Console
 from stores import Memory
 
 from logitmix.common import storage
 from logitmix.common.checked import fields_of
-from logitmix.common.storage import fetch, fetch_names, fetch_run, fetched, fetched_run, path_of, push, shown
+from logitmix.common.storage import fetch, fetch_names, fetch_run, fetched, fetched_run, path_of, place_of, push, shown
 from logitmix.trainer import cli
 
 URL = "memory://bucket/a"
@@ -483,6 +484,19 @@ def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memor
 def test_a_url_must_name_a_directory(url: str) -> None:
     with pytest.raises(ValueError, match="names no directory; give a URL such as s3://bucket/folder/name"):
         path_of(url)
+
+
+def test_a_copy_goes_by_its_url(memory: Memory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = path_of(URL)
+    names = {path: URL, path / "b" / "c": f"{URL}/b/c", tmp_path: str(tmp_path), Path("a/b"): "a/b"}
+    assert {place: place_of(place) for place in names} == names
+    storage.say(f"reads {path / 'b'}")
+    storage.say_of_disk(f"{path} is full")
+    storage.show(f"writes {path}", end="!")
+    console = Console(width=200)
+    storage.tell(console, f"waits for {path}")
+    said = capsys.readouterr()
+    assert (said.err, said.out) == (f"reads {URL}/b\n{path} is full\n", f"writes {URL}!waits for {URL}\n")
 
 
 @pytest.mark.parametrize("name", ["copy.json", "fetched", "lock"])

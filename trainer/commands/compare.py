@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from logitmix.common.storage import path_of, shown
+from logitmix.common.storage import path_of, show
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption
 from logitmix.trainer.commands.sizing import AUTO, load_sized
@@ -42,7 +42,10 @@ def run(words: list[str]) -> None:
     methods = list(dict.fromkeys(arguments.methods))
     found = compare(arguments.dataset, out, arguments.minutes, methods, arguments.threads_of_rank, settings)
     if is_main():
-        print(json.dumps(found) if arguments.json else shown(as_text(found)), end="\n" if arguments.json else "")
+        if arguments.json:
+            print(json.dumps(found))
+        else:
+            show(as_text(found), end="")
 
 
 def _with_settings(words: list[str]) -> tuple[Arguments, dict[str, Any]]:

@@ -32,7 +32,7 @@ from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetch_run, say, shown
+from logitmix.common.storage import fetch_run, place_of, say, shown
 from logitmix.launch.processes import require_threads
 from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, with_settings, with_start
@@ -154,7 +154,7 @@ def compare(
             for number, name in enumerate(methods, start=1):
                 if ranks.rank == 0:
                     doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                    say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {shown(out / name)}")
+                    say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
                 if name in to_train:
                     on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
                     train_run(configs[name], out / name, dataset, ranks, stopping)
@@ -172,7 +172,7 @@ def config_of(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
-    path = shown(dataset.path)
+    path = place_of(dataset.path)
     config, _ = load_sized(AUTO, path)
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
@@ -244,7 +244,7 @@ def _remove_shorter(run: Path, minutes: float) -> None:
         return
     if (before := read_config(run).train.minutes) == minutes:
         return
-    say(f"{LABELS[run.name]} had {_minutes(before)}: {shown(run)} is removed and trained anew")
+    say(f"{LABELS[run.name]} had {_minutes(before)}: {run} is removed and trained anew")
     remove_run(run)
 
 
@@ -359,7 +359,7 @@ def _finish(
         LABELS[name]: beside_baselines(value[name] | others, {of: LABELS[of] for of in simple}) for name in learned
     }
     found = {
-        "dataset": shown(dataset.path),
+        "dataset": place_of(dataset.path),
         "minutes": minutes,
         "users": len(ranks[reference]),
         "items": dataset.num_items,

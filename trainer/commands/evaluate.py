@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import fetched_run, shown
+from logitmix.common.storage import fetched_run
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     OF_THE_RUN,
@@ -52,7 +52,7 @@ def run(words: list[str]) -> None:
         path, split, arguments.exclude_history, arguments.users, arguments.device, arguments.threads_of_rank
     )
     if is_main():
-        ranked = shown(final_run(path) if split == "test" else path)
+        ranked = final_run(path) if split == "test" else path
         show_metrics(results, f"{ranked}: {split}, checkpoint of step {results['step']}", arguments.json)
         if line := cold_targets(results):
             print(f"{split}: {line}", file=sys.stderr)

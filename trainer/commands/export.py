@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetched_run, path_of, shown
+from logitmix.common.storage import fetched_run, path_of, show
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse
@@ -64,7 +64,7 @@ def run(words: list[str]) -> None:
     if arguments.json:
         print(json.dumps(manifest))
         return
-    source = f"step {manifest['step']} of {shown(arguments.run)}"
-    print(f"{shown(arguments.out)}: {manifest['num_items']:,} items, {source}")
+    source = f"step {manifest['step']} of {arguments.run}"
+    show(f"{arguments.out}: {manifest['num_items']:,} items, {source}")
     if manifest["precision"] != arguments.precision:
         print(f"{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}")

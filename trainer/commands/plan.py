@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import shown
+from logitmix.common.storage import show
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
@@ -45,7 +45,10 @@ def run(words: list[str]) -> None:
     per_host = arguments.per_host or min(arguments.world_size, 8)
     memory = int(arguments.gpu_gib * 2**30) if arguments.device == "cuda" else None
     plan = plan_job(config, Devices(arguments.world_size, per_host, arguments.device, memory))
-    print(json.dumps(dataclasses.asdict(plan)) if arguments.json else shown(plan.text()))
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(plan)))
+    else:
+        show(plan.text())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from logitmix.common.storage import shown
+from logitmix.common.storage import show
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.data.config import PrepareOptions
@@ -30,4 +30,4 @@ def run(words: list[str]) -> None:
         return
     from logitmix.trainer.data.summary import summarize
 
-    print(shown(summarize(description, arguments.directory)))
+    show(summarize(description, arguments.directory))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from logitmix.common.storage import fetched_run, shown
+from logitmix.common.storage import fetched_run, show
 from logitmix.trainer.commands.words import parse
 
 
@@ -26,4 +26,4 @@ def run(words: list[str]) -> None:
     from logitmix.trainer.commands.report_page import write_report
 
     write_report([fetched_run(place) for place in arguments.runs], Path(arguments.out))
-    print(shown(arguments.out))
+    show(arguments.out)

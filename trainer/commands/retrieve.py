@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from logitmix.common.storage import shown
+from logitmix.common.storage import show, shown
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     ExportPlace,
@@ -97,7 +97,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         request["time"] = arguments.time
     if arguments.histories or arguments.out:
         count = _answer_file(retriever, arguments, options)
-        print(f"{shown(arguments.out)}: {count:,} requests answered")
+        show(f"{arguments.out}: {count:,} requests answered")
         return
     (rows,) = retriever.answer([request], options)
     if arguments.json:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from logitmix.common.storage import fetched_run, path_of, say, shown
+from logitmix.common.storage import fetched_run, path_of, say
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption
@@ -41,7 +41,7 @@ def run(words: list[str]) -> None:
         # Before torch, which takes seconds to load.
         count = int(os.environ.get("WORLD_SIZE", 1))
         ranks = f"{count} process{'es' if count > 1 else ''}"
-        say(f"training {shown(words[0])} on {config.data.path} with {ranks}, run directory {shown(path)}")
+        say(f"training {words[0]} on {config.data.path} with {ranks}, run directory {path}")
         if sizes:
             say(sizes)
     from logitmix.trainer.loop import train
@@ -49,7 +49,7 @@ def run(words: list[str]) -> None:
 
     results = train(config, path)
     if is_main():
-        trained = shown(refit_path(path) if config.train.refit else path)
+        trained = refit_path(path) if config.train.refit else path
         show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", arguments.json)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import path_of, shown
+from logitmix.common.storage import path_of, show
 from logitmix.trainer.commands.options import ExportPlace, JSONOption
 from logitmix.trainer.commands.words import parse
 
@@ -32,7 +32,7 @@ def run(words: list[str]) -> None:
     if arguments.json:
         print(json.dumps(counts))
     else:
-        print(
-            f"{shown(arguments.directory)}: {counts['added']:,} items added, {counts['known']:,} were there already, "
+        show(
+            f"{arguments.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
             f"{counts['num_items']:,} now"
         )

@@ -86,7 +86,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from logitmix.common.checked import Checked, check_file, entry_of, fields_of, require_entry
-from logitmix.common.files import from_json, other_kind
+from logitmix.common.files import from_json, other_kind, parse_json
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.storage import fetched
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
@@ -656,9 +656,9 @@ def read_description(path: Path) -> dict[str, Any]:
     _require_files(path)
     content = file.read_bytes()
     try:
-        description = from_json(content.decode())
-    except ValueError:
-        _broken(path, "dataset.json is not JSON")
+        description = parse_json(content, "dataset.json")
+    except ValueError as error:
+        _broken(path, str(error))
     if isinstance(description, dict) and description.keys() & DIGESTS:
         _check_digests(path, content)
     version = description.get("format_version") if isinstance(description, dict) else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.mappings import from_mapping
-from logitmix.common.storage import shown
+from logitmix.common.storage import place_of
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import load_recipe, recipe_names
 from logitmix.trainer.data.times import UNIT_NAMES, UNITS
@@ -21,9 +21,9 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     features = [feature for feature in schema.features if feature.name != ITEM]
     lines = [f"read      {_counts(description['read'])}"]
     if rejected := description["rejected_lines"]:
-        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {shown(directory)}/rejects.tsv")
+        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {directory}/rejects.tsv")
     lines += [f"removed   {line}" for line in _removals(description["filters"])]
-    lines.append(f"written   {_counts(description)} to {shown(directory)}")
+    lines.append(f"written   {_counts(description)} to {directory}")
     lines.append(f"users     {_lengths(description)}")
     lines += [f"times     {_span(description['times'])}", *_ties(description)]
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
@@ -140,7 +140,7 @@ def _values(feature: Feature, schema: Schema) -> str:
 def _next(directory: Path) -> str:
     """The command that trains on the dataset, with its own recipe or else one that sizes itself."""
     for recipe in recipe_names():
-        if load_recipe(recipe).data.path == shown(directory):
+        if load_recipe(recipe).data.path == place_of(directory):
             return f"logitmix train {recipe}"
-    words = ["logitmix", "train", "auto", "--data.path", shown(directory), "--run", f"runs/{directory.name}"]
+    words = ["logitmix", "train", "auto", "--data.path", place_of(directory), "--run", f"runs/{directory.name}"]
     return shlex.join(words)

@@ -22,7 +22,7 @@ from torch import Tensor
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.common.storage import plain, shown
+from logitmix.common.storage import tell
 from logitmix.modules.embeddings import own_name
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
@@ -76,7 +76,7 @@ class Telemetry:
             self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
             if done.step:
-                self.say(f"continuing {shown(run)} after step {done.step}")
+                self.say(f"continuing {run} after step {done.step}")
 
     def __enter__(self) -> "Telemetry":
         self.pace.start()
@@ -101,7 +101,7 @@ class Telemetry:
     def say(self, line: str) -> None:
         """A line on rank 0's standard error, above the bar."""
         if self.main:
-            self.console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+            tell(self.console, line)
 
     def log_step(self, pipeline: Pipeline, epoch: float) -> None:
         """Call after each step. If the step is logged, writes a row with its losses over all ranks, and rates since the

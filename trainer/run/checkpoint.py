@@ -13,7 +13,7 @@ from torch import Tensor
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import check_file, json_digest
-from logitmix.common.storage import say, shown
+from logitmix.common.storage import say
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
@@ -83,7 +83,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
         aside = on_first_rank(partial(_set_aside, path), ranks)
         lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
         said = f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}"
-        say_on_first(shown(said), ranks)
+        say_on_first(said, ranks)
     return opened.progress
 
 
@@ -162,7 +162,7 @@ def _choose(
     paths = on_first_rank(candidates, ranks) if ranks else candidates()
     opened, problems = _open_first(paths, config, schema, expected, ranks, beside=only_for_training(config))
     for path, problem in problems.items():
-        say_on_first(shown(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken"), ranks)
+        say_on_first(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
     return opened
 
 

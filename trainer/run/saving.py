@@ -27,10 +27,9 @@ from logitmix.comm.collectives import (
 )
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import naming, rename_synced, staging_path, sync, write_hashed
-from logitmix.common.storage import is_copy, push
+from logitmix.common.storage import is_copy, push, say_of_disk
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.parallelize import ParallelModel
-from logitmix.trainer.run.checkpoint import say_on_first
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
 from logitmix.trainer.run.folder import upload_run
 from logitmix.trainer.run.manifest import (
@@ -328,7 +327,8 @@ def or_continue(action: Callable[[], None], config: Config, ranks: Ranks, note: 
     except OSError as error:
         if config.train.on_save_failure == "stop":
             raise
-        say_on_first("; ".join(filter(None, [str(error), note])), ranks)
+        if ranks.rank == 0:
+            say_of_disk("; ".join(filter(None, [str(error), note])))
         return False
     return True
 

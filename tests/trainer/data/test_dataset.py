@@ -316,7 +316,7 @@ def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> N
     edit_description(made, format_version=1, **entries)
     command = f"logitmix prepare table --source clicks.csv --min-user-actions 3 --out {made} --overwrite"
     with pytest.raises(
-        ValueError, match=f"of format version 1, and this logitmix reads 2; make it again with: {command}$"
+        ValueError, match=f"of format version 1, and this logitmix reads 3; make it again with: {command}$"
     ):
         load_dataset(made)
     (made.parent / "clicks.csv").touch()
@@ -327,7 +327,7 @@ def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> N
 @pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut off", "nested"])
 def test_a_description_that_is_not_json_is_named(made: Path, text: str) -> None:
     (made / "dataset.json").write_text(text)
-    with pytest.raises(ValueError, match=r"dataset\.json is not JSON; make it again with: logitmix prepare "):
+    with pytest.raises(ValueError, match=r"dataset\.json is damaged \(.*\); make it again with: logitmix prepare "):
         load_dataset(made)
 
 

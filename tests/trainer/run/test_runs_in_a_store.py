@@ -24,7 +24,7 @@ from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common import storage
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push
+from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push, shown
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
@@ -646,7 +646,7 @@ def test_a_server_takes_over_what_is_exported_there(
         fetch(path)
 
     monkeypatch.setattr(live, "STORE_SECONDS", 0.01)
-    export = LiveExport(path_of(EXPORT), said.append)
+    export = LiveExport(path_of(EXPORT), lambda line: said.append(shown(line)))
     before = export.retriever.rows(["item-1"], 3)
     with memory.watched(lambda *_: True) as done:
         until(lambda: len(done) > 3)
