@@ -24,16 +24,17 @@ SMALL: dict[str, dict[str, Any]] = {
 """Settings of the kinds that are large by default."""
 
 
+@pytest.mark.parametrize("epochs", [2, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", SIMILARITIES)
-def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> None:
+def test_is_trained_evaluated_exported_and_served(kind: str, epochs: int, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", users=120, items=30, ring=True)
     settings = {"model.similarity.kind": kind, "model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2}
-    schedule = {"train.epochs": 25, "evaluate.every_epochs": 25, "evaluate.exclude_history": "no"}
+    schedule = {"train.epochs": epochs, "evaluate.every_epochs": epochs, "evaluate.exclude_history": "no"}
     schedule |= {"train.precision": "fp32"}
     run = tmp_path / "run"
     results = train(small_config(data, settings | schedule | SMALL.get(kind, {})), run)
     # The next item follows from the last one; a random order would hit 1 time in 30.
-    assert results["hr@1"] > 0.5
+    assert epochs == 2 or results["hr@1"] > 0.5
 
     again = evaluate_run(run, "test", None, None, "cpu", 1)
     assert {name: results[name] for name in again} == again
@@ -47,5 +48,6 @@ def test_is_trained_evaluated_exported_and_served(kind: str, tmp_path: Path) -> 
         assert (found[:, :k] == users.target[:, None]).any(1).mean() == pytest.approx(results[f"hr@{k}"], abs=1e-12)
     # Who has the target as the best of all items, and among the h-indexer's, has it as the best of these.
     by_way_of_stage_1 = retriever.retrieve(histories, 1, stage1=10).items.numpy()
-    least = results["hr@1"] + results["hindexer/hr@10"] - 1
-    assert (by_way_of_stage_1 == users.target[:, None]).mean() > least - 0.05 > 0.1
+    least = results["hr@1"] + results["hindexer/hr@10"] - 1 - 0.05
+    assert (by_way_of_stage_1 == users.target[:, None]).mean() > least
+    assert epochs == 2 or least > 0.1

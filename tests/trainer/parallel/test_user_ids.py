@@ -1,6 +1,7 @@
 """Users' ids as a feature: in training, evaluation and serving."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,30 +102,33 @@ def test_dropped_users_have_the_unknown_row_in_a_step_whatever_the_ranks() -> No
 USERS = 40
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(folder: Path, epochs: int, runs: Iterable[str]) -> Path:
     """After item 0, each user always goes to one item of their own, and the encoder sees only item 0. The last two
     users have too few actions to be trained on."""
-    folder = tmp_path_factory.mktemp("users")
     write(folder / "data", [*([0, own(user)] * (LENGTH // 2) for user in range(USERS)), [0, 3, 0], [0, 4, 0]])
-    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": 120}
-    settings |= {"evaluate.every_epochs": 120, "evaluate.exclude_history": "no"}
+    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 3e-2, "train.epochs": epochs}
+    settings |= {"evaluate.every_epochs": epochs, "evaluate.exclude_history": "no"}
     settings |= {"model.encoder.max_length": 1, "model.loss.negatives": 12, "model.user_id_dropout": 0.2}
     settings |= {"train.precision": "fp32"}
-    for name, of_run in RUNS.items():
-        train(small_config(folder / "data", settings | of_run), folder / name)
+    for name in runs:
+        train(small_config(folder / "data", settings | RUNS[name]), folder / name)
         export(folder / name, folder / f"{name}-served")
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("users"), 2, KNOWING)
 
 
 MOL = {"kind": "mol", "query_components": 2, "item_components": 2, "component_dim": 16, "gate_hidden": 16}
 RUNS: dict[str, dict[str, Any]] = {
     "with": {"model.features": [USER]},
-    "component": {"model.features": [USER], "model.similarity.user_component": True, "train.epochs": 40}
+    "component": {"model.features": [USER], "model.similarity.user_component": True}
     | {f"model.similarity.{name}": value for name, value in MOL.items()},
     "without": {"model.features": []},
 }
-KNOWING = pytest.mark.parametrize("run", ["with", "component"])
+KNOWING = ("with", "component")
 
 
 def own(user: int) -> int:
@@ -136,13 +140,15 @@ def hit_rate(run: Path) -> float:
     return rate
 
 
-@KNOWING
-def test_a_model_learns_what_the_user_alone_tells(folder: Path, run: str) -> None:
+@pytest.mark.slow
+def test_a_model_learns_what_the_user_alone_tells(tmp_path: Path) -> None:
     """Without the user, no item is right for more than a tenth of them."""
-    assert hit_rate(folder / run) > 0.6 > 0.2 > hit_rate(folder / "without")
+    trained(tmp_path, 120, RUNS)
+    for run in KNOWING:
+        assert hit_rate(tmp_path / run) > 0.6 > 0.2 > hit_rate(tmp_path / "without")
 
 
-@KNOWING
+@pytest.mark.parametrize("run", KNOWING)
 def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Path, run: str) -> None:
     dataset, retriever = load_dataset(folder / "data"), Retriever.load(folder / f"{run}-served")
     users = ranking_users(dataset, "test", 1)
@@ -169,7 +175,7 @@ def test_evaluation_knows_the_trained_users_alone(folder: Path, monkeypatch: pyt
     assert seen == [[*range(1, USERS + 1), 0, 0]]
 
 
-@KNOWING
+@pytest.mark.parametrize("run", KNOWING)
 def test_users_whom_training_did_not_see_are_unknown(folder: Path, run: str) -> None:
     retriever = Retriever.load(folder / f"{run}-served")
 
