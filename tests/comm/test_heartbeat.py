@@ -20,9 +20,9 @@ from logitmix.comm.heartbeat import Heartbeat
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
-    monkeypatch.setattr(heartbeat, "LISTENS", 0.4)
-    monkeypatch.setattr(heartbeat, "ANSWERS", 0.4)
-    monkeypatch.setattr(heartbeat, "SILENT", 0.6)
+    monkeypatch.setattr(heartbeat, "LISTENS", 0.8)
+    monkeypatch.setattr(heartbeat, "ANSWERS", 0.8)
+    monkeypatch.setattr(heartbeat, "SILENT", 1.2)
 
 
 @pytest.fixture
@@ -67,13 +67,12 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
     hangs = threading.Event()
     for name in ("check", "set"):
         monkeypatch.setattr(dist.HashStore, name, lambda *_: hangs.wait(), raising=False)
-    monkeypatch.setattr(heartbeat, "ANSWERS", 1.0)
-    monkeypatch.setattr(heartbeat, "LISTENS", 2.0)
+    monkeypatch.setattr(heartbeat, "LISTENS", 60.0)
     beats[1].start()
     since = time.monotonic()
     assert "does not answer" in beats[1].who_is_missing()
     beats[1].stop()
-    assert time.monotonic() - since < 1.8
+    assert time.monotonic() - since < 30
     hangs.set()
 
 
@@ -83,17 +82,17 @@ def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[
     said: list[str] = []
     for each in beats:
         each.start(said.append)
-    time.sleep(1)
+    time.sleep(1.5)
     assert not said
     for rank in stopped:
         beats[rank].stop()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not said and time.monotonic() < until:
         time.sleep(0.05)
     ranks = "rank 1" if len(stopped) == 1 else "ranks 1, 2"
     (line,) = said
     assert line.startswith(f"rank 0 waits for the others no longer: {ranks} (on ")
-    assert line.endswith("gave no sign of life for 0.6 s")
+    assert line.endswith("gave no sign of life for 1.2 s")
 
 
 def test_a_store_that_stops_is_noticed_though_nobody_asks(
@@ -105,7 +104,7 @@ def test_a_store_that_stops_is_noticed_though_nobody_asks(
         each.start(said.append)
     for name in ("check", "set"):
         monkeypatch.setattr(dist.HashStore, name, lambda *_: hangs.wait(), raising=False)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(said) < 3 and time.monotonic() < until:
         time.sleep(0.05)
     hangs.set()
@@ -123,7 +122,7 @@ def test_the_end_of_the_store_is_no_silence(beats: list[Heartbeat], monkeypatch:
     monkeypatch.setattr(Heartbeat, "_entries", lambda *_: pytest.fail("asked"))
     for each in beats:
         each.start(said.append)
-    time.sleep(1.2)
+    time.sleep(1.5)
     assert not said
 
 
@@ -164,12 +163,12 @@ def test_another_connection_reads_while_the_first_one_waits() -> None:
 
     def wait() -> None:
         with suppress(RuntimeError):
-            server.wait(["never"], timedelta(seconds=3))
+            server.wait(["late"], timedelta(seconds=60))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     other = heartbeat.connection(server, "job", timedelta(seconds=20))
-    since = time.monotonic()
     other.set("a", "b")
-    assert other.get("a") == b"b" and time.monotonic() - since < 2
+    assert other.get("a") == b"b" and waiting.is_alive()
+    other.set("late", "")
     waiting.join()

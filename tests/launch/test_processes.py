@@ -97,7 +97,7 @@ def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
         found = [int(command.stdout.readline()) for _ in range(2)]
     command.kill()
     command.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(_runs(pid) for pid in found):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -198,14 +198,14 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stop:
         processes.run_ranks([(DEAF + READY).format(15, str(ready))], 2)
     sender.join()
-    assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 30
+    assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 50
 
 
 @pytest.mark.usefixtures("ranks")
 def test_a_rank_that_the_others_wait_for_in_vain_is_not_waited_for() -> None:
     since = time.monotonic()
     assert processes.run_ranks(["sys.exit(3) if rank else time.sleep(60)"], 2) == 3
-    assert time.monotonic() - since < 8
+    assert time.monotonic() - since < 50
 
 
 def as_restart(monkeypatch: pytest.MonkeyPatch, job: Path, rank: int, attempt: int) -> None:

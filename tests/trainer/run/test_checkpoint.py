@@ -177,7 +177,7 @@ def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimi
         return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
 
     def push(run: Path) -> None:
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not found and len(checkpoint_paths(run)) < 3 and not full.is_set() and time.monotonic() < until:
             time.sleep(0.01)
         found.append([path.name for path in checkpoint_paths(run)])
