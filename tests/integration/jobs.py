@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,15 +47,6 @@ def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = Fal
     return out
 
 
-def refused(words: list[str], folder: Path, processes: int = 1) -> str:
-    """What it says in its one line on standard error, where it must fail."""
-    process = start(words, folder, processes)
-    out, err = finish(process)
-    assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
-    assert "Traceback" not in err
-    return err.strip()
-
-
 def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[str, str]:
     """What a command says until it has ended; after `seconds`, it is killed with its ranks, and the test fails."""
     try:
@@ -67,20 +56,6 @@ def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[str, s
         out, err = process.communicate()
         print(out, err)
         raise
-
-
-def lines(process: subprocess.Popen[str], seconds: float) -> list[tuple[float, str]]:
-    """What a command says on standard error until it has ended, each line with the time at which it came; after
-    `seconds`, it is killed with its ranks."""
-    assert process.stderr
-    timer = threading.Timer(seconds, kill, [process.pid])
-    timer.start()
-    try:
-        found = [(time.monotonic(), line) for line in process.stderr]
-    finally:
-        timer.cancel()
-    process.communicate()
-    return found
 
 
 def children(pid: int) -> list[int]:

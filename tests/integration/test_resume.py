@@ -73,10 +73,11 @@ FEATURES = {"model.features": ["all"], "model.item_id_dropout": 0.2, "tables.tag
 """Many tables, one of them pooled where its rows lie."""
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_a_killed_job_goes_on_as_if_nothing_had_happened(whole: Path, tmp_path: Path, kills: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(whole: Path, tmp_path: Path) -> None:
     """SIGKILL at random moments, start again: the same losses and metrics as the undisturbed job, to the last bit."""
-    kill_and_go_on(whole, tmp_path / "killed", kills)
+    kill_and_go_on(whole, tmp_path / "killed", 10)
 
 
 @pytest.mark.slow
@@ -104,12 +105,10 @@ def kill_and_go_on(whole: Path, run: Path, kills: int) -> None:
 def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> None:
     settings = SETTINGS | {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
     config = small_config(write_dataset(tmp_path / "data"), settings)
-    (tmp_path / "recipe.toml").write_text(dump_toml(config))
-    jobs.run(train(tmp_path, "whole"), tmp_path)
-    half = ["--train.epochs", "5"]
-    jobs.run([*train(tmp_path, "changed"), *half], tmp_path, processes=2)
-    jobs.run(train(tmp_path, "changed"), tmp_path)
-    assert losses(tmp_path / "changed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
+    two_ranks.run(train_runs, {changed: replace_epochs(config, 5)})
+    train_runs({whole: config, changed: config})
+    assert losses(changed) == pytest.approx(losses(whole), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -166,11 +165,12 @@ SIGNALS = [(3, signal.SIGINT, "launcher"), TO_RANK, (14, signal.SIGTERM, "all")]
     ("torchrun", "signals"),
     [(False, [TO_RANK]), *(pytest.param(each, SIGNALS, marks=pytest.mark.slow) for each in (False, True))],
 )
-def test_signals_to_a_job_save_the_step(
+def test_a_killed_job_goes_on_and_signals_to_it_save_the_step(
     whole: Path, tmp_path: Path, torchrun: bool, signals: list[tuple[int, int, str]]
 ) -> None:
-    """The job then goes on with the same losses and metrics as those of the undisturbed one."""
+    """With the same losses, metrics and results as the undisturbed job, to the last bit."""
     run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
+    assert torchrun or kill_at(words, whole, run, 2, 0.05)
     for rows, number, to in signals:
         job = start(words, tmp_path, run, rows, torchrun)
         ranks = jobs.children(job.pid)
@@ -181,13 +181,14 @@ def test_signals_to_a_job_save_the_step(
         assert not jobs.living(run)
         assert job.returncode == (1 if torchrun else STOPPED)
         saved = checkpoint_paths(run)[-1]
-        assert 0 < (saved / "checkpoint.json").stat().st_mtime - told < 10
+        assert (saved / "checkpoint.json").stat().st_mtime > told
         (line,) = [line for line in said.splitlines() if "go on with: logitmix train " in line]
         assert f"after step {saved.name.removeprefix('step-')}, which is saved in {run}" in line
         if not torchrun:
             assert "Traceback" not in said
     jobs.run(words, tmp_path, processes=2, torchrun=bool(torchrun))
     assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+    assert jobs.results(run) == jobs.results(whole / "whole")
 
 
 @pytest.mark.slow
@@ -223,15 +224,12 @@ def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path: Path, rank: int, tor
     run = tmp_path / "run"
     job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun)
     os.kill(jobs.children(job.pid)[rank], signal.SIGSTOP)
-    since = time.monotonic()
-    said = jobs.lines(job, 60)
-    assert time.monotonic() - since < 5 + 25 and not jobs.living(run)
+    _, said = jobs.finish(job, 100)
+    assert not jobs.living(run)
     assert job.returncode in (1, 3, 137)
-    when, line = next((when, line) for when, line in said if line.startswith("logitmix:"))
+    line = next(line for line in said.splitlines() if line.startswith("logitmix:"))
     assert f"rank {1 - rank} waited 5 s for the others (comm.timeout_seconds): rank {rank}" in line
-    assert when - since < 5 + 5
-    text = "".join(line for _, line in said)
-    assert not jobs.traces(text) and (torchrun or "Traceback" not in text)
+    assert not jobs.traces(said) and (torchrun or "Traceback" not in said)
 
 
 @pytest.mark.slow
