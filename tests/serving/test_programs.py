@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sampling import one_of_each
 from small_data import WEIGHTED
 from small_models import LENGTH, BruteForce, SmallModel, export_small, random_histories, small_model
 from torch import Tensor
@@ -155,24 +158,23 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
 """Lengths, and the longest: of one history of one item, and of histories that are all shorter than the rows."""
 
 
-@pytest.mark.parametrize("schema", [None, EVERY_KIND], ids=["ids", "features"])
-@pytest.mark.parametrize(
-    ("kind", "encoder"),
-    [
-        ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
-        ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
-        ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
-        ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
-        ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
-        ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
-        ("mol, linear", SASRecConfig(blocks=1, max_length=LENGTH)),
-        ("mol, no hidden", SASRecConfig(blocks=1, max_length=LENGTH)),
-        ("mol, joint", SASRecConfig(blocks=1, max_length=LENGTH)),
-        ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ],
-)
-def test_the_exported_towers_are_the_trained_ones(kind: str, encoder: EncoderConfig, schema: Schema | None) -> None:
-    model = small_model(kind, X, schema=schema, encoder=encoder)
+TOWERS = [
+    ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
+    ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
+    ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
+    ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
+    ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ("mol, linear", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ("mol, no hidden", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ("mol, joint", SASRecConfig(blocks=1, max_length=LENGTH)),
+    ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
+]
+
+
+@pytest.mark.parametrize(("of", "schema"), one_of_each(product(TOWERS, [None, EVERY_KIND]), itemgetter(0)))
+def test_the_exported_towers_are_the_trained_ones(of: tuple[str, EncoderConfig], schema: Schema | None) -> None:
+    model = small_model(of[0], X, schema=schema, encoder=of[1])
     query = QueryProgram(model.tower, tables_of(model)).export().module()
     item = ItemProgram(model.tower, tables_of(model)).export().module()
     for lengths, longest in SHAPES:
@@ -223,8 +225,10 @@ def assert_ranked(found: Mapping[str, Tensor], score_BX: Tensor) -> None:
     torch.testing.assert_close(found["scores"], score_BK, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mol", "dot", "mlp", "neumf", "deepfm"])
-@pytest.mark.parametrize("stage1", [12, X, None])
+KINDS = ["mol", "dot", "mlp", "neumf", "deepfm"]
+
+
+@pytest.mark.parametrize(("kind", "stage1"), one_of_each(product(KINDS, [12, X, None]), itemgetter(0), itemgetter(1)))
 def test_the_exported_cascade_ranks_as_the_trained_model(kind: str, stage1: int | None) -> None:
     """Without an h-indexer for None. It was exported for fewer items, and for one query only 5 items are left."""
     model = small_model(kind, X, hindexer=stage1 is not None)

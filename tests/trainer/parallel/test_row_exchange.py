@@ -29,6 +29,8 @@ RANKS = 2
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "auto")
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32"}
 RANDOM = [*(f"random {number}" for number in range(80)), *(f"fp8 {number}" for number in range(20))]
+SAMPLE = RANDOM[::5]
+"""`make soak` runs all."""
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.5}
 
 
@@ -181,9 +183,14 @@ def mixed(settings: dict[str, Any], seed: int = 0, ahead: bool = False) -> Case:
 
 
 @functools.cache
-def cases() -> dict[str, Case]:
+def random_cases() -> dict[str, Case]:
     cases = dict(zip(RANDOM, [*examples("fp32", 80), *examples("fp8", 20)], strict=True))
-    cases = {name: with_settings(case, {"comm.emulate": name.startswith("fp8")}) for name, case in cases.items()}
+    return {name: with_settings(case, {"comm.emulate": name.startswith("fp8")}) for name, case in cases.items()}
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    cases = {name: case for name, case in random_cases().items() if name in SAMPLE}
     for sharding in SHARDINGS:
         cases[sharding] = mixed(SGD | FP32 | {"tables.sharding": sharding})
     cases["nothing"] = Case(TABLES, SGD | FP32, [[{table.name: [] for table in TABLES}] * RANKS] * 2)
@@ -201,12 +208,15 @@ def with_settings(case: Case, settings: dict[str, Any]) -> Case:
     return dataclasses.replace(case, settings=case.settings | settings)
 
 
-@pytest.fixture(scope="module")
-def seen() -> dict[str, tuple[Seen, Seen, Seen]]:
+def run_all(of_names: dict[str, Case]) -> dict[str, tuple[Seen, Seen, Seen]]:
     """By name: both ranks of two, and one process alone."""
-    of_names = cases()
     pairs = zip(*two_ranks.run(run_cases, list(of_names.values())), strict=True)
     return {name: (*pair, run_case(case)) for (name, case), pair in zip(of_names.items(), pairs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, tuple[Seen, Seen, Seen]]:
+    return run_all(cases())
 
 
 def assert_alike(first: Seen, second: Seen, alone: Seen) -> None:
@@ -219,14 +229,23 @@ def assert_alike(first: Seen, second: Seen, alone: Seen) -> None:
         assert (change - expected).norm() <= 1e-5 * (expected.norm() + 1e-3), name
 
 
-@pytest.mark.parametrize("name", [*RANDOM, *SHARDINGS])
+@pytest.mark.parametrize("name", [*SAMPLE, *SHARDINGS])
 def test_two_ranks_do_what_one_process_does(seen: dict, name: str) -> None:
     assert_alike(*seen[name])
 
 
+@pytest.mark.slow
+def test_they_do_in_all_random_cases() -> None:
+    for seen in run_all(random_cases()).values():
+        assert_alike(*seen)
+
+
+@pytest.mark.long
 def test_ranks_and_steps_without_ids_are_among_them() -> None:
     """And at least 100 cases in all."""
-    steps = [[sum(map(len, of_rank.values())) for of_rank in step] for name in RANDOM for step in cases()[name].ids]
+    steps = [
+        [sum(map(len, of_rank.values())) for of_rank in step] for case in random_cases().values() for step in case.ids
+    ]
     assert len(RANDOM) >= 100
     assert sum(step == [0, 0] for step in steps) >= 10
     assert all(sum(step[rank] == 0 < step[1 - rank] for step in steps) >= 10 for rank in range(RANKS))
