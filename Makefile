@@ -1,7 +1,7 @@
 # make install   the environment, in .venv
 # make train     the demo from nothing: prepare, train on two processes (or all GPUs), evaluate, export, retrieve
 # make test      lint and the tests: what a change must pass
-# make quick     the tests that start no process and train no run, up to three cases of each: a minute
+# make quick     one case of each test that starts no process, trains no run and exports none: a minute
 # make lint      ruff, mypy, import-linter
 # make docs      the site of the documentation, in build/site; warnings are errors
 # make soak      the long proofs
@@ -68,7 +68,7 @@ test: lint
 	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist worksteal)
 
 quick: install
-	pytest -m quick --durations 10
+	pytest -m quick --hypothesis-profile quick --durations 10
 
 soak: install
 	pytest -m '(slow or hypothesis)$(if $(filter cuda,$(ACCELERATOR)),, and not gpu)' --hypothesis-profile many --timeout 3600

@@ -2,11 +2,13 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -16,13 +18,15 @@ from hypothesis import settings
 from leftovers import listening, living
 
 HERE = str(Path(__file__).parent)
-LONG = {"compiled", "fork", "jobs", "subprocess", "train", "two_ranks"}
-"""Names in the code of tests that start processes, train runs or compile kernels."""
+LONG = {"--processes", "fork", "jobs", "run_ranks", "subprocess", "two_ranks"}
+LONG |= {"compiled", "export", "export_small", "onnx", "programs", "report", "train"}
+"""Names and words in the code of tests that start processes, compile, train, export or show runs."""
 TO_END = 5.0
 """Seconds for the last test's processes to end."""
 OTHERS = ("torchelastic_*", "torchx_*", "torchinductor_*", "pymp-*", ".ses")
 """What torchrun, torchx, torch, Python's multiprocessing and onnxruntime keep among temporary files."""
 
+settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
 settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=500, deadline=None)
 settings.load_profile("few")
@@ -30,19 +34,17 @@ settings.load_profile("few")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as quick up to three cases of each test that is not long."""
-    of_tests: dict[Any, list[pytest.Function]] = {}
+    """Marks as quick one case of each test that is not long."""
+    seen = set()
     for item in items:
-        if not _is_long(item):
-            of_tests.setdefault(item.function, []).append(item)
-    for cases in of_tests.values():
-        for item in cases[:: -(-len(cases) // 3)]:
+        if not _is_long(item) and item.function not in seen:
+            seen.add(item.function)
             item.add_marker("quick")
 
 
 def _is_long(item: pytest.Item) -> bool:
     """Whether the test, its fixtures or the tests' own functions that they call name something LONG."""
-    if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, ("gpu", "slow"))):
+    if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, ("gpu", "long", "slow"))):
         return True
     known = item._fixtureinfo.name2fixturedefs
     fixtures = [fixture.func for name in item.fixturenames for fixture in known.get(name, ())]
@@ -67,9 +69,28 @@ def _names(functions: tuple[Callable[..., Any], ...]) -> set[str]:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for constant in code.co_consts:
+    left = [*code.co_consts]
+    while left:
+        constant = left.pop()
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+        elif isinstance(constant, tuple):
+            left += constant
+        elif isinstance(constant, str):
+            yield constant
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not _is_long(item):
+            for owner, name in ((subprocess.Popen, "__init__"), (os, "fork"), (BaseProcess, "start")):
+                patch.setattr(owner, name, _started)
+        return (yield)
+
+
+def _started(*_: Any, **__: Any) -> None:
+    pytest.fail("it starts a process, and nothing in its code says so: mark it `long`")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,6 +121,13 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 def _of_others(folder: Path) -> set[Path]:
     return {path for pattern in OTHERS for path in folder.glob(pattern)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_disk_is_not_waited_for() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

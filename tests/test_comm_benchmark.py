@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 DIES = "rank = os.environ['RANK']; sys.exit('no memory') if rank == '1' else time.sleep(60)"
 
 

@@ -38,6 +38,7 @@ def test_every_line_is_one_exact_version_with_hashes(name: str) -> None:
     assert locked(f"{name}.txt")
 
 
+@pytest.mark.long
 def test_the_lock_is_installed_and_complete() -> None:
     candidates = [locked(f"{name}.txt") | locked("dev.txt") for name in LISTS]
     pins = min(candidates, key=lambda pins: sum(installed(name) != pins[name] for name in pins))

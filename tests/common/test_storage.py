@@ -612,6 +612,7 @@ def signed(text: str) -> str:
         return text
 
 
+@pytest.mark.long
 def test_every_field_of_the_record_of_a_copy(memory: Memory) -> None:
     """What somebody has edited is taken, or refused in one line that names the file and the field; the store keeps what
     it has, and nothing outside the copy is written or removed."""

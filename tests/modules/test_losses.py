@@ -290,6 +290,7 @@ def recovered(popularity_V: Tensor, q_V: Tensor, log_q_V: Tensor | None) -> Tens
     return score_V1.detach()[:, 0]
 
 
+@pytest.mark.long
 def test_log_q_gives_every_way_of_drawing_negatives_the_optimum_of_uniform_ones() -> None:
     """Which is log P(item). Without it, popularity is learned only as far as negatives do not have it."""
     popularity_V = F.normalize(1 / torch.arange(1.0, 101), p=1, dim=0)

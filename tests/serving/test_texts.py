@@ -12,6 +12,7 @@ from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.texts import ABSENT, Texts
 
 
+@pytest.mark.long
 @given(st.lists(st.text(st.characters(), max_size=4), unique=True, max_size=20), st.text(max_size=4))
 def test_texts_are_what_they_were_made_of_and_are_found(texts: list[str], other: str) -> None:
     made = in_order(texts)

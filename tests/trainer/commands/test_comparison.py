@@ -254,6 +254,7 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
 TIME = ["--data.split", "time", "--data.held-out", "0.1", "--evaluate.exclude-history", "no", "--evaluate.users", "0"]
 
 
+@pytest.mark.long
 def test_the_split_and_the_rules_of_evaluation_hold_for_all_methods(
     tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +333,7 @@ def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
     assert read_config(out / "mol").train.minutes == 6 == 2 * read_config(out / "mol" / "start").train.minutes
 
 
+@pytest.mark.long
 def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, trained: list[str]) -> None:
     """Not one of another dataset or of `train`, and none where another method had too many minutes."""
     data, other, out = write_dataset(tmp_path / "data"), write_dataset(tmp_path / "other", seed=1), tmp_path / "out"

@@ -18,6 +18,8 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import means
 from logitmix.trainer.run.results import beside_baselines
 
+pytestmark = pytest.mark.long
+
 
 def parsed(out: Path) -> ElementTree.Element:
     text = out.read_text()

@@ -200,6 +200,7 @@ def test_negatives_of_the_batch_are_targets_of_all_its_ranks(share: Share, world
     assert len(drawn) == 4
 
 
+@pytest.mark.long
 def test_log_q_is_how_often_negatives_are_drawn() -> None:
     """Over epochs; with one target of each user or six, and popular items."""
     offsets = np.arange(0, 41 * 9, 9)

@@ -41,6 +41,7 @@ def problem(path: Path) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flips", [600, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found(path: Path, flips: int) -> None:
     random = np.random.default_rng(0)
@@ -154,6 +155,7 @@ FILE_OF = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("owner", ["sequences", "items", "vocabulary"])
 @pytest.mark.parametrize("said", [True, False], ids=["dataset.json says so too", "dataset.json does not"])
 def test_a_few_bytes_that_stand_for_very_much_are_not_decoded(

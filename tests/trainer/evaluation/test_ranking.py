@@ -252,6 +252,7 @@ def assert_same(found: Rankings, expected: Rankings) -> None:
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dot", "mol"])
 def test_equal_items_have_equal_scores_wherever_they_stand(
     kind: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch

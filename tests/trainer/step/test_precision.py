@@ -91,6 +91,7 @@ def test_where_there_is_nothing_to_measure(tmp_path: Path, monkeypatch: pytest.M
     assert choose(tmp_path) == ("fp32", "this CPU has no BF16 arithmetic")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", ["fp32", "bf16"])
 def test_the_slower_precision_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """One of them has at least 60 ms of work in each batch, and 600 ms in the first, which warms up: that does not

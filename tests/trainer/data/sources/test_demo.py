@@ -12,6 +12,8 @@ from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.sources import demo_features
 from logitmix.trainer.data.sources.demo import DemoParameters, Generated, LowRankParameters, generate, generate_low_rank
 
+pytestmark = pytest.mark.long
+
 HIGH = DemoParameters(users=600, items=1_000, topics=50, shortest=20, longest=50)
 LOW = LowRankParameters(users=400, items=500, shortest=20, longest=40)
 NAMES = ("demo", "demo-features")
