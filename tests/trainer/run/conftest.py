@@ -1,0 +1,46 @@
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from damages import SETTINGS, replace_train, steps
+from small_data import small_config, write_dataset
+
+from logitmix.comm.process_group import process_group
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import train
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.run.folder import read_config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs with the checkpoints of the last two, or of the best and these: steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = small_config(write_dataset(folder / "data"), SETTINGS | {"train.keep": 3})
+    train(config, folder / "run")
+    assert [path.name for path in steps(folder / "run")] == ["step-12", "step-4", "step-8"]
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimizer]]:
+    config = replace_train(read_config(finished), keep=9)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
+        yield model, dense_optimizer(model.tower, config.dense)
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of other data."""
+    folder = tmp_path_factory.mktemp("another")
+    train(small_config(write_dataset(folder / "data", users=30, items=25), SETTINGS), folder / "run")
+    return folder / "run"

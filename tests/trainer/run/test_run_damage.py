@@ -1,0 +1,256 @@
+"""Every file of checkpoints, runs and exports, with every kind of damage."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damages import AMOUNT, damaged, in_parts, newest, replace_train, resume, rewrite, signed, steps, told
+from hostile_json import VALUES, edited, lacking, places, refused
+
+from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.checked import check_file
+from logitmix.serving.directory.reader import read
+from logitmix.trainer.commands.report_page import write_report
+from logitmix.trainer.config import dump_toml
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import model_schema, parallelize
+from logitmix.trainer.run import checkpoint, checksums, manifest, state
+from logitmix.trainer.run.folder import read_config, read_schema
+from logitmix.trainer.run.metrics import keep_rows, read_rows
+from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
+
+
+@AMOUNT
+def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
+    config, step, chance = read_config(run), newest(run), random.Random(0)
+    with process_group("cpu", 60) as ranks:
+        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
+        expected = state.kinds_in(state.state_of(model, dense_optimizer(model.tower, config.dense)))
+        schema = model.tower.schema
+
+    def opened() -> checkpoint._Opened:
+        return checkpoint._open(step, config, schema, expected, None, ())
+
+    opened()
+    found = 0
+    for file in sorted(step.iterdir()):
+        content = file.read_bytes()
+        for other in damaged(content, chance, 50 * amount, 5 * amount):
+            file.write_bytes(other)
+            with pytest.raises(ValueError, match=file.name):
+                opened()
+            found += 1
+        file.write_bytes((step.parent / "step-8" / file.name).read_bytes())
+        with pytest.raises(ValueError, match=file.name):
+            opened()
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{file.name} is missing"):
+            opened()
+        file.write_bytes(content)
+    assert found > 110 * amount
+    opened()
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.toml": read_config,
+    "dataset.json": read_schema,
+    "metrics.jsonl": read_rows,
+    "results.json": read_results,
+    "test_ranks.json": read_ranks,
+    "test_users.json": read_test_users,
+}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_every_part_is_verified(run: Path, number: int) -> None:
+    part = in_parts(newest(run), 3)[number]
+    assert checkpoint.load_saved(run, "last").step == 12
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with told(f"{part} is damaged (its SHA-256 is not that in checkpoint.json)"):
+        resume(run, {"train.on_damage": "stop"})
+
+
+@pytest.mark.parametrize("world_size", range(1, 6))
+def test_the_ranks_verify_all_parts_between_them(run: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, verified = newest(run), []
+    parts = in_parts(path, 4)
+
+    def check(file: Path, *given: Any) -> None:
+        verified.append(file)
+        check_file(file, *given)
+
+    monkeypatch.setattr(checkpoint, "check_file", check)
+    config = read_config(run)
+    schema = model_schema(read_schema(run), config)
+    for rank in range(world_size):
+        ranks = Ranks(rank, world_size, rank, torch.device("cpu"), group=None)  # type: ignore[arg-type]
+        # Nothing of the model is expected.
+        checkpoint._open(path, config, schema, {}, ranks, beside=("",))
+    assert sorted(verified) == parts
+
+
+@AMOUNT
+@pytest.mark.parametrize("name", READERS)
+def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name: str, amount: int) -> None:
+    chance, file, reader = random.Random(1), run / name, READERS[name]
+    content = file.read_bytes()
+    swapped = [another / name, *(run / of for of in READERS if of != name)]
+    for other in [*damaged(content, chance, 20 * amount, 5 * amount), *(of.read_bytes() for of in swapped)]:
+        if name == "metrics.jsonl" and other.startswith(content):
+            continue  # rows may follow
+        file.write_bytes(other)
+        with pytest.raises(ValueError, match=rf"{file} is damaged .*; restore it, or remove .*/digests\.json"):
+            reader(run)
+    file.unlink()
+    with pytest.raises((ValueError, FileNotFoundError)) as missing:
+        reader(run)
+    assert name in str(missing.value)
+    file.write_bytes(content)
+    reader(run)
+
+
+@AMOUNT
+def test_every_damage_to_the_digests_of_a_run_is_found(run: Path, amount: int) -> None:
+    file = run / "digests.json"
+    content = file.read_bytes()
+    for other in damaged(content, random.Random(1), 20 * amount, 5 * amount):
+        file.write_bytes(other)
+        with pytest.raises(ValueError, match=f"{file} is damaged"):
+            read_config(run)
+    # Without it, files are read as they are.
+    file.unlink()
+    (run / "config.toml").write_text((run / "config.toml").read_text() + "\n")
+    assert read_config(run).train.epochs == 3
+
+
+def test_digests_of_another_kind_or_run_are_refused(run: Path, tmp_path: Path) -> None:
+    file, content = run / "digests.json", json.loads((run / "digests.json").read_text())
+    export(run, tmp_path / "served")
+    others = [run / "dataset.json", newest(run) / "checkpoint.json", tmp_path / "served" / "manifest.json"]
+    entries = {name: of for name, of in content["files"].items() if name == "dataset.json"}
+    made = [
+        content | {"kind": "digests of others"},
+        content | {"files": content["files"] | {"tower.safetensors": None}},
+        content | {"files": content["files"] | {"config.toml": {"bytes": "1", "sha256": ""}}},
+        content | {"files": {}},
+        content | {"files": entries},
+    ]
+    for other in [*(of.read_text() for of in others), *map(signed, made)]:
+        file.write_text(other)
+        with told("digests.json"):
+            write_report([run], tmp_path / "report.html")
+    # Moved or copied as a whole, it is the same run.
+    file.write_text(signed(content))
+    write_report([shutil.copytree(run, tmp_path / "moved")], tmp_path / "report.html")
+
+
+def test_a_run_that_was_killed_while_it_notes_a_digest_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each write of a start: whatever stays is taken for whole."""
+    config, wrote = read_config(run), checksums.write_whole
+    for last in range(1, 20):
+        left = last
+
+        def killed(path: Path, text: str) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            wrote(path, text)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(checksums, "write_whole", killed)
+            for interval in (2, 3):
+                changed = replace_train(config, log_every=interval)
+                checksums.write_checksummed(run / "config.toml", dump_toml(changed))
+                keep_rows(run, 12 - interval)
+        assert read_config(run).train.log_every in (2, 3, config.train.log_every)
+        assert read_rows(run)
+    assert left > 0  # the last time, nothing killed it
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+@pytest.mark.parametrize("writes", range(4))
+def test_a_file_that_is_replaced_while_it_is_read_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, writes: int
+) -> None:
+    """A job that starts again has done so many of its writes between the reads of the digest and of the file."""
+    file, left, digests, wrote = run / name, writes, checksums.digests_of, checksums.write_whole
+    old = file.read_text()
+    new = old[: old.index("\n") + 1]
+
+    def ended(path: Path, text: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        wrote(path, text)
+
+    def read_before(run: Path) -> dict[str, Any]:
+        found = digests(run)
+        monkeypatch.setattr(checksums, "digests_of", digests)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(checksums, "write_whole", ended)
+            checksums.write_checksummed(file, new)
+        return found
+
+    monkeypatch.setattr(checksums, "digests_of", read_before)
+    assert checksums.read_checksummed(file) == (new if writes > 1 else old).encode()
+    assert left == (-1 if writes < 3 else 0)
+
+
+@AMOUNT
+def test_every_damage_to_an_export_is_found(run: Path, tmp_path: Path, amount: int) -> None:
+    served = tmp_path / "served"
+    export(run, served)
+    chance = random.Random(2)
+    for file in sorted(served.iterdir()):
+        content = file.read_bytes()
+        for other in damaged(content, chance, 5 * amount, 5 * amount) if file.name != "README.md" else ():
+            file.write_bytes(other)
+            with pytest.raises(ValueError, match=file.name):
+                read(served)
+        file.write_bytes(content)
+    read(served)
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_field_of_a_manifest_edited(run: Path, each: int) -> None:
+    """With its digest made anew: it is taken, or refused in one line that names the file and the field."""
+    chance, file, taken = random.Random(0), newest(run) / manifest.MANIFEST, 0
+    for other in steps(run)[1:]:
+        shutil.rmtree(other)
+    tree = json.loads(file.read_text())
+    del tree["sha256"]
+    for at in places(tree):
+        values = chance.sample(VALUES, each)
+        for text in [*(edited(tree, (at, value)) for value in values), *([lacking(tree, at)] if at else [])]:
+            file.write_text(signed_text(text))
+            taken += not refused(lambda: checkpoint.load_saved(run), "checkpoint.json", at)
+    assert taken < 40
+
+
+def signed_text(text: str) -> str:
+    try:
+        content = json.loads(text)
+        return manifest.FORMAT.text(content) if isinstance(content, dict) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+@pytest.mark.parametrize("seconds", [0, 1e-320, 1e99])
+def test_a_checkpoint_that_took_no_time_or_for_ever(run: Path, seconds: float) -> None:
+    for step in steps(run):
+        rewrite(step, lambda content: content.update(seconds=seconds))
+    train(read_config(run), run)
+    assert read_results(run)["examples_per_second"] >= 0
