@@ -25,7 +25,7 @@ from rich.table import Table as Shown
 
 from benchmarks.measure import logitmix, machine
 from logitmix.modules.schema import Feature, Owner, Schema, Table
-from logitmix.trainer.data.dataset import Column
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.run.metrics import read_rows
 

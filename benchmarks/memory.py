@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.modules.schema import Feature, Schema
 from logitmix.modules.schema import Table as FeatureTable
-from logitmix.trainer.data.dataset import Column
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 DIM = 64

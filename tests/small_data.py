@@ -17,7 +17,9 @@ from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
-from logitmix.trainer.data.dataset import DIGESTS, Column, Dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.description import DIGESTS
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 

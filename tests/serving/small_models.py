@@ -32,7 +32,7 @@ from logitmix.serving.directory.format import About, Source
 from logitmix.serving.model import Precision
 from logitmix.serving.texts import Texts
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import Column
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.export.export import DatasetItems, Extra, export_model
 from logitmix.trainer.run.checkpoint import SavedModel
 

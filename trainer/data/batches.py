@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
-from logitmix.trainer.data.dataset import Dataset, ranges
+from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
 
 Split = Literal["validation", "test"]

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
-from logitmix.trainer.data.dataset import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
 from logitmix.trainer.data.numbers import MISSING, read_numbers
 from logitmix.trainer.data.raw import as_numpy, order_of_texts
 from logitmix.trainer.data.times import is_text

@@ -14,7 +14,8 @@ from torch import Tensor
 from logitmix.modules.batch import Bags
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, USER, USER_FEATURE, Owner, Schema
-from logitmix.trainer.data.dataset import Column, Dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset
 
 Ints = NDArray[np.int64]
 

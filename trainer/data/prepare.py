@@ -28,7 +28,7 @@ from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch_names, push, tell
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import are_common, highest_hit_rates, is_dataset, said_of_repeats
+from logitmix.trainer.data.description import is_dataset
 from logitmix.trainer.data.features import (
     Features,
     FeaturesOptions,
@@ -44,6 +44,7 @@ from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
+from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.data.row_numbers import name_each_row, numbers_the_rows
 from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.where import holds

@@ -11,13 +11,8 @@ import pyarrow.parquet as pq
 
 from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
-from logitmix.trainer.data.dataset import (
-    FORMAT,
-    ROW,
-    SEQUENCE_COLUMNS,
-    Column,
-    index_type,
-)
+from logitmix.trainer.data.columns import ROW, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.description import FORMAT
 
 USERS_PER_FILE = 100_000
 

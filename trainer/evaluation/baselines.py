@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitmix.trainer.data.batches import HeldOut, RankingUsers
-from logitmix.trainer.data.dataset import Dataset, ranges
+from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.metrics import NOT_SERVED
 

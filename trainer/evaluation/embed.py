@@ -17,7 +17,7 @@ from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Owner
 from logitmix.modules.towers import Tower
 from logitmix.trainer.data.batches import RankingUsers, action_times
-from logitmix.trainer.data.dataset import Column
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.lookups import Ints, Lookups, look_up
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 

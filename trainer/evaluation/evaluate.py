@@ -21,8 +21,9 @@ from logitmix.launch.processes import require_threads
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import Dataset, are_common, highest_hit_rates, load_dataset, said_of_repeats
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.evaluation.baselines import (
     MOST_ITEMS,
     MOST_SCORES,

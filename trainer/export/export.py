@@ -36,7 +36,8 @@ from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.texts import Texts
-from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints, values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card

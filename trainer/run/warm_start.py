@@ -28,7 +28,8 @@ from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.batches import starts_of_parts
-from logitmix.trainer.data.dataset import Dataset, load_dataset, read_description, stored_values
+from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
+from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved

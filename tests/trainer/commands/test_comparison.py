@@ -20,7 +20,8 @@ from logitmix.trainer.commands import comparison
 from logitmix.trainer.commands.comparison import compare, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import Dataset, are_common, load_dataset
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.repeats import are_common
 from logitmix.trainer.evaluation import baselines
 from logitmix.trainer.evaluation.baselines import EASE, rank_targets, users_of_both
 from logitmix.trainer.evaluation.intervals import resampled_means

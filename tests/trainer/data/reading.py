@@ -8,7 +8,8 @@ from typing import Any
 from rich.progress import Progress
 
 from logitmix.modules.schema import Feature, Owner
-from logitmix.trainer.data.dataset import Column, Dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.raw import ActionBlock
 from logitmix.trainer.data.rejects import Rejects

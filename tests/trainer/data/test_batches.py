@@ -13,7 +13,8 @@ from small_data import in_memory
 
 from logitmix.modules.batch import Batch
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import Dataset, ranges
+from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["position", "sequence", "group", "batch"]
 SHARES: tuple[Share, ...] = get_args(Share)

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from logitmix.common.checked import fields_of
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import FORMAT, load_dataset
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.description import FORMAT
 from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 

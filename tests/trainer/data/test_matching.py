@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from logitmix.trainer.cli import main
-from logitmix.trainer.data.dataset import load_dataset, read_description
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import SideTable
 

@@ -20,7 +20,8 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
 from logitmix.trainer.data import dataset as dataset_module
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
-from logitmix.trainer.data.dataset import Column, load_dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.export.export import export

@@ -24,7 +24,8 @@ from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
-from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.export import export as export_module

@@ -19,7 +19,8 @@ from logitmix.modules.batch import Bags
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import Column, Dataset, load_dataset
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, look_up
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer

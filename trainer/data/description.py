@@ -1,0 +1,133 @@
+"""dataset.json: read, compared with the files beside it, and named in errors with the command that makes it again."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from logitmix.common.checked import Checked, check_file, require_entry
+from logitmix.common.files import from_json, other_kind, parse_json
+from logitmix.common.mappings import first_line, from_mapping
+from logitmix.modules.schema import ITEM, Schema
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.registry import source_of
+
+FORMAT = Checked("logitmix dataset", 3)
+ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
+DIGESTS = ("kind", "files", "sha256")
+"""The entries of dataset.json that other writers may leave out."""
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether a directory may be replaced: it has a dataset.json and nothing that the format does not know."""
+    return (path / "dataset.json").is_file() and {entry.name for entry in path.iterdir()} <= ENTRIES
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of dataset.json, once all files have been compared with its digests, if it has any. ValueError as
+    `load_dataset` raises it."""
+    file = path / "dataset.json"
+    if not file.is_file():
+        raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
+    _require_files(path)
+    content = file.read_bytes()
+    try:
+        description = parse_json(content, "dataset.json")
+    except ValueError as error:
+        broken(path, str(error))
+    if isinstance(description, dict) and description.keys() & DIGESTS:
+        _check_digests(path, content)
+    version = description.get("format_version") if isinstance(description, dict) else None
+    if version != FORMAT.version:
+        broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
+    for key, kind in (("name", str), ("users", int), ("items", int), ("actions", int)):
+        if type(description.get(key)) is not kind or (kind is int and not 0 <= description[key] < 2**48):
+            broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
+    return description
+
+
+def _require_files(path: Path) -> None:
+    """ValueError for what has the name of a Parquet file and is none: a pipe would be waited for."""
+    for file in sorted(path.rglob("*.parquet")):
+        name = file.relative_to(path).as_posix()
+        with reading(path, name):
+            kind = other_kind(file)
+        if kind:
+            broken(path, f"{name} is a {kind}, not a file")
+
+
+def _check_digests(path: Path, content: bytes) -> None:
+    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
+    try:
+        files = FORMAT.parse(content, "dataset.json").get("files")
+        if not isinstance(files, dict):
+            raise ValueError("dataset.json has no list of files")
+        for name, entry in files.items():
+            require_entry(entry, f"dataset.json: files.{name:.80}")
+            try:
+                check_file(path / name, entry, "dataset.json", name)
+            except OSError as error:
+                raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
+        for file in sorted(path.rglob("*.parquet")):
+            if (name := file.relative_to(path).as_posix()) not in files:
+                raise ValueError(f"{name} is not in the list of files in dataset.json")
+    except ValueError as error:
+        broken(path, str(error))
+
+
+def schema_of(description: Mapping[str, Any], num_items: int) -> Schema:
+    if not isinstance(description.get("schema"), Mapping):
+        raise ValueError("no schema")
+    schema = from_mapping(Schema, description["schema"], "schema")
+    if schema.table(ITEM).rows != num_items + 1:
+        raise ValueError(f"table {ITEM} has {schema.table(ITEM).rows} rows, not one more than the {num_items} items")
+    return dataclasses.replace(schema, users=description["users"])
+
+
+def shares_of(shares: Any) -> dict[str, float]:
+    if not isinstance(shares, Mapping) or set(shares) != {"validation", "test"}:
+        raise ValueError("no repeated_targets with the shares validation and test")
+    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares.values()):
+        raise ValueError("repeated_targets must be shares from 0 to 1")
+    return {split: float(share) for split, share in shares.items()}
+
+
+@contextmanager
+def reading(path: Path, file: str) -> Iterator[None]:
+    """Adds the names of the dataset and the file to errors."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        broken(path, f"{file} cannot be read ({first_line(error)})")
+    except (ValueError, MemoryError) as error:
+        broken(path, f"{file}: {error}")
+
+
+def broken(path: Path, problem: str) -> NoReturn:
+    raise ValueError(f"{path}: {problem}; make it again with: {_command(path)} --overwrite") from None
+
+
+def _command(path: Path) -> str:
+    """The command that makes a dataset here: the same one, as far as the files tell."""
+    try:
+        before = from_json((path / "dataset.json").read_text(encoding="utf-8"))
+        name, source, filters = before["name"], before["source"], before["filters"]
+        words = [name if source_of(name) else "NAME"]
+        words += ["--source", str(_nearby(path, source["name"]))] if source else []
+        usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
+        words += [f"--where {shlex.quote(condition)}" for condition in filters.pop("where", [])]
+        filters.pop("removed", None)
+        given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if usual.get(key) != value}
+        words += [flag if value is True else f"{flag} {value}" for flag, value in given.items()]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        words = [path.name if source_of(path.name) else "NAME"]
+    return f"logitmix prepare {' '.join(words)} --out {path}"
+
+
+def _nearby(path: Path, name: str) -> Path:
+    """Where prepare puts a download, if it exists; else the name alone."""
+    return path.parent / name if (path.parent / name).exists() else Path(name)
