@@ -33,7 +33,7 @@ def clicks(tmp_path: Path) -> Path:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that training was started with."""
     configs: list[Config] = []
-    monkeypatch.setattr(loop, "train", lambda config, run: configs.append(config) or {"step": 0})
+    monkeypatch.setattr(loop, "train", lambda config, run, callbacks=(): configs.append(config) or {"step": 0})
     return configs
 
 
