@@ -31,6 +31,7 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api, cli
+from logitmix.trainer.commands import options
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import prepare as preparing
@@ -740,7 +741,7 @@ def test_a_refit_there(
     train(config(**{"train.epochs": 1}), path_of(RUN))
     ranks: list[list[str]] = []
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(cli, "run_ranks", lambda words, *_, **__: ranks.append(words))
+        patch.setattr(options, "run_ranks", lambda words, *_, **__: ranks.append(words))
         cli.main(["train", "--refit", RUN, "--processes", "2"])
     # They say how to go on.
     assert ranks == [["train", "--refit", RUN, "--processes", "2"]]
