@@ -211,6 +211,8 @@ def test_help_of_a_section_has_its_settings_alone(capsys: pytest.CaptureFixture[
             cli.main(["train", "ml-1m-mol", "--help", section])
         assert stop.value.code == 0
         flags = set(re.findall(r"^\W? --(\w[\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+        # A switch's negation stands on a line of its own where both are too long for one.
+        flags = {flag for flag in flags if ".no-" not in flag}
         own = {name for name, each in vars(value).items() if not is_dataclass(each) and name != "by_name"}
         assert flags == {f"{section}.{name.replace('_', '-')}" for name in own}
     with pytest.raises(SystemExit) as stop:
