@@ -8,6 +8,10 @@ from pathlib import Path
 PLANTED = """
 import socket, subprocess, sys, tempfile
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 LISTENER = socket.socket()
 
 def test_leaves_an_orphan():
