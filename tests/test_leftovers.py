@@ -43,6 +43,8 @@ def test_a_session_fails_for_what_outlives_its_tests(tmp_path: Path) -> None:
             "conftest",
             "-p",
             "no:cacheprovider",
+            "-o",
+            "markers=long",
             f"--basetemp={tmp_path / 'base'}",
             "test_planted.py",
         ],
