@@ -29,9 +29,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads the output, such as head, has seen enough: nothing is said, by Python neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        cli.end_unread()
     except KeyboardInterrupt:
         raise SystemExit(STATUS) from None
     finally:

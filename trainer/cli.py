@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(USER_ERROR) from None
         _fail(str(error), USER_ERROR)
     except BrokenPipeError:
-        raise
+        end_unread()
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     except MemoryError as error:
@@ -176,6 +177,13 @@ def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
     extra = "serve" if command == "serve" else "train"
     others = [name for name in EXTRA_MODULES[extra] if name != module and find_spec(name) is None]
     return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[{extra}]'"
+
+
+def end_unread() -> NoReturn:
+    """Ends a process whose output nobody reads any more, such as head that has seen enough, without a word."""
+    # Python itself would say so, too, when it flushes the output at the end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(128 + signal.SIGPIPE)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -55,9 +55,12 @@ def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
     assert (ended.returncode, ended.stderr) == (status, "")
 
 
-def test_who_has_seen_enough_of_the_output_is_told_nothing() -> None:
-    words = [sys.executable, "-m", "logitmix.trainer", "--help"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+@pytest.mark.parametrize("words", ["trainer --help", "trainer train demo-mol --help", "trainer.cli plan --help"])
+def test_who_has_seen_enough_of_the_output_is_told_nothing(words: str) -> None:
+    module, *others = words.split()
+    with subprocess.Popen(
+        [sys.executable, "-m", f"logitmix.{module}", *others], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
         assert command.stdout is not None and command.stderr is not None
         command.stdout.close()
         assert (command.stderr.read(), command.wait()) == (b"", 128 + signal.SIGPIPE)
