@@ -2,20 +2,18 @@
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from logitmix.comm.fp8_plain import MANTISSA_BITS
-from logitmix.common.compiled import compiled_library
+from logitmix.common.compiled import lazy_library
 
 SOURCES = {torch.float32: 0, torch.bfloat16: 1}
 
 _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 
 
-library = partial(
-    compiled_library,
+library = lazy_library(
     "logitmix.comm._fp8",
     logitmix_fp8_quantize=(
         None, _pointer, _int, _int64, _int64, _pointer, _int, _int, _int, _uint64, _uint64, _pointer

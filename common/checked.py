@@ -46,7 +46,7 @@ class Checked:
         return self.parse(file.read_bytes(), str(file))
 
     def parse(self, content: bytes, where: str) -> dict[str, Any]:
-        """The same from the bytes of a file."""
+        """All fields, from the bytes of a file. ValueError as of `read`."""
         found = parse_json(content, where)
         if not isinstance(found, dict):
             raise ValueError(f"{where} is damaged (it is {brief(found)}, not a JSON object)")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-@functools.cache
 def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL | None:
     """The library of a module's name; None if it was not built (setup.py) or does not load. `functions` have the types
     of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
@@ -27,6 +26,12 @@ def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL |
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def lazy_library(module: str, **functions: tuple[Any, ...]) -> Callable[[], ctypes.CDLL | None]:
+    """`compiled_library` as a function that loads the library at its first call. It takes no arguments, because hot
+    paths call it."""
+    return functools.cache(functools.partial(compiled_library, module, **functions))
 
 
 def in_threads(work: Callable[[int], T], workers: int) -> list[T]:

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from logitmix.common.files import file_digest
 from logitmix.common.mappings import first_line
+from logitmix.common.storage import say
 
 T = TypeVar("T")
 
@@ -200,7 +201,7 @@ def require_plugins(needed: Mapping[str, str], source: str) -> None:
             how = f"--import PLACE/{name}" if name.endswith(".py") else f"pip install {name}, or --import MODULE"
             raise ValueError(f"{source} needs the plugin {name} ({version_of}): {how}; in Python, import it before")
         if (own := _loaded[name].version) != version_of:
-            print(f"{source} was made with the plugin {name} {version_of}, and here is {own}", file=sys.stderr)
+            say(f"{source} was made with the plugin {name} {version_of}, and here is {own}")
 
 
 def _import_module(name: str, source: str) -> None:

@@ -143,7 +143,7 @@ def say(line: object) -> None:
 
 
 def say_of_disk(line: object) -> None:
-    """The same, `plain`, of an OSError: the trouble is with the disk that holds a copy, so its path stays."""
+    """Prints a line, `plain`, of an OSError: the trouble is with the disk that holds a copy, so its path stays."""
     print(plain(line), file=sys.stderr, flush=True)
 
 

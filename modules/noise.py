@@ -7,14 +7,13 @@ work. So each number is a hash of (key, row, column): any rank can compute any p
 import ctypes
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitmix.common.compiled import compiled_library, in_threads
+from logitmix.common.compiled import in_threads, lazy_library
 
 
 def derive_key(*parts: int | str) -> int:
@@ -117,8 +116,7 @@ _NUMBERS_A_THREAD = 2**16
 """Fewer than these are not worth another thread."""
 
 
-_library = partial(
-    compiled_library,
+_library = lazy_library(
     "logitmix.modules._noise",
     noise_dropout=(
         None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2,

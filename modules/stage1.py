@@ -20,14 +20,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.compiled import compiled_library, has_triton, in_threads
+from logitmix.common.compiled import has_triton, in_threads, lazy_library
 from logitmix.common.values import from_one
 
 LANES, GROUP = 16, 4
@@ -400,8 +399,7 @@ def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int
     return joined
 
 
-_library = partial(
-    compiled_library,
+_library = lazy_library(
     "logitmix.modules._stage1",
     stage1_scan=(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
     stage1_result=(None, *[ctypes.c_void_p] * 4),

@@ -15,6 +15,7 @@ from typing import NoReturn
 from logitmix.common.mappings import nearest
 from logitmix.common.plugins import load_plugins, take_imports
 from logitmix.common.storage import naming_urls, say_of_disk
+from logitmix.common.versions import versions
 from logitmix.launch.processes import (
     STOPPED,
     USER_ERROR,
@@ -137,8 +138,6 @@ def run(command: str, words: list[str]) -> None:
     if command in ("-h", "--help"):
         print(_usage())
     elif command == "--version":
-        from logitmix.trainer.commands.doctor import versions
-
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
     elif command == "--completion":
         from logitmix.trainer.commands.completion import completion

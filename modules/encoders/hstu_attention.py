@@ -7,7 +7,6 @@ K time buckets.
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from logitmix.common.compiled import compiled_library, has_triton, in_threads
+from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 from ..batch import Packing
 
@@ -90,8 +89,7 @@ class _Problem(ctypes.Structure):
     )
 
 
-_library = partial(
-    compiled_library,
+_library = lazy_library(
     "logitmix.modules.encoders._hstu",
     hstu_attend=(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int),
 )

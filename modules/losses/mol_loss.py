@@ -6,7 +6,6 @@ components, C their width, M = U * I mixture components, H hidden width of the c
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitmix.common.compiled import compiled_library, has_triton, in_threads
+from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 from ..noise import derive_key, threshold
 from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
@@ -101,8 +100,7 @@ class _Problem(ctypes.Structure):
     )
 
 
-_library = partial(
-    compiled_library,
+_library = lazy_library(
     "logitmix.modules.losses._mol",
     mol_sampled_softmax=(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
 )

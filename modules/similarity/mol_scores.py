@@ -8,12 +8,11 @@ mixture components, H hidden width of the cross gate.
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from logitmix.common.compiled import compiled_library, has_triton, in_threads
+from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 from ..losses.blockwise import Side
 
@@ -107,8 +106,7 @@ def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | 
     return max(level for level in range(min(best, _LEVEL) + 1) if library.mol_scores_has(level))
 
 
-_library = partial(
-    compiled_library,
+_library = lazy_library(
     "logitmix.modules.similarity._mol_scores",
     mol_scores=(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
 )

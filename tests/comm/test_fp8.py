@@ -13,7 +13,6 @@ from hypothesis import given
 
 from logitmix.comm import fp8, fp8_c, fp8_plain
 from logitmix.comm.fp8 import dequantize_rowwise, quantize_rowwise
-from logitmix.common import compiled
 
 E4M3, E5M2 = FORMATS
 # Relative step, and absolute step in units of the scale.
@@ -308,10 +307,10 @@ def test_without_the_library_the_plain_path_serves(monkeypatch: pytest.MonkeyPat
     (tmp_path / "broken.so").write_bytes(b"no library")
     spec = SimpleNamespace(origin=str(tmp_path / "broken.so")) if found != "nothing" else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    compiled.compiled_library.cache_clear()
+    fp8_c.library.cache_clear()
     try:
         assert fp8.backend("cpu") == "torch"
         assert torch.equal(quantize_rowwise(rows, E4M3), wire)
         assert_same_values(dequantize_rowwise(wire, E4M3, [40]), plainly(rows, E4M3, [40], None)[1])
     finally:
-        compiled.compiled_library.cache_clear()
+        fp8_c.library.cache_clear()

@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from logitmix.common.compiled import compiled_library, has_triton
 from logitmix.common.mappings import first_line
+from logitmix.common.versions import versions
 from logitmix.launch.processes import cores, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
@@ -78,15 +78,6 @@ def run(words: list[str]) -> None:
         print(json.dumps({"broken": broken, "findings": [dataclasses.asdict(finding) for finding in findings]}))
     if broken:
         raise SystemExit(1)
-
-
-def versions() -> dict[str, str]:
-    """The installed versions of logitmix and of the libraries that only work as a matching set. Imports none."""
-    found = {}
-    for name in ("logitmix", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def examine() -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """`logitmix evaluate`: metrics of a run's best checkpoint over the whole corpus."""
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import fetched_run
+from logitmix.common.storage import fetched_run, say
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     OF_THE_RUN,
@@ -55,7 +54,7 @@ def run(words: list[str]) -> None:
         ranked = final_run(path) if split == "test" else path
         show_metrics(results, f"{ranked}: {split}, checkpoint of step {results['step']}", arguments.json)
         if line := cold_targets(results):
-            print(f"{split}: {line}", file=sys.stderr)
+            say(f"{split}: {line}")
 
 
 def show_metrics(metrics: Mapping[str, float], title: str, as_json: bool) -> None:

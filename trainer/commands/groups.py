@@ -213,8 +213,9 @@ def _comparable(group: Group, best: Group) -> bool:
     )
 
 
-def verdict(groups: Sequence[Group], metric: str) -> str:
-    """One sentence: which group is best at the test metric, by how much, or that it cannot be told."""
+def verdict(groups: Sequence[Group], metric: str, found: Sequence[Difference | None]) -> str:
+    """One sentence: which group is best at the test metric, by how much, or that it cannot be told. `found`: the
+    `differences` to it."""
     at = best_of(groups, metric)
     if at is None:
         return "No run has finished yet." if not any(of.results for group in groups for of in group.runs) else ""
@@ -226,7 +227,6 @@ def verdict(groups: Sequence[Group], metric: str) -> str:
         return f"{own} has {figure} on the test part.{alone}"
     second = max(others, key=lambda place: others[place].mean(metric))
     next_one = f"{name_of(others[second], groups)} ({_figure(others[second], metric)})"
-    found = differences(groups, metric)
     if (to_second := found[second]) is None:
         return (
             f"It cannot be told which is best at {metric}: {own} ({_figure(best, metric)}) and {next_one} are not "

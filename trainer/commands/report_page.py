@@ -100,7 +100,7 @@ def _overview(groups: Sequence[Group]) -> str:
             "Intervals of differences are the middle 95 % of resamples of the users, the same ones for all rows"
             f"{of_seeds}." + " After ± stands the standard deviation over the seeds." * several
         )
-    said = f'<p class="verdict">{markup(text)}</p>' if (text := verdict(groups, metric)) else ""
+    said = f'<p class="verdict">{markup(text)}</p>' if (text := verdict(groups, metric, found)) else ""
     heading = f"<h1>{'Runs' if len(runs) > 1 else 'Run'}</h1>"
     return heading + said + "".join(f"<p>{markup(note)}</p>" for note in notes) + table(heads, rows)
 

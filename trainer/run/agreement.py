@@ -1,18 +1,16 @@
 """What must be equal on all ranks of a job before its first step, by name."""
 
 import json
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from logitmix.common.plugins import plugins
+from logitmix.common.versions import versions
 from logitmix.launch.processes import launched
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import Dataset
 
 MAY_DIFFER = ("data.path", "train.device")
 """Settings that may differ among ranks: the content of the dataset, and the kind of device found, are compared."""
-LIBRARIES = ("logitmix", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 def facts_of(command: str, config: Config | None, dataset: Dataset | None, **options: Any) -> dict[str, str]:
@@ -21,9 +19,7 @@ def facts_of(command: str, config: Config | None, dataset: Dataset | None, **opt
     if not launched():
         return {}
     facts = {"the command": command}
-    for library in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            facts[f"the version of {library}"] = version(library)
+    facts |= {f"the version of {library}": number for library, number in versions().items()}
     facts |= {f"the plugin {plugin.name}": plugin.version for plugin in plugins()}
     settings = (flatten(config) if config else {}) | {f"--{name.replace('_', '-')}": of for name, of in options.items()}
     facts |= {name: _text(value) for name, value in settings.items() if name not in MAY_DIFFER}

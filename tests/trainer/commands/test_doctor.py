@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitmix.common import versions as versions_module
 from logitmix.trainer import cli
 from logitmix.trainer.commands import doctor
 
@@ -54,7 +55,7 @@ def test_libraries(versions: dict[str, str], state: str, said: str, monkeypatch:
             raise PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(versions_module, "version", version)
     found = doctor._libraries()
     assert found.state == state and said in found.said
 

@@ -149,11 +149,11 @@ def test_seeds_are_grouped_and_the_verdict_says_what_can_be_told(tmp_path: Path)
     assert found[best] is None and (to_dot := found[0]) and (to_other := found[other])
     assert to_dot.mean == pytest.approx(groups[0].mean("hr@10") - groups[best].mean("hr@10"))
     assert to_dot.low < to_dot.mean < to_dot.high < 0 and to_dot.is_clear and not to_other.is_clear
-    said = verdict(groups, "hr@10")
+    said = verdict(groups, "hr@10", differences(groups, "hr@10"))
     assert said.startswith(f"It cannot be told which is best at hr@10: lr {(0.1, 0.2, 0.3)[best]} (3 seeds) (0.")
     only = grouped(runs[:6])
     (difference,) = [of for of in differences(only, "hr@10") if of]
-    assert verdict(only, "hr@10") == (
+    assert verdict(only, "hr@10", differences(only, "hr@10")) == (
         f"lr 0.2 (3 seeds) is best at hr@10: {only[1].mean('hr@10'):.4f} ± {only[1].spread('hr@10'):.4f}, ahead of lr "
         f"0.1 (3 seeds) ({only[0].mean('hr@10'):.4f} ± {only[0].spread('hr@10'):.4f}) by {-difference.mean:+.4f}, 95 % "
         f"interval {-difference.high:+.4f} to {-difference.low:+.4f}."
@@ -189,8 +189,9 @@ def test_what_is_not_ranked_alike_is_not_compared(tmp_path: Path, what: str) -> 
         other = Run.read(tmp_path / "other")
     groups = grouped([one, other])
     assert differences(groups, "hr@10") == [None, None]
-    assert verdict(groups, "hr@10").startswith("It cannot be told which is best at hr@10: ")
-    assert verdict(groups, "hr@10").endswith(" are not ranked for the same users by the same rules.")
+    said = verdict(groups, "hr@10", differences(groups, "hr@10"))
+    assert said.startswith("It cannot be told which is best at hr@10: ")
+    assert said.endswith(" are not ranked for the same users by the same rules.")
 
 
 def test_few_users_tell_nothing(tmp_path: Path) -> None:
@@ -200,8 +201,10 @@ def test_few_users_tell_nothing(tmp_path: Path) -> None:
         ranked_run(tmp_path / name, 0, of, {"dense.lr": lr})
         for name, of, lr in (("one", ranks, 0.1), ("other", np.where(ranks <= 15, 1, ranks), 0.2))
     ]
-    assert [of.users for of in differences(grouped(runs), "hr@10") if of] == [5]
-    assert verdict(grouped(runs), "hr@10").startswith("It cannot be told")
+    groups = grouped(runs)
+    found = differences(groups, "hr@10")
+    assert [of.users for of in found if of] == [5]
+    assert verdict(groups, "hr@10", found).startswith("It cannot be told")
 
 
 def test_a_refit_that_is_not_shown_is_named(tmp_path: Path) -> None:
