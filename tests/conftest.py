@@ -113,7 +113,7 @@ def _guarded(start: Callable[..., T]) -> Callable[..., T]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _nothing_is_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the session for a process, a listening port or a temporary directory that outlives the tests."""
     name, folder = "LOGITMIX_TESTS", tmp_path_factory.mktemp("tmp")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,6 +122,9 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
         mark = f"{name}={folder}"
+    # pytest still holds what the fixtures of the last test gave it, such as a process group with its port.
+    for item in request.session.items:
+        (getattr(item, "funcargs", None) or {}).clear()
     gc.collect()
     until = time.monotonic() + TO_END
     while (processes := living(mark)) and time.monotonic() < until:
