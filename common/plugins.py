@@ -195,7 +195,8 @@ def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def require_plugins(needed: Mapping[str, str], source: str) -> None:
     """ValueError that names the first plugin, by name and version, that this process does not have. One of another
     version is said."""
-    load_plugins()
+    if needed:
+        load_plugins()
     for name, version_of in needed.items():
         if name not in _loaded:
             how = f"--import PLACE/{name}" if name.endswith(".py") else f"pip install {name}, or --import MODULE"
