@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -46,11 +47,24 @@ from logitmix.trainer.step.precision import choose_precision
 from logitmix.trainer.stopping import Stopping
 
 
+class Job(NamedTuple):
+    """What the runs of a job have in common: the one that is trained first, the run itself and its refit."""
+
+    dataset: Dataset
+    ranks: Ranks
+    stopping: Stopping
+    callbacks: Sequence[Logger] = ()
+    """Loggers in addition to those of train.loggers."""
+
+    def say(self, line: str) -> None:
+        if self.ranks.rank == 0:
+            say(line)
+
+
 def train(config: Config, run: Path, callbacks: Sequence[Logger] = ()) -> dict[str, float]:
     """Trains or resumes the run, and with train.refit its refit; returns the test metrics of the best checkpoint, or of
-    the refit. `callbacks` are loggers in addition to those of train.loggers. Collective. Raises ValueError for a user's
-    mistake (no dataset, another run's directory) and for a loss that is not finite; Stopped once a signal has ended it,
-    and what was done is saved.
+    the refit. `callbacks` as in Job. Collective. Raises ValueError for a user's mistake (no dataset, another run's
+    directory) and for a loss that is not finite; Stopped once a signal has ended it, and what was done is saved.
     """
     require_threads("train.threads", config.train.threads)
     torch.set_num_threads(config.train.threads)
@@ -64,8 +78,9 @@ def train(config: Config, run: Path, callbacks: Sequence[Logger] = ()) -> dict[s
         process_group(config.train.device, seconds, facts) as ranks,
         Stopping(ranks, config.train.stop_seconds) as stopping,
     ):
-        results = train_run(config, run, dataset, ranks, stopping, callbacks)
-        return _refit(run, dataset, ranks, stopping, callbacks) if config.train.refit else results
+        job = Job(dataset, ranks, stopping, callbacks)
+        results = train_run(config, run, job)
+        return _refit(run, job) if config.train.refit else results
 
 
 def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
@@ -76,67 +91,57 @@ def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
         )
 
 
-def _refit(
-    run: Path, dataset: Dataset, ranks: Ranks, stopping: Stopping, callbacks: Sequence[Logger]
-) -> dict[str, float]:
+def _refit(run: Path, job: Job) -> dict[str, float]:
     """Trains or resumes the refit of a run. Collective. ValueError as of `epochs_of_refit`."""
     # The run may have ended while a signal was on its way.
-    stopping.check()
+    job.stopping.check()
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
         say(f"refit of {epochs:g} epochs, on the validation actions too: {refit_path(run)}")
         return refit_config(run, epochs)
 
-    return train_run(on_first_rank_at_length(begin, ranks), refit_path(run), dataset, ranks, stopping, callbacks)
+    return train_run(on_first_rank_at_length(begin, job.ranks), refit_path(run), job)
 
 
-def train_run(
-    config: Config,
-    run: Path,
-    dataset: Dataset,
-    ranks: Ranks,
-    stopping: Stopping,
-    callbacks: Sequence[Logger] = (),
-) -> dict[str, float]:
+def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
+    dataset, ranks = job.dataset, job.ranks
     with run_lock(run, ranks):
         if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
-            _train_first(first, config, run, dataset, ranks, stopping, callbacks)
+            _train_first(first, config, run, job)
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks)
         said = start_block(dataset, model, why)
+        job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)
-            say(said)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, model, optimizer)
         prune(run, model)
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
-            taken = warm_start(source, dataset, model)
-            if ranks.rank == 0:
-                say(taken)
-        evaluation = Evaluation(config, dataset, ranks, stopping.check) if config.evaluate.every_epochs else None
+            job.say(warm_start(source, dataset, model))
+        evaluation = Evaluation(config, dataset, ranks, job.stopping.check) if config.evaluate.every_epochs else None
         # Before hours of training, too.
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
-        if ranks.rank == 0 and (line := cold_targets({"targets/cold": foreseen})):
-            say(f"test part: {line}")
-        with Loggers(run, config, dataset, done, ranks, callbacks) as loggers:
+        if line := cold_targets({"targets/cold": foreseen}):
+            job.say(f"test part: {line}")
+        with Loggers(run, config, dataset, done, ranks, job.callbacks) as loggers:
             loggers.text("start", said)
-            done = _steps(run, batches, model, optimizer, done, evaluation, stopping, loggers)
+            done = _steps(run, batches, model, optimizer, done, evaluation, job.stopping, loggers)
             # A checkpoint that somebody has edited may say that it took no time.
             speed = {"examples_per_second": done.examples / max(done.seconds, 1e-6), "seconds": done.seconds}
             results = (_test(run, model, evaluation, loggers) if evaluation else {"step": done.step}) | speed
             if config.train.projector:
                 write_projector(run, dataset, model)
+            for line in filter(None, (beside_baselines(results), cold_targets(results))):
+                job.say(f"test: {line}")
+                loggers.text("test", line)
             if ranks.rank == 0:
-                for line in filter(None, (beside_baselines(results), cold_targets(results))):
-                    say(f"test: {line}")
-                    loggers.text("test", line)
                 write_results(run, results)
             loggers.end(results)
         finished = "the run is finished there, and the same command uploads it"
@@ -144,19 +149,11 @@ def train_run(
     return results
 
 
-def _train_first(
-    first: Config,
-    config: Config,
-    run: Path,
-    dataset: Dataset,
-    ranks: Ranks,
-    stopping: Stopping,
-    callbacks: Sequence[Logger],
-) -> None:
+def _train_first(first: Config, config: Config, run: Path, job: Job) -> None:
     """Trains or resumes the run that gives another one its initial weights. Collective. ValueError before anything is
     trained if they would not fit."""
+    dataset, ranks, path = job.dataset, job.ranks, start_path(run)
     require_fit(first, config, dataset.schema)
-    path = start_path(run)
     if on_first_rank(lambda: bool(checkpoint_paths(path)), ranks):
         if "precision" not in config.start.get("train", {}):
             # The run itself may have chosen another precision since; auto keeps that which the first run began with.
@@ -166,10 +163,9 @@ def _train_first(
     # Until it is finished, these files show that there is a run.
     start_run(run, config, dataset, ranks)
     or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
-    if ranks.rank == 0:
-        say(f"first, the run that gives the initial weights: {path}")
-    train_run(first, path, dataset, ranks, stopping, callbacks)
-    stopping.check()
+    job.say(f"first, the run that gives the initial weights: {path}")
+    train_run(first, path, job)
+    job.stopping.check()
 
 
 def _steps(

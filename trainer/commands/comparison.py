@@ -52,7 +52,7 @@ from logitmix.trainer.evaluation.baselines import (
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.evaluation.intervals import FEWEST, middle, resampled_means
-from logitmix.trainer.loop import require_apart, train_run
+from logitmix.trainer.loop import Job, require_apart, train_run
 from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
@@ -151,13 +151,13 @@ def compare(
         )
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
+            job = Job(dataset, ranks, stopping)
             for number, name in enumerate(methods, start=1):
-                if ranks.rank == 0:
-                    doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                    say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
+                doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
+                job.say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
                 if name in to_train:
                     on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
-                    train_run(configs[name], out / name, dataset, ranks, stopping)
+                    train_run(configs[name], out / name, job)
                     stopping.check()
         found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, methods, left_out), ranks)
         upload_run(out, ranks)
