@@ -1,27 +1,4 @@
-"""The run directory: its lock, and its settings and dataset, which a run that goes on keeps.
-
-config.toml       the resolved configuration
-dataset.json      that of the dataset it was started with
-plan.json         by table: size, sharding, and which rank holds which of its rows and columns
-metrics.jsonl     one JSON object a line: kind ("train", "validation", "peeked" or "test"), step, and the metrics of
-                  that step; of kind "skipped", a step whose loss or gradients were not finite, the rank, and the
-                  batch's users
-tensorboard/      the same as curves, the configuration as text; with train.projector, embeddings of items
-mlflow.json, mlflow.db, mlflow/, wandb.json, wandb/
-                  with train.loggers, what of the rows these have, and the rows themselves where there is no server
-profile/          with train.profile, a Chrome trace of some steps
-digests.json      kind; bytes and SHA-256 of config.toml, dataset.json, results.json, test_ranks.json and
-                  test_users.json as they were written, and of metrics.jsonl as it was at the last checkpoint: rows may
-                  follow
-checkpoints/step-N/
-results.json      test metrics of the best checkpoint; written once, at the end
-test_ranks.json   rank of each user's target in that test
-test_users.json   raw ids of these users, in the same order
-start/            where the settings have a section [start], the run that was trained first
-refit/            with train.refit, the run that then trained on the validation actions too
-logs/             under torchx, what each process of each job has said: JOB/attempt_N/RANK/stderr.log and stdout.log
-.lock             held by the job that trains
-"""
+"""The run directory, whose files README.md lists: its lock, and its settings and dataset, which stay as they are."""
 
 import fcntl
 import json
@@ -145,10 +122,7 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None
 
 def read_config(run: Path) -> Config:
     """The configuration that a run was last started with; ValueError if there is no run."""
-    path = run / "config.toml"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run directory (it has no config.toml); give one that `logitmix train` made")
-    return load_toml(read_text(path), str(path))
+    return load_toml(_read(run, "config.toml"), str(run / "config.toml"))
 
 
 def refit_path(run: Path) -> Path:
@@ -219,10 +193,13 @@ def require_same_settings(run: Path, config: Config) -> None:
 
 def recorded_dataset(run: Path) -> str:
     """The dataset.json of the dataset that the run was started with; ValueError if there is no run."""
-    file = run / "dataset.json"
-    if not file.exists():
-        raise ValueError(f"{run} is not a run directory (it has no dataset.json); give one that `logitmix train` made")
-    return read_text(file)
+    return _read(run, "dataset.json")
+
+
+def _read(run: Path, name: str) -> str:
+    if not (run / name).exists():
+        raise ValueError(f"{run} is not a run directory (it has no {name}); give one that `logitmix train` made")
+    return read_text(run / name)
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -169,29 +169,15 @@ def test_a_tensor_in_very_many_pieces_is_checked_in_no_time(tmp_path: Path) -> N
     assert lines < 100 * count
 
 
+STEP = "checkpoints/step-12"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "config.toml",
-        "dataset.json",
-        "metrics.jsonl",
-        f"checkpoints/step-12/{PART}",
-        "checkpoints/step-12/checkpoint.json",
-    ],
+    "name", ["config.toml", "dataset.json", "metrics.jsonl", f"{STEP}/{PART}", f"{STEP}/checkpoint.json"]
 )
 def test_a_pipe_in_place_of_a_file_is_named_and_does_not_block(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
-    said = f"{run / name} is a pipe, not a file"
-    if name == "metrics.jsonl":
-        with told(said):
-            read_rows(run)
-    elif name == "config.toml":
-        with told("is not a run directory (it has no config.toml)"):
-            read_config(run)
-    elif name == "dataset.json":
-        with told(said):
-            read_schema(run)
-    else:
-        with told(said):
-            resume(run, {"train.on_damage": "stop"})
+    readers = {"metrics.jsonl": read_rows, "config.toml": read_config, "dataset.json": read_schema}
+    with told(f"{run / name} is a pipe, not a file"):
+        readers.get(name, lambda run: resume(run, {"train.on_damage": "stop"}))(run)
