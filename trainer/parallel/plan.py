@@ -27,20 +27,10 @@ from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
 from logitmix.trainer.config import Config, TablesConfig, TableSettings
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
+from logitmix.trainer.parallel.sharded_rows import ShardPlace
 
 _IDS = 10_000
 """Rows that a batch is assumed to ask for; all rows of a smaller table."""
-
-
-@dataclass(frozen=True)
-class ShardPlace:
-    """Rows [first_row, first_row + rows) and columns [first_column, first_column + columns), held by a rank."""
-
-    rank: int
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -143,16 +133,7 @@ def _describe(parameter: Any, table: EmbeddingTable, config: Config) -> TablePla
         precision=table.precision,
         pooled=table.pooled,
         bytes=_bytes(table, settings) + _average_bytes(table, config),
-        shards=tuple(
-            ShardPlace(
-                shard.placement.rank(),
-                shard.shard_offsets[0],
-                shard.shard_sizes[0],
-                shard.shard_offsets[1],
-                shard.shard_sizes[1],
-            )
-            for shard in parameter.sharding_spec.shards
-        ),
+        shards=tuple(map(ShardPlace.of, parameter.sharding_spec.shards)),
     )
 
 

@@ -4,34 +4,41 @@ Axes: V ids, D width of a row.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor
+from torchrec.distributed.types import ShardedTensor, ShardMetadata
 
 from logitmix.comm.collectives import all_to_all
 from logitmix.comm.process_group import Ranks
 
 
-class Rectangle(NamedTuple):
-    """A rectangle of the table, and the rank that holds it."""
+@dataclass(frozen=True)
+class ShardPlace:
+    """Rows [first_row, first_row + rows) and columns [first_column, first_column + columns), held by a rank."""
 
     rank: int
-    row: int
+    first_row: int
     rows: int
-    column: int
+    first_column: int
     columns: int
 
+    @classmethod
+    def of(cls, shard: ShardMetadata) -> "ShardPlace":
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        assert shard.placement is not None
+        return cls(shard.placement.rank(), row, rows, column, columns)
+
     def inside(self, id_V: Tensor) -> Tensor:
-        """Which of the ids have their row in this block, bool [V]."""
-        return (id_V >= self.row) & (id_V < self.row + self.rows)
+        """Which of the ids have their row in this shard, bool [V]."""
+        return (id_V >= self.first_row) & (id_V < self.first_row + self.rows)
 
 
 class ShardedRows:
     """A table [X, D] in blocks; each rank holds some of them."""
 
-    def __init__(self, blocks: Sequence[Rectangle], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
+    def __init__(self, blocks: Sequence[ShardPlace], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
         """`held` are the tensors of this rank's blocks, in the order of `blocks`."""
         self.dim, self.ranks = dim, ranks
         self.of_rank = [[block for block in blocks if block.rank == rank] for rank in range(ranks.world_size)]
@@ -40,13 +47,9 @@ class ShardedRows:
     @classmethod
     def of_shards(cls, sharded: ShardedTensor, ranks: Ranks) -> "ShardedRows":
         """The rows of a table in training, by reference."""
-        blocks = []
-        for shard in sharded.metadata().shards_metadata:
-            (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-            assert shard.placement is not None
-            blocks.append(Rectangle(shard.placement.rank(), row, rows, column, columns))
+        blocks = list(map(ShardPlace.of, sharded.metadata().shards_metadata))
         tensors = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in sharded.local_shards()}
-        held = [tensors[block.row, block.column] for block in blocks if block.rank == ranks.rank]
+        held = [tensors[block.first_row, block.first_column] for block in blocks if block.rank == ranks.rank]
         return cls(blocks, held, sharded.size()[1], ranks)
 
     @classmethod
@@ -54,7 +57,7 @@ class ShardedRows:
         """Rows divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
         ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
         dim = held_RD.shape[1]
-        blocks = [Rectangle(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
+        blocks = [ShardPlace(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
         return cls(blocks, [held_RD], dim, ranks)
 
     def fetch(self, id_V: Tensor) -> Tensor:
@@ -69,7 +72,7 @@ class ShardedRows:
             for block in blocks:
                 at_N = at[block.inside(id_V[at])]
                 values, answer = answer.tensor_split([len(at_N) * block.columns])
-                columns = slice(block.column, block.column + block.columns)
+                columns = slice(block.first_column, block.first_column + block.columns)
                 row_VD[at_N.to(row_VD.device), columns] = values.view(len(at_N), block.columns)
         return row_VD
 
@@ -84,7 +87,7 @@ class ShardedRows:
         """This rank's columns of the rows of some ids, block after block, flat."""
         parts = [torch.empty(0, device=self.ranks.device)]
         for block, tensor in self.held:
-            row_N = id_A[block.inside(id_A)] - block.row
+            row_N = id_A[block.inside(id_A)] - block.first_row
             parts.append(tensor.index_select(0, row_N.to(tensor.device)).float().flatten())
         return torch.cat(parts)
 

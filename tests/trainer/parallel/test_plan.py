@@ -7,13 +7,13 @@ from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.trainer.config import TablesConfig
 from logitmix.trainer.parallel.plan import (
     Devices,
-    ShardPlace,
     TablePlan,
     _constraints,
     bytes_by_rank,
     plan_summary,
     plan_tables,
 )
+from logitmix.trainer.parallel.sharded_rows import ShardPlace
 
 TABLES = [EmbeddingTable("item", 1000, 8), EmbeddingTable("brand", 400, 8), EmbeddingTable("city", 9, 8)]
 
