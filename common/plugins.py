@@ -175,23 +175,6 @@ def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
             _import_file(Path(name), source)
 
 
-def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without `--import PLUGIN`, and these plugins. ValueError for one without a value."""
-    left: list[str] = []
-    given: list[str] = []
-    coming = iter(words)
-    for word in coming:
-        flag, equals, value = word.partition("=")
-        if flag != "--import":
-            left.append(word)
-            continue
-        value = value if equals else next(coming, "")
-        if not value or value.startswith("-"):
-            raise ValueError("--import needs a plugin: --import FILE.py, or --import MODULE")
-        given.append(value)
-    return left, given
-
-
 def require_plugins(needed: Mapping[str, str], source: str) -> None:
     """ValueError that names the first plugin, by name and version, that this process does not have. One of another
     version is said."""

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from logitmix.common.mappings import nearest
-from logitmix.common.plugins import load_plugins, take_imports
+from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import naming_urls, say_of_disk
 from logitmix.common.versions import versions
 from logitmix.launch.processes import (
@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(USER_ERROR)
     try:
         with quietly(), naming_urls():
+            from logitmix.trainer.commands.words import take_imports  # needs tyro, which may not be installed
+
             others, given = take_imports(words[1:])
             load_plugins(given)
             run(words[0], others)

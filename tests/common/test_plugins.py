@@ -8,7 +8,7 @@ import pytest
 
 from logitmix.common import plugins
 from logitmix.common.mappings import from_mapping
-from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, require_plugins, take_imports
+from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, require_plugins
 from logitmix.trainer.schedule import SCHEDULES
 
 
@@ -169,10 +169,3 @@ def test_what_is_registered_later_can_be_chosen() -> None:
     assert from_mapping(Drawing, tree, "here") == Drawing(Square(side=2), "blue")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^the shape 'circle' is not a dataclass of settings with kind: str"):
         shapes["circle"] = Round
-
-
-def test_words_without_the_plugins() -> None:
-    assert take_imports(["a", "--import", "x.py", "-k", "3", "--import=y"]) == (["a", "-k", "3"], ["x.py", "y"])
-    for words in ("--import", "--import --json", "--import="):
-        with pytest.raises(ValueError, match=r"^--import needs a plugin: --import FILE\.py, or --import MODULE$"):
-            take_imports(words.split())

@@ -4,13 +4,12 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from logitmix.common.mappings import class_of_kind, nearest
-from logitmix.trainer.commands.recipe_help import show_help, take_help
+from logitmix.trainer.commands.recipe_help import show_help
 from logitmix.trainer.commands.sizing import load_sized, settled
-from logitmix.trainer.commands.words import parse
+from logitmix.trainer.commands.words import last_value, parse, take
 from logitmix.trainer.config import (
     KINDS,
     Config,
@@ -36,9 +35,9 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
         raise SystemExit(0)
     if words[0].startswith("-"):
         raise ValueError(f"{command} needs a recipe first: logitmix {command} RECIPE [--section.field VALUE ...]")
-    words, section = [words[0], *(taken := take_help(words[1:]))[0]], taken[1]
-    recipe, found = load_sized(words[0], last_value(words, "--data.path"))
-    others, first = take_start_words(words[1:])
+    others, help_asked = take(words[1:], ("-h", "--help").__contains__)
+    recipe, found = load_sized(words[0], last_value(others, "--data.path"))
+    others, first = take_start_words(others)
     if NO_START in others:
         if first:
             raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
@@ -51,21 +50,10 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
     config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
     config, sizes = settled(config, found)
-    if section is not None:
-        show_help(section, arguments, config, f"{command} {words[0]}")
+    if help_asked:
+        show_help(help_asked[0][1], arguments, config, f"{command} {words[0]}")
         raise SystemExit(0)
     return arguments, config, sizes
-
-
-def last_value(words: Sequence[str], flag: str) -> str:
-    """A flag's value in the words, before they are parsed: the last one counts, as for the parser. Empty if there is
-    none."""
-    found = ""
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else following
-    return found
 
 
 def _parsed(config: Config) -> Config:
@@ -110,19 +98,12 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
 
     Raises ValueError for an unknown setting, a missing value, or a value that is not a number.
     """
-    left: list[str] = []
+    left, taken = take(words, lambda flag: flag.startswith("--tables.") and flag.count(".") == 2)
     by_name: dict[str, dict[str, Any]] = {}
-    coming = iter(words)
-    for word in coming:
-        flag, equals, value = word.partition("=")
-        parts = flag.split(".")
-        if parts[0] != "--tables" or len(parts) != 3:
-            left.append(word)
-            continue
-        if not equals and (value := next(coming, "--")).startswith("--"):
-            raise ValueError(f"{flag} needs a value")
-        setting = parts[2].replace("-", "_")
-        by_name.setdefault(parts[1], {})[setting] = _table_value(flag, setting, value)
+    for flag, value in taken:
+        _, name, setting = flag.split(".")
+        setting = setting.replace("-", "_")
+        by_name.setdefault(name, {})[setting] = _table_value(flag, setting, value)
     return left, by_name
 
 
@@ -143,6 +124,8 @@ def _table_value(flag: str, setting: str, text: str) -> Any:
     kinds = typing.get_type_hints(TableSettings)
     if setting not in kinds:
         raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
+    if not text:
+        raise ValueError(f"{flag} needs a value")
     try:
         if kinds[setting] is bool:
             return {"true": True, "false": False}[text]

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import tyro
@@ -16,16 +16,6 @@ from logitmix.trainer.commands.words import docs_of, parse
 from logitmix.trainer.config import KINDS, Config, flatten, with_settings
 
 ALL = "all"
-
-
-def take_help(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words without `--help [SECTION]`, and the section: "" where none is named, None where there is no --help."""
-    for at, word in enumerate(words):
-        if word in ("-h", "--help"):
-            section = "".join(words[at + 1 : at + 2])
-            section = "" if section.startswith("-") else section
-            return [*words[:at], *words[at + 1 + bool(section) :]], section
-    return list(words), None
 
 
 def show_help(section: str, arguments: Config, config: Config, command: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import tyro
 from tyro import _errors
 
-from logitmix.trainer.commands.words import parts, whole_numbers
+from logitmix.trainer.commands.words import parts, take, take_imports, whole_numbers
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,17 @@ def test_tyro_has_the_private_events_that_errors_are_made_of(event: str, needed:
         f"tyro {tyro.__version__} has other events: adapt _problem in trainer/commands/words.py, and the range of "
         "versions in pyproject.toml"
     )
+
+
+def test_words_without_the_plugins() -> None:
+    assert take_imports(["a", "--import", "x.py", "-k", "3", "--import=y"]) == (["a", "-k", "3"], ["x.py", "y"])
+    for words in ("--import", "--import --json", "--import="):
+        with pytest.raises(ValueError, match=r"^--import needs a plugin: --import FILE\.py, or --import MODULE$"):
+            take_imports(words.split())
+
+
+def test_flags_are_taken_with_their_values() -> None:
+    words = ["a", "--x", "1", "b", "--y", "--x=--z", "-k", "-1", "--x", "-2", "--x", "--k", "--x"]
+    left, taken = take(words, "--x".__eq__)
+    assert left == ["a", "b", "--y", "-k", "-1", "--k"]
+    assert taken == [("--x", "1"), ("--x", "--z"), ("--x", "-2"), ("--x", ""), ("--x", "")]
