@@ -75,7 +75,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     state = state_of(model, optimizer)
     # A rank without shards of a table does not know its optimizer's state.
     expected = {name: kind for kinds in on_all_ranks(lambda: kinds_in(state), ranks) for name, kind in kinds.items()}
-    opened, problems = _open_first(paths, model.config, model.tower.schema, expected, ranks)
+    opened, problems = _open_first(paths, _Wanted(model.config, model.tower.schema, expected), ranks)
     fill(state, opened.tensors)
     steps = opened.progress.step - opened.progress.skipped
     model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
@@ -83,7 +83,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
         aside = on_first_rank(partial(_set_aside, path), ranks)
         lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
         said = f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}"
-        say_on_first(said, ranks)
+        _say_on_first(said, ranks)
     return opened.progress
 
 
@@ -91,15 +91,20 @@ def restore_best(run: Path, model: ParallelModel) -> int:
     """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
     state = evaluated(model)
-    opened = _choose(run, "best", model.config, model.tower.schema, kinds_in(state), model.ranks)
+    wanted = _Wanted(model.config, model.tower.schema, kinds_in(state), only_for_training(model.config))
+    opened = _choose(run, "best", wanted, model.ranks)
     fill(state, opened.tensors)
     return opened.progress.step
 
 
-def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks | None = None) -> SavedModel:
+ALONE = Ranks(0, 1, 0, torch.device("cpu"), group=None)  # type: ignore[arg-type]
+"""For a process without a group: the collectives of one rank use none."""
+
+
+def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks = ALONE) -> SavedModel:
     """The best checkpoint of a run by its validation metric (or the last one); the tables are not read yet.
 
-    With ranks, collective: each checks a part of the files. Where a damaged checkpoint is or may be a better choice, a
+    Collective: each rank checks a part of the files. Where a damaged checkpoint is or may be a better choice, a
     line on stderr says so; with `train.on_damage` stop it raises ValueError. Raises ValueError also if `run` is not a
     run directory, or has no intact checkpoint.
     """
@@ -109,7 +114,8 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     prefix = AVERAGE if config.train.ema else ""
     weights = weights_of(tower, {}, prefix)
     tables = {f"{prefix}tables/{table.name}": kind_of(table, config) for table in schema.tables}
-    opened = _choose(run, which, config, schema, kinds_in(weights) | tables, ranks)
+    wanted = _Wanted(config, schema, kinds_in(weights) | tables, only_for_training(config))
+    opened = _choose(run, which, wanted, ranks)
     fill(weights, opened.tensors)
     progress = opened.progress
     read_rows = partial(_read_rows, opened.tensors, schema, prefix)
@@ -131,6 +137,17 @@ def _set_aside(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """What a checkpoint must fit to be read."""
+
+    config: Config
+    schema: Schema
+    tensors: Mapping[str, Kind]
+    unchecked: tuple[str, ...] = ()
+    """How the names of tensors begin that are not checked."""
+
+
+@dataclass(frozen=True)
 class _Opened:
     """An intact checkpoint that fits the model."""
 
@@ -140,56 +157,37 @@ class _Opened:
     """The entry of each file in the manifest."""
 
 
-def _choose(
-    run: Path,
-    which: Literal["best", "last"],
-    config: Config,
-    schema: Schema,
-    expected: Mapping[str, Kind],
-    ranks: Ranks | None,
-) -> _Opened:
-    """The requested checkpoint; if it is damaged, the next one. What only training needs is not checked."""
+def _choose(run: Path, which: Literal["best", "last"], wanted: _Wanted, ranks: Ranks) -> _Opened:
+    """The requested checkpoint; if it is damaged, the next one."""
 
     def candidates() -> list[Path]:
         found = manifests(run)
         if not found:
             raise ValueError(f"{run} has no complete checkpoint yet; train it first: logitmix train RECIPE --run {run}")
-        known = {path: manifest for path, (manifest, _) in found.items() if manifest}
+        known = {path: manifest for path, manifest in found.items() if manifest}
         # The others cannot be read, so each may be the best: they are tried first, and a message names them.
         unknown = [path for path in found if path not in known]
-        return [*unknown, *by_merit(known, config.evaluate.metric)] if which == "best" else list(found)
+        return [*unknown, *by_merit(known, wanted.config.evaluate.metric)] if which == "best" else list(found)
 
-    paths = on_first_rank(candidates, ranks) if ranks else candidates()
-    opened, problems = _open_first(paths, config, schema, expected, ranks, beside=only_for_training(config))
+    opened, problems = _open_first(on_first_rank(candidates, ranks), wanted, ranks)
     for path, problem in problems.items():
-        say_on_first(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
+        _say_on_first(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
     return opened
 
 
-def _open_first(
-    paths: Sequence[Path],
-    config: Config,
-    schema: Schema,
-    expected: Mapping[str, Kind],
-    ranks: Ranks | None,
-    beside: tuple[str, ...] = (),
-) -> tuple[_Opened, dict[Path, str]]:
+def _open_first(paths: Sequence[Path], wanted: _Wanted, ranks: Ranks) -> tuple[_Opened, dict[Path, str]]:
     """The first of the checkpoints that is intact and fits, and what is wrong with those before it. Collective.
     ValueError on every rank if none is, and with `train.on_damage` stop if the first is not."""
     problems: dict[Path, str] = {}
     for path in paths:
         try:
-            opened, problem = _open(path, config, schema, expected, ranks, beside), ""
+            opened = _open_on_all(path, wanted, ranks)
         except (ValueError, OSError) as error:
-            opened, problem = None, str(error)
-        said = [problem] if ranks is None else on_all_ranks(partial(str, problem), ranks)
-        if not any(said):
-            assert opened is not None
-            if ranks:
-                _require_same(path, opened, ranks)
+            problems[path] = str(error)
+        else:
+            _require_same(path, opened, ranks)
             return opened, problems
-        problems[path] = next(filter(None, said))
-        if config.train.on_damage == "stop":
+        if wanted.config.train.on_damage == "stop":
             raise ValueError(
                 f"{problems[path]}; remove {path} to use another checkpoint, or set train.on_damage to continue"
             )
@@ -197,6 +195,13 @@ def _open_first(
     raise ValueError(
         f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or use another run directory"
     )
+
+
+def _open_on_all(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
+    """As `_open`, but if one rank raises, all raise the same. Collective."""
+    found: list[_Opened] = []
+    on_all_ranks(lambda: found.append(_open(path, wanted, ranks)), ranks)
+    return found[0]
 
 
 def _require_same(path: Path, opened: _Opened, ranks: Ranks) -> None:
@@ -211,30 +216,22 @@ def _require_same(path: Path, opened: _Opened, ranks: Ranks) -> None:
             )
 
 
-def _open(
-    path: Path,
-    config: Config,
-    schema: Schema,
-    expected: Mapping[str, Kind],
-    ranks: Ranks | None,
-    beside: tuple[str, ...],
-) -> _Opened:
-    """A checkpoint whose files are mapped. Of several ranks, each checks the digests of its share of the files.
-    ValueError if the checkpoint is damaged or does not fit."""
+def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
+    """A checkpoint whose files are mapped. Each rank checks the digests of its share of the files. ValueError if the
+    checkpoint is damaged or does not fit."""
     manifest = read_manifest(path)
-    require_same_model(path / MANIFEST, manifest, config, schema)
+    require_same_model(path / MANIFEST, manifest, wanted.config, wanted.schema)
     files = [path / name for name in manifest.files]
-    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
-    for file in files[slice(*own_range(len(files), rank, world_size))]:
+    for file in files[slice(*own_range(len(files), ranks.rank, ranks.world_size))]:
         check_file(file, manifest.files[file.name], MANIFEST)
     tensors = SavedTensors(files)
     try:
-        tensors.check(expected, beside)
+        tensors.check(wanted.tensors, wanted.unchecked)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return _Opened(manifest.progress, tensors, manifest.files)
 
 
-def say_on_first(line: str, ranks: Ranks | None) -> None:
-    if ranks is None or ranks.rank == 0:
+def _say_on_first(line: str, ranks: Ranks) -> None:
+    if ranks.rank == 0:
         say(line)

@@ -16,6 +16,7 @@ No rank has more of a table in memory than its own rows: files are written in bl
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,12 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def manifests(run: Path) -> dict[Path, tuple[Manifest | None, str]]:
-    """The run's checkpoints, newest first: each one's manifest, or what is wrong with it."""
-    found: dict[Path, tuple[Manifest | None, str]] = {}
-    for path in reversed(checkpoint_paths(run)):
-        try:
-            found[path] = read_manifest(path), ""
-        except (ValueError, OSError) as error:
-            found[path] = None, str(error)
+def manifests(run: Path) -> dict[Path, Manifest | None]:
+    """The run's checkpoints, newest first: each one's manifest, if it can be read."""
+    found: dict[Path, Manifest | None] = dict.fromkeys(reversed(checkpoint_paths(run)))
+    for path in found:
+        with suppress(ValueError, OSError):
+            found[path] = read_manifest(path)
     return found
 
 

@@ -173,7 +173,7 @@ class Saver:
         """Waits until all ranks have written their parts, or one has failed, however long that takes. Collective."""
         seen = 0
         while True:
-            wait([pending.of_file], timeout=SIGN_OF_LIFE)
+            wait([pending.written], timeout=SIGN_OF_LIFE)
             moved, seen = pending.begun_bytes > seen, pending.begun_bytes
             if agreed(moved, self.ranks):
                 self.progressed()
@@ -192,15 +192,11 @@ class Saver:
             write_hashed(pending.staging / MANIFEST, [text.encode()])
             rename_synced(pending.staging, pending.out)
 
-        def sync_name() -> None:
-            with naming(pending.out.parent):
-                sync(pending.out.parent)
-
         with self._removing(pending):
-            entries = dict(on_all_ranks(lambda: (pending.part, pending.of_file.result()), self.ranks))
+            entries = dict(on_all_ranks(lambda: (pending.part, pending.written.result()), self.ranks))
             on_first_rank(publish, self.ranks)
         self._untidied = pending.out
-        self._once_saved(pending.out, sync_name)
+        self._once_saved(pending.out, pending.out.parent, lambda: sync(pending.out.parent))
 
     def _settle(self, wait: bool) -> bool:
         """Once the upload that was begun has ended, removes the checkpoints that are not to be kept, and uploads what
@@ -222,16 +218,17 @@ class Saver:
         """Removes the checkpoints that are not to be kept now that this one is saved. Collective."""
 
         def tidy() -> None:
-            with naming(self.run):
-                remove_others(self.run, self.model.config)
-                checksum_rows(self.run)
+            remove_others(self.run, self.model.config)
+            checksum_rows(self.run)
 
-        self._once_saved(saved, tidy)
+        self._once_saved(saved, self.run, tidy)
 
-    def _once_saved(self, out: Path, action: Callable[[], None]) -> None:
-        """Rank 0 does what follows a checkpoint; an OSError says that this one stays. Collective."""
+    def _once_saved(self, out: Path, changed: Path, action: Callable[[], None]) -> None:
+        """Rank 0 does what follows a checkpoint, and changes a folder; an OSError says that the checkpoint stays.
+        Collective."""
         try:
-            on_first_rank(action, self.ranks)
+            with naming(changed):
+                on_first_rank(action, self.ranks)
         except OSError as error:
             said = f"{out} is saved, but {error.filename} could not be updated ({error.strerror})"
             raise OSError(said) from None
@@ -268,22 +265,17 @@ class _Pending:
     needed: int
     part: str
     content: Mapping[str, Any]
-    written: Future[dict[str, Any]] | None = None
+    written: Future[dict[str, Any]] = field(init=False)
     """The entry of this rank's part in the manifest, once it is on disk."""
     begun_bytes: int = 0
     """Those of this rank's part that are written, or being written."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def of_file(self) -> Future[dict[str, Any]]:
-        assert self.written is not None
-        return self.written
-
-    @property
     def state(self) -> int:
-        if not self.of_file.done():
+        if not self.written.done():
             return WRITING
-        return FAILED if self.of_file.exception() else WRITTEN
+        return FAILED if self.written.exception() else WRITTEN
 
     def write(self, file: TensorFile) -> dict[str, Any]:
         """Writes this rank's part, unless it is abandoned: then the rank that is the cause has an error to raise."""
@@ -334,7 +326,7 @@ def or_continue(action: Callable[[], None], config: Config, ranks: Ranks, note: 
 
 
 def remove_others(run: Path, config: Config) -> None:
-    found = {path: manifest for path, (manifest, _) in manifests(run).items() if manifest}
+    found = {path: manifest for path, manifest in manifests(run).items() if manifest}
     kept = {*list(found)[: config.train.keep], *by_merit(found, config.evaluate.metric)[:1]}
     for path in found:
         if path not in kept:

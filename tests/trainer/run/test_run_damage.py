@@ -5,15 +5,15 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from damages import AMOUNT, damaged, in_parts, newest, replace_train, resume, rewrite, signed, steps, told
 from hostile_json import VALUES, edited, lacking, places, refused
 
-from logitmix.comm.process_group import Ranks, process_group
+from logitmix.comm.process_group import process_group
 from logitmix.common.checked import check_file
 from logitmix.serving.directory.reader import read
 from logitmix.trainer.commands.report_page import write_report
@@ -35,10 +35,10 @@ def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
     with process_group("cpu", 60) as ranks:
         model = parallelize(load_dataset(config.data.path).schema, config, ranks)
         expected = state.kinds_in(state.state_of(model, dense_optimizer(model.tower, config.dense)))
-        schema = model.tower.schema
+        wanted = checkpoint._Wanted(config, model.tower.schema, expected)
 
     def opened() -> checkpoint._Opened:
-        return checkpoint._open(step, config, schema, expected, None, ())
+        return checkpoint._open(step, wanted, checkpoint.ALONE)
 
     opened()
     found = 0
@@ -92,11 +92,10 @@ def test_the_ranks_verify_all_parts_between_them(run: Path, world_size: int, mon
 
     monkeypatch.setattr(checkpoint, "check_file", check)
     config = read_config(run)
-    schema = model_schema(read_schema(run), config)
+    # Nothing of the model is expected.
+    wanted = checkpoint._Wanted(config, model_schema(read_schema(run), config), {}, unchecked=("",))
     for rank in range(world_size):
-        ranks = Ranks(rank, world_size, rank, torch.device("cpu"), group=None)  # type: ignore[arg-type]
-        # Nothing of the model is expected.
-        checkpoint._open(path, config, schema, {}, ranks, beside=("",))
+        checkpoint._open(path, wanted, replace(checkpoint.ALONE, rank=rank, world_size=world_size))
     assert sorted(verified) == parts
 
 

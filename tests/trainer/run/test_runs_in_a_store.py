@@ -387,7 +387,7 @@ def test_whatever_fails_the_checkpoint_before_stays_in_the_store(
     other = fetched_run(RUN)
     capsys.readouterr()
     assert load_saved(other, "last").step in (8, 12)
-    assert all(manifest for manifest, _ in manifest.manifests(other).values())
+    assert all(manifest.manifests(other).values())
     assert capsys.readouterr().err == ""
     memory.host("here")
     fetch_run(run)
