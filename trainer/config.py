@@ -76,16 +76,20 @@ class TableSettings:
     def check(self, prefix: str) -> None:
         needs = "0 (that of the model) or a positive multiple of 4, as FBGEMM's rows are"
         require(self.dim >= 0 and self.dim % 4 == 0, f"{prefix}.dim", self.dim, needs)
-        require(0 < self.lr < inf, f"{prefix}.lr", self.lr, "above 0 and finite")
-        require(0 <= self.beta1 < 1, f"{prefix}.beta1", self.beta1, "in [0, 1)")
-        require(0 <= self.beta2 < 1, f"{prefix}.beta2", self.beta2, "in [0, 1)")
-        require(self.eps > 0, f"{prefix}.eps", self.eps, "above 0")
+        _check_rates(self, prefix)
         require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
         if (self.sharding, self.optimizer) == ("column_wise", "rowwise_adagrad"):
             raise ValueError(
                 f"{prefix}.sharding is column_wise and {prefix}.optimizer rowwise_adagrad, whose one number for a row "
                 "each shard of its columns would have for itself; choose another sharding or optimizer"
             )
+
+
+def _check_rates(of: "TableSettings | DenseConfig", prefix: str) -> None:
+    require(0 < of.lr < inf, f"{prefix}.lr", of.lr, "above 0 and finite")
+    require(0 <= of.beta1 < 1, f"{prefix}.beta1", of.beta1, "in [0, 1)")
+    require(0 <= of.beta2 < 1, f"{prefix}.beta2", of.beta2, "in [0, 1)")
+    require(of.eps > 0, f"{prefix}.eps", of.eps, "above 0")
 
 
 TABLE_OPTIMIZERS = Registry[Any](
@@ -129,10 +133,7 @@ class DenseConfig:
     """Decoupled weight decay (AdamW)."""
 
     def __post_init__(self) -> None:
-        require(0 < self.lr < inf, "dense.lr", self.lr, "above 0 and finite")
-        require(0 <= self.beta1 < 1, "dense.beta1", self.beta1, "in [0, 1)")
-        require(0 <= self.beta2 < 1, "dense.beta2", self.beta2, "in [0, 1)")
-        require(self.eps > 0, "dense.eps", self.eps, "above 0")
+        _check_rates(self, "dense")
         require(self.weight_decay >= 0, "dense.weight_decay", self.weight_decay, "0 or more")
 
 

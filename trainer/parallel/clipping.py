@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from logitmix.trainer.parallel.optimizer import ShardedCollection, kernels, of_each_id
+from logitmix.trainer.parallel.optimizer import ShardedCollection, bags_by_feature, kernels, of_each_id
 
 Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
 
@@ -50,11 +50,8 @@ class DetachedLookup(NamedTuple):
             return self._gradient.split(self.features.length_per_key())
         tables = self.kernel.config.embedding_tables
         columns = [tables[table].local_cols for table in self.kernel._feature_table_map]
-        lengths = self.features.lengths().long().view(len(columns), -1)
-        shares = self.features.weights_or_none()
-        of_ids = [None] * len(columns) if shares is None else shares.split(self.features.length_per_key())
-        by_feature = zip(self._gradient.split(columns, dim=1), lengths, of_ids, strict=True)
-        return (of_each_id(gradient_RC, of_bags, of_each) for gradient_RC, of_bags, of_each in by_feature)
+        by_feature = zip(self._gradient.split(columns, dim=1), bags_by_feature(self.features), strict=True)
+        return (of_each_id(gradient_RC, *of_bags) for gradient_RC, of_bags in by_feature)
 
     @property
     def _gradient(self) -> Tensor:

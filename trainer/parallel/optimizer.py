@@ -270,7 +270,7 @@ class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
         shards = [self._shards[table] for table in self._feature_table_map]
         # There is a backward only if an input requires a gradient.
         asks = torch.empty(0, requires_grad=True)
-        rows = [_Lookup.apply(*shard, ids, asks) for shard, ids in zip(shards, values, strict=True)]
+        rows = [_Lookup.apply(*shard, asks, ids) for shard, ids in zip(shards, values, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -281,50 +281,47 @@ class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = features.values().long().split(features.length_per_key())
-        lengths = features.lengths().long().view(len(values), -1)
         shards = [self._shards[table] for table in self._feature_table_map]
-        asks, shares = torch.empty(0, requires_grad=True), features.weights_or_none()
-        of_ids = [None] * len(values) if shares is None else shares.split(features.length_per_key())
+        asks = torch.empty(0, requires_grad=True)
         sums = [
-            _BagLookup.apply(*shard, ids, of_bags, of_each, asks)
-            for shard, ids, of_bags, of_each in zip(shards, values, lengths, of_ids, strict=True)
+            _Lookup.apply(*shard, asks, ids, *of_bags)
+            for shard, ids, of_bags in zip(shards, values, bags_by_feature(features), strict=True)
         ]
         return sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
 
 
 class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, optimizer: TouchedRows, shard: _RowStates, ids: Tensor, asks: Tensor) -> Tensor:
-        ctx.update = partial(optimizer.update, shard, ids)
-        return shard.row.index_select(0, ids)
+    """Rows [S, C] of a shard, or with `lengths` [R] the sums of bags of them [R, C]; the backward updates the rows."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.update(gradient)
-        return None, None, None, None
-
-
-class _BagLookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         optimizer: TouchedRows,
         shard: _RowStates,
-        ids: Tensor,
-        lengths: Tensor,
-        shares: Tensor | None,
         asks: Tensor,
+        ids: Tensor,
+        lengths: Tensor | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         ctx.update, ctx.lengths, ctx.shares = partial(optimizer.update, shard, ids), lengths, shares
+        if lengths is None:
+            return shard.row.index_select(0, ids)
         ends = lengths.cumsum(0)
         return F.embedding_bag(ids, shard.row, ends - lengths, mode="sum", per_sample_weights=shares)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, None, None]:
-        ctx.update(of_each_id(gradient, ctx.lengths, ctx.shares))
-        return None, None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.update(gradient if ctx.lengths is None else of_each_id(gradient, ctx.lengths, ctx.shares))
+        return (None,) * 6
+
+
+def bags_by_feature(features: KeyedJaggedTensor) -> Iterable[tuple[Tensor, Tensor | None]]:
+    """The lengths [R] of each feature's bags, and the ids' shares of the bags' sums [S], if they have any."""
+    counts = features.length_per_key()
+    lengths = features.lengths().long().view(len(counts), -1)
+    shares = features.weights_or_none()
+    return zip(lengths, [None] * len(counts) if shares is None else shares.split(counts), strict=True)
 
 
 def of_each_id(gradient_RC: Tensor, lengths_R: Tensor, shares_S: Tensor | None) -> Tensor:
