@@ -200,12 +200,10 @@ _DIFFERENT = "different"
 def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:
     """One line that names what differs, with both values of the first few."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-
-    def value(of: Mapping[str, str], name: str) -> str:
-        return cut(of.get(name, "absent"), 37)
-
+    values = ([cut(of.get(name, "absent"), 80) for of in (first, other)] for name in names[:NAMED])
     said = "; ".join(
-        f"{name} is {value(first, name)} on {where[0]} and {value(other, name)} on {where[1]}" for name in names[:NAMED]
+        f"{name} is {one} on {where[0]} and {two} on {where[1]}"
+        for name, (one, two) in zip(names, values, strict=False)
     )
     more = f"; and {len(names) - NAMED} more: {', '.join(names[NAMED:][:NAMED])}" if len(names) > NAMED else ""
     more += ", …" if len(names) > 2 * NAMED else ""

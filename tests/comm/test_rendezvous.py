@@ -83,7 +83,7 @@ def test_many_differences_are_counted_and_the_first_shown(store: dist.Store) -> 
     one = {f"setting{number}": "x" * 100 for number in range(9)}
     other = {f"setting{number}": "y" for number in range(1, 9)}
     said = refused(met(store, {0: (member(one), one), 1: (member(other), other)}, 2))
-    assert said.count(" is ") == 3 and "absent on rank 1" in said and "x" * 40 not in said
+    assert said.count(" is ") == 3 and "absent on rank 1" in said and "x" * 81 not in said
     assert "; and 6 more: setting3, setting4, setting5, …; start" in said
 
 
