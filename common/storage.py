@@ -147,9 +147,9 @@ def say_of_disk(line: object) -> None:
     print(plain(line), file=sys.stderr, flush=True)
 
 
-def show(text: object, end: str = "\n") -> None:
+def show(text: object) -> None:
     """Prints a command's result for people on stdout, `shown`."""
-    print(shown(text), end=end)
+    print(shown(text))
 
 
 def tell(console: "Console | None", line: object, style: str | None = None) -> None:

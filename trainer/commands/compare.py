@@ -1,13 +1,12 @@
 """`logitmix compare`: simple and learned methods on one dataset, in equal time."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from logitmix.common.storage import path_of, show
+from logitmix.common.storage import path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption
 from logitmix.trainer.commands.sizing import AUTO, load_sized
@@ -42,10 +41,7 @@ def run(words: list[str]) -> None:
     methods = list(dict.fromkeys(arguments.methods))
     found = compare(arguments.dataset, out, arguments.minutes, methods, arguments.threads_of_rank, settings)
     if is_main():
-        if arguments.json:
-            print(json.dumps(found))
-        else:
-            show(as_text(found), end="")
+        arguments.tell(found, as_text(found).removesuffix("\n"))
 
 
 def _with_settings(words: list[str]) -> tuple[Arguments, dict[str, Any]]:

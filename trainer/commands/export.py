@@ -1,13 +1,12 @@
 """`logitmix export`: a run's best checkpoint -> serving directory."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetched_run, path_of, show
+from logitmix.common.storage import fetched_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse
@@ -59,12 +58,8 @@ def run(words: list[str]) -> None:
         arguments.precision,
         extras,
     )
-    if not is_main():
-        return
-    if arguments.json:
-        print(json.dumps(manifest))
-        return
-    source = f"step {manifest['step']} of {arguments.run}"
-    show(f"{arguments.out}: {manifest['num_items']:,} items, {source}")
+    said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {arguments.run}"
     if manifest["precision"] != arguments.precision:
-        print(f"{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}")
+        said += f"\n{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}"
+    if is_main():
+        arguments.tell(manifest, said)

@@ -4,12 +4,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from logitmix.common.mappings import require
 from logitmix.common.plugins import references
+from logitmix.common.storage import show
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 
 if TYPE_CHECKING:
@@ -28,6 +30,13 @@ ExportPlace = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
 class JSONOption:
     json: bool = False
     """Print JSON."""
+
+    def tell(self, content: Any, text: str) -> None:
+        """Prints the content as JSON, or the text."""
+        if self.json:
+            print(dumps(content))
+        else:
+            show(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,11 @@
 """`logitmix plan`: where a job's tables would be placed and what its ranks would hold, without the job's machines."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import show
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
@@ -45,10 +43,7 @@ def run(words: list[str]) -> None:
     per_host = arguments.per_host or min(arguments.world_size, 8)
     memory = int(arguments.gpu_gib * 2**30) if arguments.device == "cuda" else None
     plan = plan_job(config, Devices(arguments.world_size, per_host, arguments.device, memory))
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(plan)))
-    else:
-        show(plan.text())
+    arguments.tell(dataclasses.asdict(plan), plan.text())
 
 
 @dataclass(frozen=True)

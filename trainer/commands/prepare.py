@@ -1,12 +1,10 @@
 """`logitmix prepare`: raw files -> dataset directory."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from logitmix.common.storage import show
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.data.config import PrepareOptions
@@ -23,11 +21,7 @@ class Arguments(JSONOption, PrepareOptions):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "prepare", words)
     from logitmix.trainer.data.prepare import prepare
-
-    description = prepare(arguments)
-    if arguments.json:
-        print(json.dumps(description))
-        return
     from logitmix.trainer.data.summary import summarize
 
-    show(summarize(description, arguments.directory))
+    description = prepare(arguments)
+    arguments.tell(description, summarize(description, arguments.directory))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from logitmix.trainer.commands.options import (
 )
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import HistoryRule
+from logitmix.trainer.progress import counting
 
 if TYPE_CHECKING:
     from logitmix.serving.request import Options, Request
@@ -122,8 +122,6 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
     if (arguments.user, arguments.events) != ("{}", "[]"):
         raise ValueError("--user and --events are for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("answering", total=len(requests))
-        answer_file(retriever, requests, Path(arguments.out), options, lambda count: bar.advance(task, count))
+    with counting("answering", len(requests), True) as advance:
+        answer_file(retriever, requests, Path(arguments.out), options, advance)
     return len(requests)

@@ -1,13 +1,12 @@
 """`logitmix update-items`: new items into a serving directory, from their features."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import path_of, show
+from logitmix.common.storage import path_of
 from logitmix.trainer.commands.options import ExportPlace, JSONOption
 from logitmix.trainer.commands.words import parse
 
@@ -29,10 +28,8 @@ def run(words: list[str]) -> None:
     from logitmix.trainer.export.update import update_items
 
     counts = update_items(path_of(arguments.directory), arguments.items, arguments.item_column, Console(stderr=True))
-    if arguments.json:
-        print(json.dumps(counts))
-    else:
-        show(
-            f"{arguments.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
-            f"{counts['num_items']:,} now"
-        )
+    arguments.tell(
+        counts,
+        f"{arguments.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
+        f"{counts['num_items']:,} now",
+    )
