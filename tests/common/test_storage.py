@@ -492,11 +492,11 @@ def test_a_copy_goes_by_its_url(memory: Memory, tmp_path: Path, capsys: pytest.C
     assert {place: place_of(place) for place in names} == names
     storage.say(f"reads {path / 'b'}")
     storage.say_of_disk(f"{path} is full")
-    storage.show(f"writes {path}", end="!")
+    storage.show(f"writes {path}")
     console = Console(width=200)
     storage.tell(console, f"waits for {path}")
     said = capsys.readouterr()
-    assert (said.err, said.out) == (f"reads {URL}/b\n{path} is full\n", f"writes {URL}!waits for {URL}\n")
+    assert (said.err, said.out) == (f"reads {URL}/b\n{path} is full\n", f"writes {URL}\nwaits for {URL}\n")
 
 
 @pytest.mark.parametrize("name", ["copy.json", "fetched", "lock"])
