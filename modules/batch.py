@@ -6,7 +6,7 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, V uni
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .features import Features
 from .noise import Noise
+from .transfer import on_device
 
 
 class Packing:
@@ -51,7 +52,7 @@ class Packing:
     def to(self, device: torch.device) -> "Packing":
         moved = copy(self)
         for name in self._there:
-            setattr(moved, name, getattr(self, name).to(device, non_blocking=True))
+            setattr(moved, name, on_device(getattr(self, name), device))
         return moved
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -92,8 +93,8 @@ class Bags(NamedTuple):
     shares: Tensor | None = None
 
     def to(self, device: torch.device) -> "Bags":
-        shares = None if self.shares is None else self.shares.to(device)
-        return Bags(self.values.to(device), self.offsets.to(device), shares)
+        shares = None if self.shares is None else on_device(self.shares, device)
+        return Bags(on_device(self.values, device), on_device(self.offsets, device), shares)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,11 @@ class Batch:
     log_q_V: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {name: getattr(self, name).to(device) for name in self._tensors}
+        parts = {name: getattr(self, name) for name in self._tensors}
+        moved: dict[str, Any] = {
+            name: on_device(part, device) if isinstance(part, Tensor) else part.to(device)
+            for name, part in parts.items()
+        }
         return replace(self, **moved)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

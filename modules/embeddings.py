@@ -1,10 +1,10 @@
 """Embedding tables as torchrec modules, unsharded, and how they are looked up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, cat, device, nn
+from torch import device, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
@@ -64,13 +64,6 @@ def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
             config = EmbeddingBagConfig(**table._config(), pooling=PoolingType.SUM)
             collections[f"bags_{table.name}"] = EmbeddingBagCollection([config], table.weighs, device("meta"))
     return nn.ModuleDict(collections)
-
-
-def lookup(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """A lookup's input with one row: the list of ids of each table."""
-    pieces = list(ids.values())
-    lengths = pieces[0].new_tensor([len(piece) for piece in pieces])
-    return KeyedJaggedTensor(keys=list(ids), values=pieces[0] if len(pieces) == 1 else cat(pieces), lengths=lengths)
 
 
 def bag_lookup(name: str, bags: Bags) -> KeyedJaggedTensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .linear import Linear
 from .schema import Feature
+from .transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Values:
         }
 
     def to(self, device: torch.device) -> "Values":
-        offsets = None if self.offsets is None else self.offsets.to(device, non_blocking=True)
-        parallel = {name: of.to(device, non_blocking=True) for name, of in self.parallel.items()}
-        return Values(self.values.to(device, non_blocking=True), offsets, parallel)
+        offsets = None if self.offsets is None else on_device(self.offsets, device)
+        parallel = {name: on_device(of, device) for name, of in self.parallel.items()}
+        return Values(on_device(self.values, device), offsets, parallel)
 
     def first(self, rows: int) -> "Values":
         """The values of the first rows."""
@@ -105,7 +106,7 @@ class Features:
     values: Mapping[str, Values] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Features":
-        row = None if self.item_row_V is None else self.item_row_V.to(device, non_blocking=True)
+        row = None if self.item_row_V is None else on_device(self.item_row_V, device)
         return replace(self, item_row_V=row, values={name: of.to(device) for name, of in self.values.items()})
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

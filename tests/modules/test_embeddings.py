@@ -3,7 +3,7 @@ from torch import Tensor, nn
 
 from logitmix.modules.batch import Bags
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, lookup, own_name
+from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, own_name
 from logitmix.modules.model import RetrievalModel
 from logitmix.modules.schema import Schema
 
@@ -52,17 +52,3 @@ def test_a_table_may_have_any_name_that_a_feature_may_have() -> None:
     for pooled in (False, True):
         collections = embedding_collections([EmbeddingTable(name, 3, 4, pooled=pooled) for name in names])
         assert [name for each in collections.values() for name in weights(each)] == names
-
-
-def test_a_lookup_gives_the_rows_that_it_names_in_order() -> None:
-    tables = [EmbeddingTable("a", 5, 4), EmbeddingTable("b", 3, 4)]
-    collection = embedding_collections(tables)["dim_4"].to_empty(device="cpu")
-    rows = {"a": torch.arange(20.0).view(5, 4), "b": -torch.arange(12.0).view(3, 4)}
-    with torch.no_grad():
-        for name, weight in weights(collection).items():
-            weight.copy_(rows[name])
-    for ids in ({"a": [4, 0, 4], "b": [2]}, {"a": [], "b": [1, 0]}, {"a": [], "b": []}):
-        named = {name: torch.tensor(of_table, dtype=torch.int64) for name, of_table in ids.items()}
-        found = collection(lookup(named))
-        for name in named:
-            assert torch.equal(found[name].values(), rows[name][named[name]])

@@ -29,37 +29,36 @@ class PooledTable:
         return cls(module, own_name(config.name), config.embedding_dim)
 
 
-def receive_ids(in_flight: Any, stream: torch.cuda.Stream | None, *made: Any) -> Any:
-    """The ids that all ranks ask this one for. On CUDA they arrive on a separate `stream`, which also `made` other
-    tensors for them: the current stream waits for it, and the memory of all of them is kept for the current stream."""
-    with torch.cuda.stream(stream):
-        ids = in_flight.wait()
-    if stream:
-        current = torch.cuda.current_stream()
-        current.wait_stream(stream)
-        for each in (ids, *made):
-            each.record_stream(current)
-    return ids
-
-
 class PooledRows:
     """The mean row of each bag of one table, or the sum that its shares say, zero for empty bags; used as a part of a
     RowExchange."""
 
-    def __init__(self, table: PooledTable, bags: Bags, device: torch.device) -> None:
-        self.table, self.context = table, table.module.create_context()
+    def __init__(self, table: PooledTable, bags: Bags, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self.table, self.stream, self.context = table, stream, table.module.create_context()
         self.ids_in_flight: Any = None
-        bags = bags.to(device)
-        lengths_R = bags.offsets.diff()
-        self.count_R1 = (lengths_R.clamp(min=1) if bags.shares is None else torch.ones_like(lengths_R)).unsqueeze(1)
-        self.sizes_in_flight = table.module.input_dist(self.context, bag_lookup(table.name, bags))
+        with torch.cuda.stream(stream):
+            bags = bags.to(device)
+            lengths_R = bags.offsets.diff()
+            self.count_R1 = (lengths_R.clamp(min=1) if bags.shares is None else torch.ones_like(lengths_R)).unsqueeze(1)
+            self.sizes_in_flight = table.module.input_dist(self.context, bag_lookup(table.name, bags))
 
     def send_ids(self) -> None:
         self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
 
-    def send_rows(self, stream: torch.cuda.Stream | None) -> None:
-        ids = receive_ids(self.ids_in_flight, stream, self.context, self.count_R1)
-        self.rows_in_flight = self.table.module.compute_and_output_dist(self.context, ids)
+    def receive_ids(self) -> Any:
+        """The ids that all ranks ask this one for. On CUDA they arrive on a separate stream: the current stream waits
+        for it, and the memory of what was made there is kept for the current stream."""
+        with torch.cuda.stream(self.stream):
+            ids = self.ids_in_flight.wait()
+        if self.stream:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self.stream)
+            for each in (ids, self.context, self.count_R1):
+                each.record_stream(current)
+        return ids
+
+    def send_rows(self, _: Any) -> None:
+        self.rows_in_flight = self.table.module.compute_and_output_dist(self.context, self.receive_ids())
 
     def wait(self, rows: dict[str, Tensor]) -> None:
         self.sum_RD: Tensor = cast(Any, self.rows_in_flight.wait())[self.table.name]

@@ -67,7 +67,8 @@ class ParallelModel:
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs; collective."""
-        return RowExchange(self.tables, self.pooled, ids, self.ranks.device, self.stream, self.cuts)
+        ranks = self.ranks
+        return RowExchange(self.tables, self.pooled, ids, ranks.group, ranks.device, self.stream, self.cuts)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch, for use once its rows are sent."""

@@ -5,26 +5,33 @@ Axes: V unique ids of a table that a batch names, P rows that are received toget
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import Awaitable
 
 from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
-from logitmix.modules.embeddings import lookup, own_name
-from logitmix.trainer.parallel.bags import PooledRows, PooledTable, receive_ids
+from logitmix.modules.embeddings import own_name
+from logitmix.trainer.parallel.bags import PooledRows, PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookup, DetachedLookups
+from logitmix.trainer.parallel.ids import IdExchange
 
 
 class OwnedColumns(NamedTuple):
-    """Columns of a range of a table's rows that a rank owns; `owner` is the number of the range."""
+    """Columns of a range of a table's rows that a rank owns; `owner` is the number of the range, `first_row` where it
+    begins."""
 
     table: str
     owner: int
     columns: slice
+    first_row: int
 
 
 class SentRows(NamedTuple):
@@ -43,14 +50,14 @@ class SentRows(NamedTuple):
 class ShardedTables:
     """The tables of one width, as TorchRec shards them, and how their rows are exchanged.
 
-    `exchanges` are TorchRec's all-to-alls, one for each sharding type of the tables, as lists of shards in the order in
-    which their rows are received. `cuts` [owners, parts + 1] are the ids that divide each table into the ranges of its
-    owners, and each range into equal parts.
+    `exchanges` are TorchRec's all-to-alls, one for each sharding type of the tables, as lists of each rank's shards, in
+    the order in which their ids are looked up and their rows are received. `cuts` [owners, parts + 1] are the ids that
+    divide each table into the ranges of its owners, and each range into equal parts.
     """
 
     module: ShardedEmbeddingCollection
     dims: Mapping[str, int]
-    exchanges: Sequence[Sequence[OwnedColumns]]
+    exchanges: Sequence[Sequence[Sequence[OwnedColumns]]]
     cuts: Mapping[str, Tensor]
 
     @classmethod
@@ -59,16 +66,18 @@ class ShardedTables:
         ranges: dict[str, list[tuple[int, int]]] = {own_name(config.name): [] for config in configs}
         exchanges = []
         for sharding in cast(Any, module._sharding_type_to_sharding).values():
-            shards = []
+            by_rank = []
             for groups in sharding._grouped_embedding_configs_per_rank:
+                shards = []
                 for table in (table for group in groups for table in group.embedding_tables):
                     place, name = table.local_metadata, own_name(table.name)
                     (row, column), (rows, columns) = place.shard_offsets, place.shard_sizes
                     if (row, rows) not in ranges[name]:
                         ranges[name].append((row, rows))
                     owner = ranges[name].index((row, rows))
-                    shards.append(OwnedColumns(name, owner, slice(column, column + columns)))
-            exchanges.append(shards)
+                    shards.append(OwnedColumns(name, owner, slice(column, column + columns), row))
+                by_rank.append(shards)
+            exchanges.append(by_rank)
         part = torch.arange(parts + 1)
         cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
         return cls(module, {own_name(config.name): config.embedding_dim for config in configs}, exchanges, cuts)
@@ -100,13 +109,14 @@ class RowExchange:
         tables: Sequence[ShardedTables],
         pooled: Sequence[PooledTable],
         ids: Mapping[str, Tensor | Bags],
+        group: dist.ProcessGroup,
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
         cuts: DetachedLookups | None = None,
     ) -> None:
         """`ids` has the batch's ids [V] of each table: unique, sorted, on the CPU, possibly an empty tensor. For a
-        pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, sizes and ids are made on a
-        separate `stream`, so that they need not wait for the previous batch. With `cuts`, call `receive_gradients`
+        pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, ids are sent on a separate
+        `stream`, so that they need not wait for the previous batch. With `cuts`, call `receive_gradients`
         before `apply_gradients`."""
         dims = {name: dim for each in tables for name, dim in each.dims.items()}
         unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
@@ -119,26 +129,36 @@ class RowExchange:
         self.stream, self.cuts = stream, cuts
         self.lookups: list[list[DetachedLookup]] = []
         slices = [each.slices(unique) for each in tables]
-        with torch.cuda.stream(stream):
-            self.parts: list[list[_Part | PooledRows]] = [
-                [_Part(each, unique, slices_of[part], device) for each, slices_of in zip(tables, slices, strict=True)]
-                for part in range(tables[0].parts)
+        self.parts: list[list[_Part | PooledRows]] = []
+        asked: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for number in range(tables[0].parts):
+            of_part = [
+                _Part(each, unique, slices_of[number], asked, group)
+                for each, slices_of in zip(tables, slices, strict=True)
             ]
-            self.parts[0] += [PooledRows(each, bags[each.name], device) for each in pooled]
+            self.parts.append([*of_part])
+        self.ids = IdExchange(asked, group, device, stream)
+        self.pooled = [PooledRows(each, bags[each.name], device, stream) for each in pooled]
+        self.parts[0] += self.pooled
         self.rows_sent = False
 
     def send_ids(self) -> None:
-        """Sends the ids to their owners, after the exchange of row counts; does nothing when called again."""
+        """Sends the ids to their owners, after the exchange of their counts; does nothing when called again."""
         with torch.cuda.stream(self.stream):
-            for each in self._all():
+            self.ids.send()
+            for each in self.pooled:
                 each.send_ids()
 
     def send_rows(self) -> None:
         """Sends the rows that all ranks asked this one for."""
-        self.send_ids()
-        self.rows_sent = True
+        self._begin()
         for part in self.parts:
             self._send_part(part)
+
+    def _begin(self) -> None:
+        self.send_ids()
+        self.ids.wait()
+        self.rows_sent = True
 
     def wait(self) -> dict[str, Tensor]:
         """The rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
@@ -170,8 +190,7 @@ class RowExchange:
         as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
         have already arrived, and are multiplied by `scale`."""
         if next_batch:
-            next_batch.send_ids()
-            next_batch.rows_sent = True
+            next_batch._begin()
         for number, part in enumerate(self.parts):
             if scale is None:
                 for each in part:
@@ -188,14 +207,14 @@ class RowExchange:
         if self.rows_sent:
             self.wait()
             return
-        with torch.cuda.stream(self.stream):
-            self.send_ids()
-            for each in self._all():
-                each.ids_in_flight.wait()
+        self.send_ids()
+        self.ids.wait()
+        for each in self.pooled:
+            each.receive_ids()
 
     def _send_part(self, part: "list[_Part | PooledRows]") -> None:
         for each in part:
-            each.send_rows(self.stream)
+            each.send_rows(self.ids)
         if self.cuts:
             self.lookups.append(self.cuts.pop())
 
@@ -211,26 +230,37 @@ class _Part:
         tables: ShardedTables,
         ids: Mapping[str, Tensor],
         slices: Mapping[str, Sequence[slice]],
-        device: torch.device,
+        asked: Sequence[list[Tensor]],
+        group: dist.ProcessGroup,
     ) -> None:
-        self.module, self.context = tables.module, tables.module.create_context()
-        self.pieces = [
-            _joined([SentRows(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards])
-            for shards in tables.exchanges
-        ]
-        asked = {name: _select(ids[name], of_owners).to(device) for name, of_owners in slices.items()}
-        self.sizes_in_flight = self.module.input_dist(self.context, lookup(asked))
-        self.ids_in_flight: Any = None
+        """`slices` of the batch's ids by table and owner. What it asks of each rank is added to the lists in `asked`:
+        the ids for each of the rank's shards, counted from the shard's first row."""
+        self.tables, self.group, self.first = tables, group, len(asked[group.rank()])
+        self.pieces, self.rows_asked = [], []
+        for by_rank in tables.exchanges:
+            pieces = [
+                [SentRows(shard.table, slices[shard.table][shard.owner], shard.columns) for shard in shards]
+                for shards in by_rank
+            ]
+            self.pieces.append(_joined([*chain(*pieces)]))
+            self.rows_asked.append([sum(piece.length for piece in of_rank) for of_rank in pieces])
+            for shards, of_rank, lists in zip(by_rank, pieces, asked, strict=True):
+                pairs = zip(shards, of_rank, strict=True)
+                lists += [ids[piece.table][piece.rows] - shard.first_row for shard, piece in pairs]
 
-    def send_ids(self) -> None:
-        self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
-
-    def send_rows(self, stream: torch.cuda.Stream | None) -> None:
-        ids = receive_ids(self.ids_in_flight, stream, self.context)
-        for sharding in self.context.sharding_contexts:
-            # `pieces` say where the rows belong, because ids are sorted and owners hold ranges of them.
-            sharding.unbucketize_permute_tensor = None
-        answer = cast(Any, self.module.compute_and_output_dist(self.context, ids))
+    def send_rows(self, ids: IdExchange) -> None:
+        context, inputs, first = EmbeddingCollectionContext(), [], self.first
+        for by_rank, rows_asked in zip(self.tables.exchanges, self.rows_asked, strict=True):
+            shards = by_rank[self.group.rank()]
+            asked = ids.of(range(first, first + len(shards)))
+            first += len(shards)
+            inputs.append(asked.lookup([shard.table for shard in shards]))
+            context.sharding_contexts.append(
+                SequenceShardingContext(
+                    batch_size_per_rank=[1] * self.group.size(), input_splits=rows_asked, output_splits=asked.by_rank
+                )
+            )
+        answer = cast(Any, self.tables.module.compute_and_output_dist(context, KJTList(inputs)))
         # The rows before TorchRec splits them by feature, which would need rows in the order of the ids.
         self.rows_in_flight: list[Awaitable[Tensor]] = answer._awaitables_per_sharding
 
@@ -269,8 +299,3 @@ def _joined(pieces: Sequence[SentRows]) -> list[SentRows]:
         elif piece.length:
             joined.append(piece)
     return joined
-
-
-def _select(of_V: Tensor, slices: Sequence[slice]) -> Tensor:
-    pieces = [of_V[each] for each in slices]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
