@@ -133,6 +133,10 @@ class Wire:
             count[0] += rows * codec.row_bytes((segment,))
             count[1] += rows * segment.width * 4
 
+    def count_padding(self, direction: Direction, table: str, size: int) -> None:
+        """Counts bytes that a message has beside its rows, of whichever of its tables."""
+        self._bytes[self._index[table]][DIRECTIONS.index(direction)][0] += size
+
     def sample(self, direction: Direction, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> None:
         """Adds the rounding errors of these rows, or of some thousands of them spread evenly."""
         stride = max(1, len(values_RW) // _SAMPLED_ROWS)
@@ -183,7 +187,7 @@ class Exchange:
     summed: bool = False
     order: Tensor | None = None
     counted: Sequence[tuple[RowLayout, int | Tensor]] = ()
-    _in_flight: tuple[Tensor, Tensor, list[dist.Work]] | None = field(default=None, repr=False)
+    _in_flight: "_InFlight | None" = field(default=None, repr=False)
     _owner_like: tuple[torch.Size, torch.dtype] | None = field(default=None, repr=False)
 
     def start(self, values: Tensor) -> Awaitable[Tensor]:
@@ -243,12 +247,7 @@ class Exchange:
 
     def _decode(self, direction: Direction, end: End, shape: Sequence[int]) -> Tensor:
         assert self._in_flight is not None
-        encoded, _, pending = self._in_flight
-        for work in pending:
-            work.wait()
-        self._in_flight = None
-        if encoded.is_cuda:
-            encoded.record_stream(torch.cuda.current_stream())
+        encoded, self._in_flight = self._in_flight.wait(), None
         codec = self.wire.codecs[direction]
         if _sent_as_is(codec, end) and encoded.numel():
             return encoded.view(torch.float32).view(tuple(shape))
@@ -259,35 +258,84 @@ class Exchange:
 
     def _send(self, direction: Direction, encoded: Tensor, sender: End, receiver: End) -> None:
         if self.group.size() == 1:
-            self._in_flight = encoded, encoded, []
+            self._in_flight = _InFlight(encoded, encoded, [], [encoded.numel()])
             return
-        codec = self.wire.codecs[direction]
+        codec, mine = self.wire.codecs[direction], self.group.rank()
         send, receive = (
             [sum(run.rows * codec.row_bytes(run.layout) for run in runs) for runs in end.runs_by_rank]
             for end in (sender, receiver)
         )
-        received = torch.empty(sum(receive), dtype=torch.uint8, device=encoded.device)
-        # The sent tensor must live until it has arrived.
-        self._in_flight = received, encoded, _all_to_all(received, encoded, receive, send, self.group)
+        self._in_flight = _all_to_all(encoded, send, receive, self.group)
         for layout, rows in self.counted:
             self.wire.count(direction, layout, rows)
+        if tables := [segment.table for layout, _ in self.counted for segment in layout]:
+            of_owner = send if sender is self.owner else receive
+            padding = sum(_padded(size, self.group) - size for rank, size in enumerate(of_owner) if rank != mine)
+            self.wire.count_padding(direction, tables[0], padding)
 
 
-def _all_to_all(
-    received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
-) -> list[dist.Work]:
+@dataclass
+class _InFlight:
+    """Bytes on their way. `sent` must live until they have arrived; `sizes` are those of each rank, without padding."""
+
+    received: Tensor
+    sent: Tensor
+    pending: list[dist.Work]
+    sizes: Sequence[int]
+
+    def wait(self) -> Tensor:
+        for work in self.pending:
+            work.wait()
+        if self.received.is_cuda:
+            self.received.record_stream(torch.cuda.current_stream())
+        total = sum(self.sizes)
+        if total == self.received.numel():
+            return self.received
+        compact = self.received.new_empty(total)
+        _copy_segments(compact.split([*self.sizes]), self.received.split([*map(_aligned, self.sizes)]), self.sizes)
+        return compact
+
+
+_ALIGNMENT = 16
+"""Bytes. NCCL copies a rank's segment byte by byte where it does not begin at a multiple of them."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(size: int, group: dist.ProcessGroup) -> int:
+    """Bytes of a rank's segment on the wire."""
+    return size if dist.get_backend(group) == "gloo" else _aligned(size)
+
+
+def _copy_segments(targets: Sequence[Tensor], sources: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """The first bytes of each segment, in few kernels whatever the number of ranks."""
+    there = [rank for rank, size in enumerate(sizes) if size]
+    torch._foreach_copy_(
+        [targets[rank][: sizes[rank]] for rank in there], [sources[rank][: sizes[rank]] for rank in there]
+    )
+
+
+def _all_to_all(encoded: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> _InFlight:
     """Starts an all-to-all of bytes, with sizes by rank, without waiting for it."""
+    padded_send, padded_receive = ([_padded(size, group) for size in sizes] for sizes in (send, receive))
+    sent = encoded
+    if padded_send != send:
+        sent = encoded.new_empty(sum(padded_send))
+        _copy_segments(sent.split(padded_send), encoded.split(send), send)
+    received = torch.empty(sum(padded_receive), dtype=torch.uint8, device=encoded.device)
     if dist.get_backend(group) != "gloo":
-        work = dist.all_to_all_single(received, sent, receive, send, group=group, async_op=True)
-        return [work]
+        work = dist.all_to_all_single(received, sent, padded_receive, padded_send, group=group, async_op=True)
+        return _InFlight(received, sent, [work], receive)
     # gloo's own all-to-all sends before it receives, so a link mostly carries one direction at a time.
-    theirs, ours = received.split(receive), sent.split(send)
+    theirs, ours = received.split(padded_receive), sent.split(padded_send)
     mine, W = group.rank(), group.size()
     others = [(mine + shift) % W for shift in range(1, W)]
     pending = [group.recv([theirs[rank]], rank, 0) for rank in others if receive[rank]]
     pending += [group.send([ours[rank]], rank, 0) for rank in others if send[rank]]
     theirs[mine].copy_(ours[mine])
-    return pending
+    return _InFlight(received, sent, pending, receive)
 
 
 def _sent_as_is(codec: Codec, end: End) -> bool:

@@ -181,7 +181,7 @@ class Pipeline:
         with self.clock("forward"):
             self.losses = self.model.loss(self.rows, self.batch)
             if self._next:
-                # On CUDA only now: the host waits for the ranks' counts while the device has the forward pass to work on.
+                # On CUDA only now: while the host waits for the ranks' counts, the device has the forward pass to do.
                 self._next.rows.send_ids()
         self.state = "loss computed"
 
