@@ -7,6 +7,7 @@ and the FP8 wire gives each shard's columns their own scale. A table with too fe
 instead of row_wise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -77,6 +78,7 @@ def plan_tables(
     Raises ValueError if the devices have no room.
     """
     settings = config.tables
+    _require_room(tables, config, devices)
     # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
     averages = sum(_average_bytes(table, config) for table in tables) // devices.world_size
     planner = EmbeddingShardingPlanner(
@@ -88,7 +90,7 @@ def plan_tables(
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
+        storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
         constraints=_constraints(tables, settings, devices),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
@@ -112,10 +114,32 @@ def plan_tables(
     most = max(bytes_by_rank(describe(plans, tables, config), devices.world_size))
     if devices.bytes is not None and most > devices.bytes:
         raise ValueError(
-            f"a rank would hold {mebibytes(most)} of tables, their optimizers' state and moving averages, and it has "
-            f"{mebibytes(devices.bytes)}; use more ranks, tables.sharding row_wise, or no train.ema"
+            f"a rank would hold {binary_size(most)} of tables, their optimizers' state and moving averages, and it has "
+            f"{binary_size(devices.bytes)}; use more ranks, tables.sharding row_wise, or no train.ema"
         )
     return plans
+
+
+def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Devices) -> None:
+    """ValueError if the devices have no room for the tables however they are cut."""
+    if devices.bytes is None:
+        return
+    sizes = {
+        table.name: _bytes(table, config.tables.of(table.name)) + _average_bytes(table, config) for table in tables
+    }
+    total, room = sum(sizes.values()), devices.bytes * (1 - _RESERVED)
+    if total > room * devices.world_size:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"the tables take {binary_size(total)} with their optimizers' state and moving averages, "
+            f"{binary_size(sizes[largest])} of it table {largest}, and {devices.world_size} GPUs have "
+            f"{binary_size(int(room) * devices.world_size)} for them; use {math.ceil(total / room)} ranks or more, a "
+            f"smaller --tables.{largest}.dim, or --tables.optimizer rowwise_adagrad or sgd, which keep less"
+        )
+
+
+_RESERVED = 0.15
+"""Share of a GPU's memory that is not for tables."""
 
 
 def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: Config) -> dict[str, TablePlan]:
@@ -161,13 +185,18 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
         lines.append(
             f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
             f"{'pooled, ' if table.pooled else ''}{table.optimizer}, "
-            f"{mebibytes(table.bytes)}"
+            f"{binary_size(table.bytes)}"
         )
     return "\n".join(lines)
 
 
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+def binary_size(count: int) -> str:
+    """Bytes in KiB, MiB, GiB or TiB."""
+    unit, name = next((of for of in _UNITS if count >= of[0]), _UNITS[-1])
+    return f"{count / unit:,.1f} {name}"
+
+
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def _constraints(

@@ -2,11 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from small_data import small_config, write_dataset
 
+from logitmix.modules.config import LossConfig
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
+from logitmix.trainer.parallel.traffic import expected_ids
 
 GIB = 2**30
 
@@ -35,6 +40,10 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         ("--gpu-gib 0.00001", "the planner cannot place the tables with tables.sharding auto: "),
+        ("--items 1e12 --gpu-gib 80", "the tables take 698.5 TiB with their optimizers' state and moving averages, "),
+        ("--items 0.5", "--items is 0.5; it must be at least 1"),
+        ("--users 5", "--users is 5.0; it must be given with --items alone"),
+        ("--items 5 --rows city", "--rows has 'city'; give NAME=ROWS, such as city=50000"),
         ("--gpu-gib 0", "--gpu-gib is 0.0; it must be above 0"),
         ("--world-size 0", "--world-size is 0; it must be at least 1"),
         ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
@@ -58,3 +67,25 @@ def test_it_needs_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--world-size", "8"])
     assert "plan needs a recipe first" in capsys.readouterr().err
+
+
+def test_a_dataset_need_not_be_there(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--items", "1e9", "--users", "1e6", "--rows", "city=5e4", "--model.features", "user", "--history", "50"]
+    cli.main(["plan", recipe, *words, "--world-size", "64", "--data.path", "nothing"])
+    said = capsys.readouterr().out
+    assert "imagined: 1,000,000 users, 1,000,000,000 items" in said
+    assert "table item  1,000,000,001 x 64" in said and "table city  50,000 x 64" in said
+    assert "table user  1,000,001 x 64" in said and "of it to other hosts" in said
+
+
+def test_ids_that_are_expected_are_those_of_random_draws() -> None:
+    random = np.random.default_rng(0)
+    schema = Schema(
+        (*Schema.of_ids(999).features, Feature("city", "item", "id", "city")), (Table("item", 1000), Table("city", 40))
+    )
+    found = expected_ids(schema, LossConfig(negatives=300, share="sequence"), sequences=4, length=20)
+    drawn = 4 * 20 + 4 + 4 * 300
+    different = [len(np.unique(random.integers(0, 999, drawn))) for _ in range(200)]
+    assert abs(len(found["item"]) - np.mean(different)) < 3
+    assert len(found["city"]) == 40 and torch.equal(found["city"], torch.arange(40))
+    assert torch.equal(found["item"], found["item"].unique()) and int(found["item"][-1]) < 1000

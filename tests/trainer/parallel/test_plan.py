@@ -50,7 +50,10 @@ def test_rows_that_a_gpu_has_no_room_for_are_not_planned_for_its_host(tmp_path: 
     tables = [EmbeddingTable("item", 10**7, 64)]
     config = small_config(tmp_path, {"tables.optimizer": "sgd"})
     plan_tables(tables, config, Devices(2, 2, "cuda", 2 * 2**30))
+    whole = small_config(tmp_path, {"tables.optimizer": "sgd", "tables.sharding": "table_wise"})
     with pytest.raises(ValueError, match="the planner cannot place the tables"):
+        plan_tables(tables, whole, Devices(2, 2, "cuda", int(1.6 * 2**30)))
+    with pytest.raises(ValueError, match=r"take 2.4 GiB .* 2 GPUs have 1.7 GiB for them; use 3 ranks or more"):
         plan_tables(tables, config, Devices(2, 2, "cuda", 2**30))
 
 
@@ -61,7 +64,7 @@ def test_a_plan_is_a_line_for_each_table() -> None:
     }
     assert plan_summary(plan).splitlines() == [
         "table item  1,000 x 64  row_wise on 2 ranks, adam, 3.0 MiB",
-        "table zip   9 x 16  table_wise on rank 1, pooled, sgd, 0.0 MiB",
+        "table zip   9 x 16  table_wise on rank 1, pooled, sgd, 0.6 KiB",
     ]
 
 

@@ -1,0 +1,65 @@
+"""The bytes that a plan foresees are those that a step of the job sends, on two ranks and on four."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from small_data import small_config, write_dataset
+from torch import Tensor
+
+from logitmix.comm.process_group import process_group
+from logitmix.trainer.commands.plan import first_ids
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.parallel.traffic import traffic
+
+SETTINGS = {"model.features": ["all"], "tables.tags.pooled": True, "tables.brand.sharding": "row_wise"}
+SHARDINGS = ("row_wise", "table_wise", "column_wise")
+
+
+def configs(folder: Path) -> list[Config]:
+    wires = ({"comm.forward": "fp8", "comm.backward": "fp16"}, {"comm.forward": "fp32", "comm.backward": "fp8"})
+    return [
+        small_config(folder, SETTINGS | wire | {"tables.sharding": sharding})
+        for sharding in SHARDINGS
+        for wire in wires
+    ]
+
+
+def counted(folder: Path) -> list[Tensor]:
+    """Bytes [2 directions] of this rank's first step."""
+    found = []
+    for config in configs(folder):
+        with process_group("cpu", 60) as ranks:
+            dataset = load_dataset(folder)
+            model = parallelize(dataset.schema, config, ranks)
+            exchange = model.row_exchange(training_batches(config, dataset, ranks).at(0).ids)
+            exchange.send_rows()
+            rows = exchange.wait()
+            torch.stack([row_VD.sum() for row_VD in rows.values()]).sum().backward()
+            model.table_optimizers.begin_step(1.0)
+            exchange.send_gradients()
+            exchange.apply_gradients()
+            found.append(model.wire.pop_counts()[..., 0].sum(0))
+            plan = model.plan
+        found[-1] = torch.stack([found[-1], torch.tensor(foreseen(config, folder, plan, ranks.world_size))])
+    return found
+
+
+def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple[float, float]:
+    of = traffic(first_ids(config, load_dataset(folder), world_size), plan, config.comm, per_host=world_size)
+    assert of.between_hosts == 0
+    apart = traffic(first_ids(config, load_dataset(folder), world_size), plan, config.comm, per_host=1)
+    assert apart.between_hosts == of.ids + of.forward + of.backward
+    return float(of.forward), float(of.backward)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_are_those_that_ranks_count(world_size: int, tmp_path: Path) -> None:
+    write_dataset(tmp_path, features=True)
+    for ranks in zip(*two_ranks.run(counted, tmp_path, world_size=world_size), strict=True):
+        expected = ranks[0][1]
+        assert torch.equal(torch.stack([of_rank[0] for of_rank in ranks]).sum(0), expected.double()) and expected[0] > 0
