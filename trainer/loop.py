@@ -114,7 +114,8 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
-        model = parallelize(dataset.schema, config, ranks)
+        begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
+        model = parallelize(dataset.schema, config, ranks, restored=begun)
         said = start_block(dataset, model, why)
         job.say(said)
         if ranks.rank == 0:

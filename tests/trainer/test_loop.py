@@ -12,6 +12,7 @@ from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation, evaluate_run
 from logitmix.trainer.loop import train
+from logitmix.trainer.parallel import parallelize
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
@@ -201,3 +202,17 @@ def test_a_run_in_its_dataset_is_refused(tmp_path: Path, run: str) -> None:
     with pytest.raises(ValueError, match=r"is in the dataset directory .*; give another --run"):
         train(config, tmp_path / run)
     assert sorted((tmp_path / "data").rglob("*")) == before
+
+
+def test_a_resumed_run_makes_no_initial_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint has them, and the averages too."""
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    settings = {"train.epochs": 2, "train.ema": 0.9, "train.precision": "fp32", "train.schedule": "constant"}
+    whole = train(small_config(data, settings), tmp_path / "whole")
+    train(small_config(data, settings | {"train.epochs": 1}), run)
+    monkeypatch.setattr(parallelize, "_initialize", lambda *_: pytest.fail("the rows that a checkpoint has were made"))
+    resumed = train(small_config(data, settings), run)
+    timed = ("seconds", "examples_per_second")
+    assert {name: of for name, of in resumed.items() if name not in timed} == {
+        name: of for name, of in whole.items() if name not in timed
+    }

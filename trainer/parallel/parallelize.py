@@ -102,9 +102,10 @@ class ParallelModel:
         return tower, {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in tables.items()}
 
 
-def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
+def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = False) -> ParallelModel:
     """Plans, shards, attaches the codecs, initializes and replicates a model that uses the features of the dataset's
-    `schema` named in `model.features`. The weights depend only on the seed. Raises ValueError for settings of an
+    `schema` named in `model.features`. The weights depend only on the seed; with `restored`, the tables' rows have no
+    values yet, as a checkpoint will fill them. Raises ValueError for settings of an
     unknown table, settings that the device does not support, settings that leave the planner no room, and weights that
     a module leaves without initial values.
     """
@@ -133,7 +134,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks) -> ParallelModel:
     plan = describe(plans, embedded, config)
     parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, None, stream)
     tables = parallel.shards()
-    _initialize(tables, config)
+    if not restored:
+        _initialize(tables, config)
     return replace(
         parallel, average=MovingAverage(parallel.tower, tables, config.train.ema) if config.train.ema else None
     )
@@ -237,10 +239,10 @@ def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
         key, std = derive_key("table", name, config.train.seed), config.tables.of(name).init_std
         for shard in sharded.local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            column_C = torch.arange(column, column + columns)
+            column_C = torch.arange(column, column + columns, device=shard.tensor.device)
             for start in range(0, rows, _ROWS):
                 part = shard.tensor[start : start + _ROWS].detach()
-                row_R = torch.arange(row + start, row + start + len(part))
+                row_R = torch.arange(row + start, row + start + len(part), device=part.device)
                 part.copy_(truncated_normal(key, row_R, column_C, std))
 
 
