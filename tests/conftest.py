@@ -160,6 +160,22 @@ def _signals_are_heeded() -> None:
             signal.signal(number, action)
 
 
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `logitmix WORDS`, which must end as on a user's mistake; returns what it says on standard error."""
+
+    def refusal(*words: str) -> str:
+        from logitmix.trainer import cli
+
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main(list(words))
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    return refusal
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder with ml-1m.zip, ml-100k.zip and amazon-beauty/beauty.txt.gz, which may not be distributed."""

@@ -1,7 +1,8 @@
 """Small datasets and configurations for tests."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,19 +13,22 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.description import DIGESTS
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallel.parallelize import ParallelModel
+    from logitmix.trainer.run.metrics import RunProgress
+    from logitmix.trainer.step.pipeline import Pipeline
 
 ITEMS = 50
 
@@ -191,6 +195,31 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
             node = node.setdefault(section, {})
         node[name] = value
     return from_mapping(Config, tree, "test")
+
+
+@contextmanager
+def a_model(
+    config: Config, schema: Schema | None = None, device: Any = "cpu"
+) -> Iterator[tuple["ParallelModel", torch.optim.Optimizer]]:
+    """On all ranks: a model with its dense optimizer, of this schema, or of that of the configured dataset."""
+    from logitmix.trainer.parallel.optimizer import dense_optimizer
+    from logitmix.trainer.parallel.parallelize import parallelize
+
+    with process_group(device, 60) as ranks:
+        model = parallelize(schema or load_dataset(config.data.path).schema, config, ranks)
+        yield model, dense_optimizer(model.tower, config.dense)
+
+
+@contextmanager
+def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) -> Iterator["Pipeline"]:
+    """Of the configured dataset's batches, on all ranks."""
+    from logitmix.trainer.loop import training_batches
+    from logitmix.trainer.step.pipeline import Pipeline
+
+    with a_model(config, device=config.train.device) as (model, optimizer):
+        batches = training_batches(config, load_dataset(config.data.path), model.ranks)
+        with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
+            yield pipeline
 
 
 def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:

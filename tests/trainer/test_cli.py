@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -159,40 +160,43 @@ def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> Non
     ],
 )
 def test_wrong_settings_of_a_table_are_refused(
-    words: str, message: str, parsed: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, parsed: list[Config], tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\n")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", str(tmp_path / "recipe.toml"), *words.split()])
-    assert stop.value.code == 2 and not parsed
-    assert message in capsys.readouterr().err
+    assert message in refusal("train", str(tmp_path / "recipe.toml"), *words.split()) and not parsed
+
+
+@pytest.fixture
+def helped(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The page that `logitmix WORDS` prints on standard output."""
+
+    def helped(*words: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(list(words))
+        assert stop.value.code == 0
+        return capsys.readouterr().out
+
+    return helped
 
 
 @pytest.mark.parametrize(
-    ("section", "kind"),
-    [("similarity", kind) for kind in SIMILARITIES]
-    + [("encoder", kind) for kind in ENCODERS]
-    + [("loss", kind) for kind in LOSSES],
+    ("section", "kind", "cls"),
+    [
+        (section, *entry)
+        for section, kinds in (("similarity", SIMILARITIES), ("encoder", ENCODERS), ("loss", LOSSES))
+        for entry in kinds.items()
+    ],
 )
-def test_help_lists_every_setting(section: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "demo-mol", f"--model.{section}.kind", kind, "--help", "all"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
+def test_help_lists_every_setting(section: str, kind: str, cls: type, helped: Callable[..., str]) -> None:
+    said = helped("train", "demo-mol", f"--model.{section}.kind", kind, "--help", "all")
     recipe = load_recipe("demo-mol")
-    cls = {**SIMILARITIES, **ENCODERS, **LOSSES}[kind]
     config = replace(recipe, model=replace(recipe.model, **{section: cls()}))
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_help_says_what_a_recipe_changes_and_which_sections_there_are(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main([command, "ml-1m-mol", "--train.clip", "0.5", "--tables.item.lr", "2", "--train.refit", "--help"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
+def test_help_says_what_a_recipe_changes_and_which_sections_there_are(command: str, helped: Callable[..., str]) -> None:
+    said = helped(command, "ml-1m-mol", *["--train.clip", "0.5", "--tables.item.lr", "2", "--train.refit", "--help"])
     assert len(said.splitlines()) < 60
     changed, sections = said.partition("\noptions:")[0].splitlines(), said.partition("sections of settings:")[2]
     flags = ("train.epochs 24", "train.clip 0.5", "tables.item.lr 2.0", "train.refit", "start.model.loss.negatives 512")
@@ -204,21 +208,16 @@ def test_help_says_what_a_recipe_changes_and_which_sections_there_are(
     assert all(re.search(rf"^  {re.escape(name)}  +\w", sections, re.MULTILINE) for name in names)
 
 
-def test_help_of_a_section_has_its_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_recipe("ml-1m-mol")
-    for section, value in recipe_help.sections_of(config).items():
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["train", "ml-1m-mol", "--help", section])
-        assert stop.value.code == 0
-        flags = set(re.findall(r"^\W? --(\w[\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+def test_help_of_a_section_has_its_settings_alone(helped: Callable[..., str], refusal: Callable[..., str]) -> None:
+    for section, value in recipe_help.sections_of(load_recipe("ml-1m-mol")).items():
+        said = helped("train", "ml-1m-mol", "--help", section)
+        flags = set(re.findall(r"^\W? --(\w[\w.-]+)", said, re.MULTILINE))
         # A switch's negation stands on a line of its own where both are too long for one.
         flags = {flag for flag in flags if ".no-" not in flag}
         own = {name for name, each in vars(value).items() if not is_dataclass(each) and name != "by_name"}
         assert flags == {f"{section}.{name.replace('_', '-')}" for name in own}
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "ml-1m-mol", "--help", "modle"])
-    assert stop.value.code == 2
-    assert "no section 'modle' (did you mean model?); --help takes data, model, " in capsys.readouterr().err
+    said = refusal("train", "ml-1m-mol", "--help", "modle")
+    assert "no section 'modle' (did you mean model?); --help takes data, model, " in said
 
 
 def test_help_versions_and_completion_load_no_torch() -> None:
@@ -240,14 +239,10 @@ assert "torch" not in sys.modules
     assert re.search(r", fbgemm-gpu(-cpu)? \d", said)
 
 
-def test_help_breaks_its_lines_where_they_are_full(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_breaks_its_lines_where_they_are_full(monkeypatch: pytest.MonkeyPatch, helped: Callable[..., str]) -> None:
     """Not where the docstring's do: tyro would begin a line at this quote."""
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "demo-mol", "--help", "model"])
-    assert 'that have a column. "recency",' in capsys.readouterr().out
+    assert 'that have a column. "recency",' in helped("train", "demo-mol", "--help", "model")
 
 
 def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,13 +279,8 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("prepare", "prepare needs NAME; see logitmix prepare --help"),
     ],
 )
-def test_what_is_wrong_with_the_words_is_said_plainly(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words.split())
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith(f"logitmix: {said}")
+def test_what_is_wrong_with_the_words_is_said_plainly(words: str, said: str, refusal: Callable[..., str]) -> None:
+    assert refusal(*words.split()).startswith(f"logitmix: {said}")
 
 
 @pytest.mark.parametrize(
@@ -330,41 +320,32 @@ def test_titles_and_ids_in_brackets_are_shown_as_they_are(
     assert "runs/a[lr]" in "".join(capsys.readouterr().out.split())
 
 
-def test_a_recipe_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_is_not_text_is_named(tmp_path: Path, refusal: Callable[..., str]) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(b"[train]\n\xff")
-    with pytest.raises(SystemExit):
-        cli.main(["train", str(path)])
-    assert capsys.readouterr().err == f"logitmix: {path}: not UTF-8 at byte 8, as TOML must be\n"
+    assert refusal("train", str(path)) == f"logitmix: {path}: not UTF-8 at byte 8, as TOML must be\n"
 
 
 @pytest.mark.parametrize("length", range(10, 130, 12))
 def test_a_mistake_in_a_recipe_with_a_long_path_is_said_plainly(
-    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     """tyro's own sentence about --help, which has the path, takes several lines."""
     monkeypatch.chdir(tmp_path)
     path = f"{'a' * length}.toml"
     Path(path).write_text("[data]\nvalidation = false\n")
-    with pytest.raises(SystemExit):
-        cli.main(["train", path, "--train.refit"])
     said = "train.refit needs the validation actions, but data.validation is false; leave one of them out"
-    assert capsys.readouterr().err == f"logitmix: {said}\n"
-    with pytest.raises(SystemExit):
-        cli.main(["train", path, "--zzz", "3"])
-    assert capsys.readouterr().err == f"logitmix: unknown option --zzz; see logitmix train {path} --help\n"
+    assert refusal("train", path, "--train.refit") == f"logitmix: {said}\n"
+    said = f"unknown option --zzz; see logitmix train {path} --help"
+    assert refusal("train", path, "--zzz", "3") == f"logitmix: {said}\n"
 
 
-def test_a_refit_has_no_directory_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text("")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--refit", str(tmp_path / "run"), "--run", "other"])
-    assert "--run has no place beside --refit" in capsys.readouterr().err
+def test_a_refit_has_no_directory_of_its_own(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    (tmp_path / "config.toml").write_text("")
+    assert "--run has no place beside --refit" in refusal("train", "--refit", str(tmp_path), "--run", "other")
 
 
 @pytest.mark.parametrize("threads", ["-1", "100000"])
-def test_threads_have_limits(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["evaluate", "nothing", "--threads", threads])
-    assert f"threads is {threads}; it must be from 1 to" in capsys.readouterr().err
+def test_threads_have_limits(threads: str, refusal: Callable[..., str]) -> None:
+    said = refusal("evaluate", "nothing", "--threads", threads)
+    assert f"threads is {threads}; it must be from 1 to" in said

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import gather_table, small_config, write_dataset
+from small_data import a_model, a_pipeline, gather_table, small_config, write_dataset
 from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
@@ -20,16 +20,14 @@ from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
-from logitmix.trainer.loop import train, training_batches
+from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.average import MovingAverage
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize, unsharded
+from logitmix.trainer.parallel.parallelize import ParallelModel, unsharded
 from logitmix.trainer.parallel.plan import Devices, plan_tables
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.tensor_files import SavedTensors
 from logitmix.trainer.run.warm_start import warm_start
-from logitmix.trainer.step.pipeline import Pipeline
 
 WEIGHT = "query_tower.encoder.position_LD"
 PLACE = ShardMetadata([0, 0], [4, 8], placement="rank:0/cpu")
@@ -55,22 +53,19 @@ def averages(model: ParallelModel) -> dict[str, np.ndarray]:
 
 def trained(config: Config) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """The weights after each step that moved them, and their average at the end."""
-    dataset, found = load_dataset(config.data.path), []
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(dataset.schema, config, ranks)
-        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
-        with Pipeline(model, optimizer, batches.at, STEPS) as pipeline:
-            for step in range(1, STEPS + 1):
-                pipeline.receive_rows()
-                pipeline.loss()
-                pipeline.backward()
-                if step == BROKEN:
-                    pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
-                pipeline.check_gradients()
-                pipeline.apply_gradients()
-                if step != BROKEN:
-                    found.append(weights(model))
-        return found, averages(model)
+    found = []
+    with a_pipeline(config, STEPS) as pipeline:
+        for step in range(1, STEPS + 1):
+            pipeline.receive_rows()
+            pipeline.loss()
+            pipeline.backward()
+            if step == BROKEN:
+                pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
+            pipeline.check_gradients()
+            pipeline.apply_gradients()
+            if step != BROKEN:
+                found.append(weights(pipeline.model))
+        return found, averages(pipeline.model)
 
 
 @pytest.mark.parametrize(("decay", "sharding"), [(0.5, "row_wise"), (0.999, "column_wise")])
@@ -94,9 +89,8 @@ def saved_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def started(config: Config, run: Path) -> dict[str, torch.Tensor]:
-    with process_group("cpu", 60) as ranks:
-        dataset = load_dataset(config.data.path)
-        model = parallelize(dataset.schema, config, ranks)
+    dataset = load_dataset(config.data.path)
+    with a_model(config) as (model, _):
         warm_start(run, dataset, model)
         taken = {ITEM: gather_table(model)[: dataset.num_items], WEIGHT: model.tower.state_dict()[WEIGHT]}
         # The average is that, too, until a step moves the weights.

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import gather_table, small_config
+from small_data import a_model, gather_table, small_config
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import torchrec_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.parallel.parallelize import embedding_tables, parallelize
+from logitmix.trainer.parallel.parallelize import embedding_tables
 
 ROWS, RANKS = 30, 2
 SCHEMA = Schema(
@@ -58,8 +57,8 @@ class Seen:
 
 def run_case(settings: dict[str, Any], pooled: bool) -> Seen:
     config = small_config(Path("none"), settings | {"tables.tags.pooled": pooled})
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(SCHEMA, config, ranks)
+    with a_model(config, SCHEMA) as (model, _):
+        ranks = model.ranks
         mine = [step if ranks.world_size == 1 else [step[ranks.rank]] for step in BAGS]
         bags = [bags_of([bag for of_rank in step for bag in of_rank]) for step in mine]
         exchanges = [model.row_exchange(asked(of_step, pooled)) for of_step in bags]

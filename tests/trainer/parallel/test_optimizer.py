@@ -2,12 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_data import ITEMS, gather_table, move_rows, move_tables, small_config, write_dataset
+from small_data import ITEMS, a_model, gather_table, move_rows, move_tables, small_config, write_dataset
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.parallel import optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
 
@@ -25,8 +23,7 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
     settings = {"tables.sharding": sharding, "tables.lr": 0.01, "tables.eps": 0.1, "comm.parts": parts}
     config = small_config(data, FP32 | settings)
     torch.manual_seed(0)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
+    with a_model(config, Schema.of_ids(ITEMS - 1)) as (model, _):
         reference = gather_table(model).clone()
         first, second = torch.zeros_like(reference), torch.zeros_like(reference)
         tables = config.tables
@@ -46,8 +43,7 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
     config = small_config(data, FP32 | {"tables.lr": 0.01, "tables.eps": 0.1})
     changes = []
     for ids, gradient in (([3, 3, 5], [1.0, 2.0, 4.0]), ([3, 5], [3.0, 4.0])):
-        with process_group("cpu", 60) as ranks:
-            model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
+        with a_model(config, Schema.of_ids(ITEMS - 1)) as (model, _):
             before = gather_table(model)
             model.table_optimizers.begin_step(1.0)
             move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
@@ -58,8 +54,7 @@ def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
 def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
     config = small_config(data, FP32 | {"tables.optimizer": "rowwise_adagrad", "tables.lr": 0.1})
     torch.manual_seed(0)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(Schema.of_ids(ITEMS - 1), config, ranks)
+    with a_model(config, Schema.of_ids(ITEMS - 1)) as (model, _):
         expected, sums = gather_table(model).clone(), torch.zeros(ITEMS)
         for _ in range(5):
             ids = torch.randperm(ITEMS)[:10].sort().values
@@ -94,10 +89,9 @@ def moved(data: Path, names: list[str], prefixes: list[str]) -> dict[str, torch.
         for key, value in TABLES[name].items()
     }
     random = torch.Generator().manual_seed(0)
-    with process_group("cpu", 60) as ranks:
-        others = [Feature(name, "user", "id", name) for name in names]
-        schema = Schema((ITEM_ID, *others), (Table(ITEM, 2), *(Table(name, 20) for name in names)))
-        model = parallelize(schema, small_config(data, FP32 | {"model.features": ["all"]} | settings), ranks)
+    others = [Feature(name, "user", "id", name) for name in names]
+    schema = Schema((ITEM_ID, *others), (Table(ITEM, 2), *(Table(name, 20) for name in names)))
+    with a_model(small_config(data, FP32 | {"model.features": ["all"]} | settings), schema) as (model, _):
         no_items = {ITEM: torch.empty(0, dtype=torch.int64)}
         for step in range(3):
             ids = torch.randperm(20, generator=random)[:9].sort().values

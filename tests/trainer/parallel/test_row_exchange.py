@@ -14,14 +14,12 @@ import torch
 import two_ranks
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from small_data import gather_table, small_config
+from small_data import a_model, gather_table, small_config
 from torch import Tensor
 
 from logitmix.comm.fp8 import SCALE_BYTES
-from logitmix.comm.process_group import process_group
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.parallel.rows import ShardedTables
 
@@ -60,8 +58,8 @@ class Seen:
 
 def run_case(case: Case) -> Seen:
     config = small_config(Path("none"), {"model.features": ["all"]} | case.settings)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(schema_of(case.tables), config, ranks)
+    with a_model(config, schema_of(case.tables)) as (model, _):
+        ranks = model.ranks
         before = {table.name: gather_table(model, table.name) for table in case.tables}
         upcoming = [
             model.row_exchange(named(case, step, ranks.rank, ranks.world_size)) for step in range(len(case.ids))

@@ -3,13 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, a_model, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.config import Config
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 
 ASKED = ([3, 49, 3, 0, 27], [], list(range(ITEMS)), [24, 25, 26])
@@ -19,10 +18,9 @@ def fetch_from(configs: list[Config]) -> list[list[torch.Tensor]]:
     """Each rank asks for other rows at a time, and in the last round none of them for any."""
     found = []
     for config in configs:
-        with process_group("cpu", 60) as ranks:
-            rows = parallelize(Schema.of_ids(ITEMS - 1), config, ranks).evaluated()[1][ITEM]
-            rounds = len(ASKED)
-            own = [ASKED[(number + ranks.rank) % rounds] for number in range(rounds)] + [[]]
+        with a_model(config, Schema.of_ids(ITEMS - 1)) as (model, _):
+            rows, rounds = model.evaluated()[1][ITEM], len(ASKED)
+            own = [ASKED[(number + model.ranks.rank) % rounds] for number in range(rounds)] + [[]]
             found.append([rows.fetch(torch.tensor(ids, dtype=torch.int64)) for ids in own])
     return found
 

@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from damages import SETTINGS, replace_train, steps
-from small_data import small_config, write_dataset
+from small_data import a_model, small_config, write_dataset
 
-from logitmix.comm.process_group import process_group
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run.folder import read_config
 
 
@@ -32,10 +29,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimizer]]:
-    config = replace_train(read_config(finished), keep=9)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
-        yield model, dense_optimizer(model.tower, config.dense)
+    with a_model(replace_train(read_config(finished), keep=9)) as of:
+        yield of
 
 
 @pytest.fixture(scope="module")

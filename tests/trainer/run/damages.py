@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_data import small_config
+from small_data import a_model, small_config
 
-from logitmix.comm.process_group import process_group
 from logitmix.common.checked import Checked, entry_of
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run import checkpoint, manifest
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.metrics import RunProgress
@@ -60,9 +56,8 @@ def in_parts(path: Path, count: int) -> list[Path]:
 def resume(run: Path, settings: dict[str, Any] | None = None) -> RunProgress:
     """As train does, without the training."""
     config = small_config(Path(read_config(run).data.path), SETTINGS | (settings or {}))
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
-        return checkpoint.restore(run, model, dense_optimizer(model.tower, config.dense))
+    with a_model(config) as of:
+        return checkpoint.restore(run, *of)
 
 
 @contextmanager

@@ -14,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, gather_table, move_tables, small_config, write_dataset
+from small_data import ITEMS, a_model, gather_table, move_tables, small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.collectives import barrier, broadcast_object
-from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config, dump_toml
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run import checkpoint, folder, saving
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
@@ -70,9 +68,7 @@ def snapshot(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 
 def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
     """State two steps after the checkpoint of `steps`."""
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(SCHEMA, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    with a_model(config, SCHEMA) as (model, optimizer):
         for seed in range(steps):
             step(model, optimizer, seed)
         Saver(run, model, optimizer).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
@@ -82,9 +78,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
 
 
 def resume(run: Path, config: Config) -> dict[str, Tensor]:
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(SCHEMA, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    with a_model(config, SCHEMA) as (model, optimizer):
         done = checkpoint.restore(run, model, optimizer)
         for seed in range(done.step, done.step + 2):
             step(model, optimizer, seed)
@@ -108,9 +102,7 @@ Jobs = list[tuple[Path | None, Config, Path]]
 def save_all(jobs: Jobs) -> None:
     """Saves as it was loaded what another run has saved, or what three steps give."""
     for source, config, out in jobs:
-        with process_group("cpu", 60) as ranks:
-            model = parallelize(SCHEMA, config, ranks)
-            optimizer = dense_optimizer(model.tower, config.dense)
+        with a_model(config, SCHEMA) as (model, optimizer):
             if source:
                 assert checkpoint.restore(source, model, optimizer).step == 3
             else:
@@ -139,11 +131,9 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
     """What a rank says where the second one has a full disk, and then a broken one; and where that one breaks in the
     background, while this one cannot write for a long time."""
     said = []
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(SCHEMA, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    with a_model(config, SCHEMA) as (model, optimizer):
         for code in (errno.ENOSPC, errno.EIO):
-            with broken_writes(ranks.rank == 1, code), pytest.raises(OSError) as caught:
+            with broken_writes(model.ranks.rank == 1, code), pytest.raises(OSError) as caught:
                 Saver(run, model, optimizer).save(RunProgress(16))
             said.append(str(caught.value))
         background = replace(model, config=replace(config, train=replace(config.train, save_in_background=True)))
@@ -152,12 +142,12 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
             def abandoned() -> None:
                 assert saver._pending and saver._pending.abandoned.wait(60)
 
-            with broken_writes(ranks.rank == 1, errno.EIO, abandoned):
+            with broken_writes(model.ranks.rank == 1, errno.EIO, abandoned):
                 saver.save(RunProgress(20), wait=False)
                 assert saver._pending and saver._pending.written
-                if ranks.rank == 1:
+                if model.ranks.rank == 1:
                     concurrent.futures.wait([saver._pending.written])
-                barrier(ranks)
+                barrier(model.ranks)
                 saver.poll()
         said.append(str(caught.value))
         said += [upload_slowly(run.with_name(f"room-{room}"), background, optimizer, room) for room in (3, 2)]
@@ -310,9 +300,8 @@ def test_any_ranks_load_what_any_ranks_saved(tmp_path: Path, data: Path, optimiz
 def test_what_is_written_in_the_background_is_the_step_that_was_saved(tmp_path: Path, data: Path) -> None:
     config = small_config(data, ADAM | {"train.save_in_background": True})
     run, may_write = new_run(tmp_path, "run", config), threading.Event()
-    with process_group("cpu", 60) as ranks, broken_writes(False, 0, lambda: require(may_write.wait(60))):
-        model = parallelize(SCHEMA, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    waiting = broken_writes(False, 0, lambda: require(may_write.wait(60)))
+    with a_model(config, SCHEMA) as (model, optimizer), waiting:
         with Saver(run, model, optimizer) as saver:
             step(model, optimizer, 0)
             saver.save(RunProgress(1), wait=False)
@@ -352,9 +341,8 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
     model = checkpoint.load_saved(run)
     assert not torch.distributed.is_initialized()
     assert (model.step, model.config) == (3, small_config(data, ADAM))
-    with process_group("cpu", 60) as ranks:
-        sharded = parallelize(SCHEMA, model.config, ranks)
-        checkpoint.restore(run, sharded, dense_optimizer(sharded.tower, model.config.dense))
+    with a_model(model.config, SCHEMA) as (sharded, optimizer):
+        checkpoint.restore(run, sharded, optimizer)
         assert torch.equal(model.read_rows(ITEM, 0, ITEMS), gather_table(sharded))
         for name, value in sharded.tower.state_dict().items():
             assert torch.equal(model.tower.state_dict()[name], value)
@@ -363,9 +351,7 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
     config = small_config(data, ADAM)
     run = new_run(tmp_path, "run", config)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(SCHEMA, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    with a_model(config, SCHEMA) as (model, optimizer):
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
             Saver(run, model, optimizer).save(RunProgress(number, 0.0, 0, metrics))

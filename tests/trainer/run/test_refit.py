@@ -1,7 +1,7 @@
 """A run's refit: trained anew on the validation actions too, for as many epochs as the best checkpoint had."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +175,12 @@ def test_settings_that_contradict_each_other(tmp_path: Path, settings: Mapping[s
         small_config(tmp_path, settings)
 
 
-def test_refit_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refit_needs_a_run(tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.toml").touch()
     monkeypatch.chdir(tmp_path / "here")
     for words in (["--refit"], ["--refit="], ["--refit", str(tmp_path)]):
-        with pytest.raises(SystemExit):
-            cli.main(["train", *words])
-        assert "--refit needs a run directory" in capsys.readouterr().err
+        assert "--refit needs a run directory" in refusal("train", *words)
 
 
 def test_peeking_at_the_test_part_is_said_and_changes_nothing(

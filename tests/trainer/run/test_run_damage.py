@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 from damages import AMOUNT, damaged, in_parts, newest, replace_train, resume, rewrite, signed, steps, told
 from hostile_json import VALUES, edited, lacking, places, refused
+from small_data import a_model
 
-from logitmix.comm.process_group import process_group
 from logitmix.common.checked import check_file
 from logitmix.serving.directory.reader import read
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import dump_toml
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import model_schema, parallelize
+from logitmix.trainer.parallel.parallelize import model_schema
 from logitmix.trainer.run import checkpoint, checksums, manifest, state
 from logitmix.trainer.run.folder import read_config, read_schema
 from logitmix.trainer.run.metrics import keep_rows, read_rows
@@ -32,9 +30,8 @@ from logitmix.trainer.run.results import read_ranks, read_results, read_test_use
 @AMOUNT
 def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
     config, step, chance = read_config(run), newest(run), random.Random(0)
-    with process_group("cpu", 60) as ranks:
-        model = parallelize(load_dataset(config.data.path).schema, config, ranks)
-        expected = state.kinds_in(state.state_of(model, dense_optimizer(model.tower, config.dense)))
+    with a_model(config) as (model, optimizer):
+        expected = state.kinds_in(state.state_of(model, optimizer))
         wanted = checkpoint._Wanted(config, model.tower.schema, expected)
 
     def opened() -> checkpoint._Opened:

@@ -13,22 +13,30 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, forget_digests, gather_table, random_column, small_config, write_dataset
+from small_data import ITEMS, a_model, forget_digests, gather_table, random_column, small_config, write_dataset
 from torch import Tensor
 
 import logitmix.trainer.data.dataset as datasets
 import logitmix.trainer.run.warm_start as starting
-from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.parallelize import model_schema, parallelize
+from logitmix.trainer.parallel.parallelize import model_schema
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.warm_start import warm_start
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of an epoch; beside it, its dataset: data."""
+    folder = tmp_path_factory.mktemp("first")
+    train(small_config(write_dataset(folder / "data", features=True), {"train.epochs": 1}), folder / "first")
+    return folder / "first"
+
 
 TINY_STEPS = {"dense.lr": 1e-20, "tables.lr": 1e-20, "train.precision": "fp32"}
 """Rates at which no FP32 weight moves."""
@@ -56,12 +64,10 @@ def tables_before_and_after(before: Config, configs: list[Config], run: Path) ->
     # Several pieces of everything.
     starting.BLOCK_BYTES, datasets.VALUES_AT_ONCE = 4 * 8 * 3, 7
     results = []
-    with process_group("cpu", 60) as ranks:
-        for config in configs:
-            dataset = load_dataset(config.data.path)
-            model = parallelize(dataset.schema, config, ranks)
+    for config in configs:
+        with a_model(config) as (model, _):
             first = {name: gather_table(model, name) for name in model.plan}
-            said = warm_start(run, dataset, model)
+            said = warm_start(run, load_dataset(config.data.path), model)
             then = {name: gather_table(model, name) for name in model.plan}
             results.append({"said": said, "first": first, "then": then, "tower": model.tower.state_dict()})
     return results
@@ -217,11 +223,10 @@ def with_unit(path: Path, unit: str | None) -> Path:
         ({"warm_start": "nowhere"}, "nowhere is not a run directory"),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    data, first, second = write_dataset(tmp_path / "data", features=True), tmp_path / "first", tmp_path / "second"
-    train(small_config(data, {"train.epochs": 1}), first)
+def test_a_run_that_does_not_fit_is_refused(settings: dict[str, Any], said: str, first: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
     with pytest.raises(ValueError, match=re.escape(said)):
-        train(small_config(data, {"warm_start": str(first)} | settings), second)
+        train(small_config(first.with_name("data"), {"warm_start": str(first)} | settings), second)
     assert not second.exists()
 
 
@@ -290,15 +295,13 @@ def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys:
         train(small_config(folders[1], again), tmp_path / "third")
 
 
-def test_a_user_who_is_a_component_begins_as_in_any_run(tmp_path: Path) -> None:
+def test_a_user_who_is_a_component_begins_as_in_any_run(first: Path, tmp_path: Path) -> None:
     """From zero, its L2 norm would magnify gradients."""
-    data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
-    train(small_config(data, {"train.epochs": 1}), first)
     settings = {"model.features": ["user"], "model.similarity.user_component": True, "tables.user.dim": 4}
     settings |= TINY_STEPS | {"train.epochs": 1}
     begun = []
     for name, own in (("cold", {}), ("warm", {"warm_start": str(first)})):
-        train(small_config(data, settings | own), tmp_path / name)
+        train(small_config(first.with_name("data"), settings | own), tmp_path / name)
         begun.append(load_saved(tmp_path / name).tower.query_tower.users.maps[0].weight)
     torch.testing.assert_close(*begun, rtol=0, atol=1e-12)
     assert float(begun[0].detach().abs().max()) > 0.01
@@ -345,10 +348,11 @@ def renamed(path: Path, file: str, column: str, spelled: Callable[[int, str], st
 
 
 @pytest.mark.parametrize("kept", [0, 3, 25, 50])
-def test_items_of_other_ids_are_refused_or_said(tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_items_of_other_ids_are_refused_or_said(
+    first: Path, tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As where a column of whole numbers is read as floats."""
-    first, new = tmp_path / "first", forget_digests(write_dataset(tmp_path / "new"))
-    train(small_config(write_dataset(tmp_path / "old"), {"train.epochs": 1}), first)
+    new = forget_digests(write_dataset(tmp_path / "new"))
     renamed(new, "items.parquet", "raw_id", lambda place, value: value if place < kept else f"{value}.0")
     warm, second = small_config(new, TINY_STEPS | {"warm_start": str(first), "train.epochs": 1}), tmp_path / "second"
     examples = f"(a new id: 'item-{kept}.0', one of the other run: 'item-{kept}')"
@@ -356,8 +360,8 @@ def test_items_of_other_ids_are_refused_or_said(tmp_path: Path, kept: int, capsy
         with pytest.raises(ValueError) as raised:
             train(warm, second)
         assert str(raised.value) == (
-            f"{first} has none of the 50 items of {new} {examples}; spell ids as {tmp_path / 'old'} does, or train "
-            "without a warm start"
+            f"{first} has none of the 50 items of {new} {examples}; spell ids as {first.with_name('data')} does, "
+            "or train without a warm start"
         )
         assert not second.exists()
         return

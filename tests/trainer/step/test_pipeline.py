@@ -1,21 +1,14 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import two_ranks
-from small_data import gather_table, small_config, write_dataset
+from small_data import a_pipeline, gather_table, small_config, write_dataset
 from torch import Tensor
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.loop import training_batches
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.saving import Saver
@@ -23,16 +16,6 @@ from logitmix.trainer.step import pipeline as pipelining
 from logitmix.trainer.step.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
 
 ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
-
-
-@contextmanager
-def a_pipeline(config: Config, total: int, done: RunProgress | None = None) -> Iterator[Pipeline]:
-    dataset = load_dataset(config.data.path)
-    with process_group(config.train.device, 60) as ranks:
-        model = parallelize(dataset.schema, config, ranks)
-        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
-        with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
-            yield pipeline
 
 
 @pytest.fixture(scope="module")
