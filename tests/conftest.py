@@ -160,6 +160,14 @@ def _signals_are_heeded() -> None:
             signal.signal(number, action)
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset that no test changes."""
+    from small_data import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("data") / "small")
+
+
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs `logitmix WORDS`, which must end as on a user's mistake; returns what it says on standard error."""

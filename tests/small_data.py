@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -220,6 +220,11 @@ def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) ->
         batches = training_batches(config, load_dataset(config.data.path), model.ranks)
         with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
             yield pipeline
+
+
+def interrupted(*_: object) -> NoReturn:
+    """In place of what a job is killed in."""
+    raise KeyboardInterrupt
 
 
 def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:

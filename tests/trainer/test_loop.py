@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import two_ranks
-from small_data import small_config, write_dataset
+from small_data import interrupted, small_config, write_dataset
 
 from logitmix.launch.processes import Stopped
 from logitmix.trainer.config import Config
@@ -111,10 +111,6 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path, monkeypatc
     assert evaluated(run) == [4]
     train(config, run)
     assert evaluated(run) == [row["step"] for row in read_rows(run, "peeked")] == [4, 8, 12]
-
-
-def interrupted(*_: object) -> bool:
-    raise KeyboardInterrupt
 
 
 def test_a_peek_that_a_signal_has_ended_is_made_again(tmp_path: Path) -> None:

@@ -122,6 +122,6 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
     if (arguments.user, arguments.events) != ("{}", "[]"):
         raise ValueError("--user and --events are for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))
-    with counting("answering", len(requests), True) as advance:
+    with counting("answering", len(requests)) as advance:
         answer_file(retriever, requests, Path(arguments.out), options, advance)
     return len(requests)

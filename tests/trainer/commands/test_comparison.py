@@ -1,4 +1,4 @@
-"""Simple and learned methods side by side: EASE against its formula, intervals, the verdict, what is done again."""
+"""Simple and learned methods side by side: intervals, the verdict, what is done again."""
 
 import json
 import re
@@ -11,82 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import two_ranks
-from small_data import ITEMS, in_memory, write_dataset, write_late_items
+from small_data import ITEMS, interrupted, write_dataset, write_late_items
 
 from logitmix.trainer import cli, loop
 from logitmix.trainer.commands import comparison
 from logitmix.trainer.commands.comparison import compare, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
-from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.batches import leave_one_out, ranking_users
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.repeats import are_common
-from logitmix.trainer.evaluation import baselines
 from logitmix.trainer.evaluation.baselines import EASE, rank_targets, users_of_both
-from logitmix.trainer.evaluation.intervals import resampled_means
-from logitmix.trainer.metrics import METRICS, NOT_SERVED, means
+from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.folder import checkpoint_paths, read_config
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
-
-
-@pytest.fixture
-def dataset() -> Dataset:
-    """40 users with 1 to 24 random actions each, at random times."""
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 25, 40)
-    made = in_memory(np.concatenate([[0], np.cumsum(lengths)]), random.integers(0, 30, lengths.sum()), 32)
-    times = [np.sort(random.integers(0, 1000, length)) for length in lengths]
-    return replace(made, timestamps_flat=np.concatenate(times))
-
-
-@pytest.fixture(params=["leave-one-out", "time"])
-def held_out(request: pytest.FixtureRequest, dataset: Dataset) -> HeldOut:
-    return leave_one_out(dataset) if request.param == "leave-one-out" else split_by_time(dataset, 0.2)
-
-
-def plain_users(dataset: Dataset, held_out: HeldOut) -> np.ndarray:
-    """X of Steck's paper: which user has a training action with which item."""
-    has_UX = np.zeros((dataset.num_users, dataset.num_items))
-    for user, end in enumerate(held_out.train_end):
-        has_UX[user, dataset.items_flat[dataset.offsets[user] : max(end, dataset.offsets[user])]] = 1
-    return has_UX
-
-
-@pytest.mark.parametrize("exclude", [True, False])
-def test_ease_is_the_closed_form(
-    dataset: Dataset, held_out: HeldOut, exclude: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B = I - P / diag(P), P = (X'X + lambda I)^-1, and ranks by the model's rules; items 30 and 31 have no action."""
-    monkeypatch.setattr(baselines, "BLOCK_SCORES", 7 * 32)  # seven users at a time
-    monkeypatch.setattr(baselines, "SCORES", 100)
-    has_UX = plain_users(dataset, held_out)
-    inverse_XX = np.linalg.inv(has_UX.T @ has_UX + 3 * np.eye(32))
-    weight_XX = np.eye(32) - inverse_XX / np.diag(inverse_XX)
-    ease = EASE.fit(users_of_both(dataset, held_out), 3)
-    np.testing.assert_allclose(ease.weight_XX.numpy(), weight_XX, atol=1e-12)
-    assert not ease.weight_XX.diagonal().any()
-    users, expected = ranking_users(dataset, "test", 5, held_out), []
-    for user, place in zip(users.user, users.place, strict=True):
-        history, target = set(dataset.items_flat[dataset.offsets[user] : place].tolist()), dataset.items_flat[place]
-        score_X = weight_XX[sorted(history)].sum(0)
-        others = set(range(32)) - {int(target)} - (history if exclude else set())
-        rank = 1 + sum(score_X[x] > score_X[target] - 1e-12 for x in others)
-        expected.append(int(NOT_SERVED) if exclude and target in history else rank)
-    assert rank_targets(ease, users, 32, exclude).tolist() == expected
-    assert len(set(expected)) > 8
-
-
-def test_weights_minimize_the_penalized_squares_without_a_diagonal(dataset: Dataset) -> None:
-    """|X - X B|^2 + lambda |B|^2: the gradient vanishes off the diagonal."""
-    held_out = leave_one_out(dataset)
-    has_UX = torch.from_numpy(plain_users(dataset, held_out))
-    weight_XX = EASE.fit(users_of_both(dataset, held_out), 3).weight_XX.clone().requires_grad_()
-    ((has_UX - has_UX @ weight_XX).square().sum() + 3 * weight_XX.square().sum()).backward()
-    assert weight_XX.grad is not None
-    off_XX = weight_XX.grad - torch.diag(weight_XX.grad.diagonal())
-    assert off_XX.abs().max() < 1e-10 < weight_XX.grad.abs().max()
 
 
 def test_intervals_are_paired_and_of_the_right_width() -> None:
@@ -105,11 +44,6 @@ def test_intervals_are_paired_and_of_the_right_width() -> None:
     assert found["one"]["difference"]["mrr"] == [0.0, 0.0, 0.0]
     for metric in found["other"]["test"]:
         assert found["other"]["test"][metric][0] == pytest.approx(METRICS[metric](better_U).mean())
-
-
-def test_a_resample_has_as_many_users() -> None:
-    mean_RM = resampled_means(np.ones((7, 2)))
-    assert mean_RM.shape == (2000, 2) and np.allclose(mean_RM, 1)
 
 
 def row(
@@ -318,11 +252,7 @@ def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
 ) -> None:
     data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-        def killed(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(loop, "_test", killed)
+        patch.setattr(loop, "_test", interrupted)
         compare(str(data), out, 5, ["mol"], 1)
     assert checkpoint_paths(out / "mol" / "start") and not checkpoint_paths(out / "mol")
     with pytest.raises(ValueError, match=r"mol was trained for 5 minutes; give --minutes 5 or more"):

@@ -1,4 +1,4 @@
-"""Popularity and item-kNN against the same computed user by user, in plain Python."""
+"""Popularity and item-kNN against the same computed user by user, in plain Python; EASE against its formula."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import two_ranks
 from small_data import in_memory, small_config, write_dataset
 
@@ -16,7 +17,14 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import HeldOut, Split, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation import baselines, evaluate
-from logitmix.trainer.evaluation.baselines import ItemKNN, popularity, rank_targets, training_counts
+from logitmix.trainer.evaluation.baselines import (
+    EASE,
+    ItemKNN,
+    popularity,
+    rank_targets,
+    training_counts,
+    users_of_both,
+)
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.run.results import beside_baselines
@@ -24,10 +32,10 @@ from logitmix.trainer.run.results import beside_baselines
 
 @pytest.fixture
 def dataset() -> Dataset:
-    """40 users with 1 to 24 random actions each, at random times."""
+    """40 users with 1 to 24 random actions each, at random times; items 30 and 31 have no action."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, 25, 40)
-    made = in_memory(np.concatenate([[0], np.cumsum(lengths)]), random.integers(0, 30, lengths.sum()), 30)
+    made = in_memory(np.concatenate([[0], np.cumsum(lengths)]), random.integers(0, 30, lengths.sum()), 32)
     times = [np.sort(random.integers(0, 1000, length)) for length in lengths]
     return replace(made, timestamps_flat=np.concatenate(times))
 
@@ -179,3 +187,46 @@ def rank_at_length(config: Config) -> dict[str, float]:
 def test_ranks_wait_for_the_baselines_as_long_as_they_take(tmp_path: Path) -> None:
     config = small_config(write_dataset(tmp_path / "data"))
     assert two_ranks.run(rank_at_length, config) == [{"popularity/mrr": 0.5}] * 2
+
+
+def plain_users(dataset: Dataset, held_out: HeldOut) -> np.ndarray:
+    """X of Steck's paper: which user has a training action with which item."""
+    has_UX = np.zeros((dataset.num_users, dataset.num_items))
+    for user, history in enumerate(training_histories(dataset, held_out)):
+        has_UX[user, history] = 1
+    return has_UX
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_ease_is_the_closed_form(
+    dataset: Dataset, held_out: HeldOut, exclude: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B = I - P / diag(P), P = (X'X + lambda I)^-1, and ranks by the model's rules."""
+    monkeypatch.setattr(baselines, "BLOCK_SCORES", 7 * 32)  # seven users at a time
+    monkeypatch.setattr(baselines, "SCORES", 100)
+    has_UX = plain_users(dataset, held_out)
+    inverse_XX = np.linalg.inv(has_UX.T @ has_UX + 3 * np.eye(32))
+    weight_XX = np.eye(32) - inverse_XX / np.diag(inverse_XX)
+    ease = EASE.fit(users_of_both(dataset, held_out), 3)
+    np.testing.assert_allclose(ease.weight_XX.numpy(), weight_XX, atol=1e-12)
+    assert not ease.weight_XX.diagonal().any()
+    users, expected = ranking_users(dataset, "test", 5, held_out), []
+    for user, place in zip(users.user, users.place, strict=True):
+        history, target = set(dataset.items_flat[dataset.offsets[user] : place].tolist()), dataset.items_flat[place]
+        score_X = weight_XX[sorted(history)].sum(0)
+        others = set(range(32)) - {int(target)} - (history if exclude else set())
+        rank = 1 + sum(score_X[x] > score_X[target] - 1e-12 for x in others)
+        expected.append(int(NOT_SERVED) if exclude and target in history else rank)
+    assert rank_targets(ease, users, 32, exclude).tolist() == expected
+    assert len(set(expected)) > 8
+
+
+def test_weights_of_ease_minimize_the_penalized_squares_without_a_diagonal(dataset: Dataset) -> None:
+    """|X - X B|^2 + lambda |B|^2: the gradient vanishes off the diagonal."""
+    held_out = leave_one_out(dataset)
+    has_UX = torch.from_numpy(plain_users(dataset, held_out))
+    weight_XX = EASE.fit(users_of_both(dataset, held_out), 3).weight_XX.clone().requires_grad_()
+    ((has_UX - has_UX @ weight_XX).square().sum() + 3 * weight_XX.square().sum()).backward()
+    assert weight_XX.grad is not None
+    off_XX = weight_XX.grad - torch.diag(weight_XX.grad.diagonal())
+    assert off_XX.abs().max() < 1e-10 < weight_XX.grad.abs().max()

@@ -2,17 +2,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_data import ITEMS, a_model, gather_table, move_rows, move_tables, small_config, write_dataset
+from small_data import ITEMS, a_model, gather_table, move_rows, move_tables, small_config
 
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.parallel import optimizer
 
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
 @pytest.mark.parametrize("parts", [1, 3])

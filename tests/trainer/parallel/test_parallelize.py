@@ -1,24 +1,20 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from small_data import ITEMS, gather_table, small_config, write_dataset
+from small_data import ITEMS, a_pipeline, gather_table, small_config
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel import parallelize as parallelizing
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import autocast, embedding_tables, model_schema, parallelize
-from logitmix.trainer.step.pipeline import Pipeline
+from logitmix.trainer.parallel.parallelize import autocast, embedding_tables, model_schema
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
@@ -40,24 +36,20 @@ class Seen:
 
 
 def train_steps(config: Config, steps: int) -> Seen:
-    dataset = load_dataset(config.data.path)
-    with process_group(config.train.device, 60) as ranks:
-        batches = training_batches(config, dataset, ranks)
-        model = parallelize(dataset.schema, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
-        before, losses, touched = gather_table(model), [], torch.zeros(dataset.num_items + 1, dtype=torch.bool)
+    with a_pipeline(config, steps) as pipeline:
+        model = pipeline.model
+        before, losses, touched = gather_table(model), [], torch.zeros(ITEMS + 1, dtype=torch.bool)
         gradients, wire_bytes = {}, 0.0
-        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
-            for _ in range(steps):
-                pipeline.receive_rows()
-                pipeline.loss()
-                pipeline.backward()
-                pipeline.check_gradients()
-                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-                pipeline.apply_gradients()
-                losses.append(pipeline.losses["loss"].detach())
-                touched[pipeline.batch.id_V.cpu()] = True
-                wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
+        for _ in range(steps):
+            pipeline.receive_rows()
+            pipeline.loss()
+            pipeline.backward()
+            pipeline.check_gradients()
+            gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+            pipeline.apply_gradients()
+            losses.append(pipeline.losses["loss"].detach())
+            touched[pipeline.batch.id_V.cpu()] = True
+            wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
         after = gather_table(model)
         shards = [tuple(shard.shard_sizes) for shard in model.shards()[ITEM].metadata().shards_metadata]
         return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
@@ -67,44 +59,36 @@ def train_all(configs: list[Config], steps: int) -> list[Seen]:
     return [train_steps(config, steps) for config in configs]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small")
-
-
 def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
     """In the norm of the whole tensor: single elements may be zero but for rounding."""
     assert (actual - expected).norm() <= relative * expected.norm()
 
 
+EXACT: dict[str, dict[str, Any]] = {
+    **{sharding: FP32 | {"tables.sharding": sharding} for sharding in SHARDINGS},
+    **{f"{sharding} in parts": FP32 | {"tables.sharding": sharding, "comm.parts": 3} for sharding in SHARDINGS},
+    "dot": FP32 | {"model.similarity.kind": "dot"},
+    "batch": FP32 | {"model.loss.share": "batch"},
+    "position, softmax": FP32 | {"model.loss.share": "position"},
+    "position, bce": FP32 | {"model.loss.share": "position", "model.loss.kind": "bce"},
+    "uneven": FP32 | {"train.batch_size": 1},
+}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "bf16 dense": FP32 | {"comm.dense": "bf16"},
+    "fp8": COMPUTE | {"comm.emulate": True},
+    "fp8 dot": COMPUTE | {"comm.emulate": True, "model.similarity.kind": "dot"},
+}
+
+
 @pytest.fixture(scope="module")
 def sharded(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
     """By name: both ranks of two, and one process alone, after one SGD step."""
-    configs = {sharding: small_config(data, SGD | FP32 | {"tables.sharding": sharding}) for sharding in SHARDINGS}
-    for sharding in SHARDINGS:
-        settings = SGD | FP32 | {"tables.sharding": sharding, "comm.parts": 3}
-        configs[f"{sharding} in parts"] = small_config(data, settings)
-    configs["dot"] = small_config(data, SGD | FP32 | {"model.similarity.kind": "dot"})
-    configs["batch"] = small_config(data, SGD | FP32 | {"model.loss.share": "batch"})
-    for kind in ("softmax", "bce"):
-        settings = SGD | FP32 | {"model.loss.share": "position", "model.loss.kind": kind}
-        configs[f"position, {kind}"] = small_config(data, settings)
-    configs["uneven"] = small_config(data, SGD | FP32 | {"train.batch_size": 1})
-    configs["bf16 dense"] = small_config(data, SGD | FP32 | {"comm.dense": "bf16"})
-    configs["fp8"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True})
-    configs["fp8 dot"] = small_config(data, SGD | COMPUTE | {"comm.emulate": True, "model.similarity.kind": "dot"})
+    configs = {name: small_config(data, SGD | settings) for name, settings in (EXACT | ROUNDED).items()}
     pairs = zip(*two_ranks.run(train_all, list(configs.values()), 1), strict=True)
     return {name: (*pair, train_steps(config, 1)) for (name, config), pair in zip(configs.items(), pairs, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *SHARDINGS,
-        *(f"{name} in parts" for name in SHARDINGS),
-        *("dot", "batch", "position, softmax", "position, bce", "uneven"),
-    ],
-)
+@pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_do_what_one_process_does(sharded: dict, name: str) -> None:
     first, second, alone = sharded[name]
     assert torch.equal(first.before, alone.before)
@@ -121,17 +105,10 @@ def rows_that_follow(configs: list[Config]) -> list[tuple[Tensor, Tensor]]:
     """Rows of a batch that were sent while those of the batch before were updated, and the same rows of the table."""
     pairs = []
     for config in configs:
-        with process_group(config.train.device, 60) as ranks:
-            dataset = load_dataset(config.data.path)
-            batches, model = (
-                training_batches(config, dataset, ranks),
-                parallelize(dataset.schema, config, ranks),
-            )
-            optimizer = dense_optimizer(model.tower, config.dense)
-            with Pipeline(model, optimizer, batches.at, 2) as pipeline:
-                pipeline.train_step()
-                pipeline.receive_rows()
-                pairs.append((pipeline.rows[ITEM].detach(), gather_table(model)[pipeline.batch.id_V]))
+        with a_pipeline(config, 2) as pipeline:
+            pipeline.train_step()
+            pipeline.receive_rows()
+            pairs.append((pipeline.rows[ITEM].detach(), gather_table(pipeline.model)[pipeline.batch.id_V]))
     return pairs
 
 

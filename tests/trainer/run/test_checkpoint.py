@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, a_model, gather_table, move_tables, small_config, write_dataset
+from small_data import ITEMS, a_model, gather_table, move_tables, small_config
 from torch import Tensor
 
 from logitmix.comm.collectives import barrier, broadcast_object
@@ -214,11 +214,6 @@ def new_run(folder: Path, name: str, config: Config) -> Path:
         json.dumps({"name": "small", "users": 3, "items": ITEMS, "actions": 9, "schema": SCHEMA.to_mapping()})
     )
     return run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

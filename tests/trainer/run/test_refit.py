@@ -21,17 +21,13 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.results import read_results
 from logitmix.trainer.run.stages import final_run
 
 FP32 = {"train.precision": "fp32", "evaluate.baselines": False}
 SGD = FP32 | {"tables.optimizer": "sgd", "dense.optimizer": "sgd", "comm.forward": "fp32", "comm.backward": "fp32"}
 # The first epoch is the best: later ones barely move, at this rate.
 EARLY = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "tables.lr": 1e-20, "dense.lr": 1e-20}
-
-
-def results(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "results.json").read_text())
-    return found
 
 
 def rows(run: Path) -> torch.Tensor:
@@ -44,11 +40,11 @@ def test_a_refit_is_a_run_of_the_best_epochs_that_holds_out_the_test_part_alone(
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     settings = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "train.refit": True}
     tested = train(small_config(data, settings), run)
-    assert tested == results(run / "refit") != results(run)
+    assert tested == read_results(run / "refit") != read_results(run)
     by_hand = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "data.validation": False}
-    epochs = results(run)["step"] / 4
+    epochs = read_results(run)["step"] / 4
     train(small_config(data, by_hand | {"train.stop_after_epochs": epochs}), tmp_path / "by hand")
-    assert results(tmp_path / "by hand")["hr@10"] == tested["hr@10"]
+    assert read_results(tmp_path / "by hand")["hr@10"] == tested["hr@10"]
     torch.testing.assert_close(rows(run / "refit"), rows(tmp_path / "by hand"), rtol=0, atol=0)
     assert not torch.equal(rows(run), rows(run / "refit"))
     assert read_rows(run / "refit", "validation") == []
@@ -58,7 +54,7 @@ def test_it_trains_for_the_epochs_of_the_best_checkpoint(tmp_path: Path) -> None
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
     train(small_config(data, EARLY | {"train.refit": True}), run)
     assert [row["step"] for row in read_rows(run, "validation")] == [4, 8, 12]
-    assert (results(run)["step"], results(run / "refit")["step"]) == (4, 4)
+    assert (read_results(run)["step"], read_results(run / "refit")["step"]) == (4, 4)
     assert read_config(run / "refit").train.stop_after_epochs == 1
 
 
@@ -76,8 +72,8 @@ def test_export_and_the_test_take_the_refit_and_validation_the_run(tmp_path: Pat
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     train(small_config(data, FP32 | {"train.epochs": 2, "train.refit": True}), run)
     assert final_run(run) == run / "refit"
-    assert evaluate_run(run, "test", None, None, "cpu", 1)["hr@10"] == results(run / "refit")["hr@10"]
-    assert evaluate_run(run, "validation", None, None, "cpu", 1)["step"] == results(run)["step"]
+    assert evaluate_run(run, "test", None, None, "cpu", 1)["hr@10"] == read_results(run / "refit")["hr@10"]
+    assert evaluate_run(run, "validation", None, None, "cpu", 1)["step"] == read_results(run)["step"]
     export(run, tmp_path / "out")
     export(run / "refit", tmp_path / "same")
     assert (tmp_path / "out" / "tower.safetensors").read_bytes() == (
@@ -105,14 +101,14 @@ def test_a_refit_that_is_not_finished_is_not_used_and_goes_on(
     train(config, run)
     assert final_run(run) == run
     cli.main(["train", "--refit", str(run), "--json"])
-    whole = results(run / "refit")
+    whole = read_results(run / "refit")
     assert json.loads(capsys.readouterr().out)["hr@10"] == whole["hr@10"]
     (run / "refit" / "results.json").unlink()
     for use in (lambda: export(run, tmp_path / "out"), lambda: evaluate_run(run, "test", None, None, "cpu", 1)):
         with pytest.raises(ValueError, match=r"refit is not finished: go on with `logitmix train --refit"):
             use()
     cli.main(["train", f"--refit={run}"])
-    assert results(run / "refit")["hr@10"] == whole["hr@10"]
+    assert read_results(run / "refit")["hr@10"] == whole["hr@10"]
 
 
 def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> None:

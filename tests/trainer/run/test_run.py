@@ -217,11 +217,6 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert [path.name for path in checkpoint_paths(tmp_path)] == ["step-9", "step-10"]
 
 
-def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a run directory"):
-        read_config(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

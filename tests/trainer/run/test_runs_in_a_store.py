@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_data import a_model, small_config, write_dataset
+from small_data import a_model, interrupted, small_config, write_dataset
 from stores import Memory
 
 from logitmix.comm import collectives
@@ -709,10 +709,6 @@ def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None
     assert not fetched_run(RUN).exists()
     memory.host("elsewhere")
     assert not (fetched_run(RUN) / "config.toml").exists()
-
-
-def interrupted(*_: Any) -> str:
-    raise KeyboardInterrupt
 
 
 def test_a_refit_there(

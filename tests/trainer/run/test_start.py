@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import small_config, write_dataset
+from small_data import interrupted, small_config, write_dataset
 
 from logitmix.trainer import api, cli, loop
 from logitmix.trainer.config import (
@@ -87,10 +87,6 @@ def test_a_refit_goes_on_where_run_and_dataset_have_been_moved(
     assert not refit.data.validation and not refit.first.data.validation
     by_hand(tmp_path / "moved", tmp_path)
     assert same(tmp_path / "elsewhere" / "refit", tmp_path / "mol" / "refit")
-
-
-def interrupted(*_: Any) -> str:
-    raise KeyboardInterrupt
 
 
 def test_two_ranks_train_the_same(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, gather_table, small_config, write_dataset
+from small_data import a_pipeline, gather_table, small_config
 from torch import Tensor
 
 from logitmix.modules.batch import Batch
@@ -16,11 +16,6 @@ from logitmix.trainer.step import pipeline as pipelining
 from logitmix.trainer.step.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline
 
 ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
 @pytest.mark.parametrize("first_step", [True, False])
