@@ -22,7 +22,6 @@ from logitmix.modules.config import (
     EncoderConfig,
     HSTUConfig,
     MLPConfig,
-    MoLConfig,
     PooledConfig,
     SASRecConfig,
 )
@@ -122,12 +121,6 @@ def test_another_kind_may_need_other_values(parsed: list[Config], tmp_path: Path
     cli.main(["train", str(tmp_path / "recipe.toml"), "--model.loss.in-batch", "0", "--model.loss.kind", "bce"])
     (config,) = parsed
     assert (config.model.loss.kind, config.model.loss.in_batch, config.model.loss.negatives) == ("bce", 0, 64)
-
-
-def test_a_dot_recipe_becomes_a_mixture(parsed: list[Config]) -> None:
-    words = "--model.similarity.kind mol --model.similarity.gate-hidden 7"
-    cli.main(["train", "ml-1m-dot", *words.split()])
-    assert parsed[0].model.similarity == MoLConfig(gate_hidden=7)
 
 
 def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> None:

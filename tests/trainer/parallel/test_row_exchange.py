@@ -194,11 +194,6 @@ def cases() -> dict[str, Case]:
     cases["nothing"] = Case(TABLES, SGD | FP32, [[{table.name: [] for table in TABLES}] * RANKS] * 2)
     cases["unused"] = dataclasses.replace(mixed(SGD | FP32), unused=("brand", "zip"))
     cases["bytes"] = mixed(SGD | {"tables.sharding": "row_wise"})
-    cases["large and small"] = Case(
-        [Table("item", 10_000), Table("city", 50), Table("flag", 1)],
-        SGD | FP32,
-        [[{"item": [7, 9999], "city": [1], "flag": [0]}, {"item": [3], "city": [1, 49], "flag": [0]}]],
-    )
     return cases
 
 
@@ -288,25 +283,6 @@ def test_the_wire_counts_each_table_by_itself(seen: dict) -> None:
         ]
         sent = (first.wire[table.name] + second.wire[table.name]).tolist()
         assert sent == [sum(foreign) * (dim + SCALE_BYTES)] * 2, table.name
-
-
-def test_the_planner_cuts_what_is_larger_than_a_share(seen: dict) -> None:
-    plan = seen["large and small"][0].plan
-    assert plan["item"].sharding == "row_wise" and plan["flag"].sharding == "table_wise"
-    assert [(shard.rank, shard.first_row, shard.rows) for shard in plan["item"].shards] == [
-        (0, 0, 5000),
-        (1, 5000, 5000),
-    ]
-    assert plan == seen["large and small"][1].plan
-    assert plan["item"].bytes == 10_000 * 8 * 4  # SGD keeps no state
-
-
-def test_tables_are_cut_as_told(seen: dict) -> None:
-    for sharding in SHARDINGS[:3]:
-        assert {table.sharding for table in seen[sharding][0].plan.values()} == {sharding}
-        for name, table in seen[sharding][0].plan.items():
-            rows = next(each.rows for each in TABLES if each.name == name)
-            assert sum(shard.rows * shard.columns for shard in table.shards) == rows * table.dim
 
 
 @given(

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
 from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands.evaluate import show_metrics
-from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import leave_one_out, split_by_time
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import evaluate_run
@@ -25,7 +23,6 @@ from logitmix.trainer.run.results import read_results
 from logitmix.trainer.run.stages import final_run
 
 FP32 = {"train.precision": "fp32", "evaluate.baselines": False}
-SGD = FP32 | {"tables.optimizer": "sgd", "dense.optimizer": "sgd", "comm.forward": "fp32", "comm.backward": "fp32"}
 # The first epoch is the best: later ones barely move, at this rate.
 EARLY = FP32 | {"train.epochs": 3, "train.schedule": "cosine", "tables.lr": 1e-20, "dense.lr": 1e-20}
 
@@ -129,20 +126,6 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
 def test_stopping_after_less_than_a_step_trains_one(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data")
     assert train(small_config(data, FP32 | {"train.stop_after_epochs": 0.01}), tmp_path / "run")["step"] == 1
-
-
-def refitted(configs: Mapping[str, Config], folder: Path) -> dict[str, float]:
-    return {name: train(config, folder / name)["hr@10"] for name, config in configs.items()}
-
-
-def test_two_ranks_refit_as_one(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "data", ring=True)
-    configs = {"run": small_config(data, SGD | {"train.epochs": 2, "train.refit": True})}
-    first, second = two_ranks.run(refitted, configs, tmp_path / "two")
-    assert first == second
-    refitted(configs, tmp_path / "one")
-    one, two = (rows(tmp_path / name / "run" / "refit") for name in ("one", "two"))
-    torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
 def test_without_a_validation_part_its_actions_are_trained_on_and_the_test_part_is_the_same(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common import storage
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch, fetch_run, fetched, fetched_run, naming_urls, path_of, push, shown
+from logitmix.common.storage import fetch, fetched_run, naming_urls, path_of, push, shown
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
@@ -40,7 +40,7 @@ from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import update as updating
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
-from logitmix.trainer.run import manifest, saving
+from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock
 from logitmix.trainer.run.metrics import RunProgress, read_rows
@@ -340,53 +340,6 @@ def test_where_the_store_does_not_answer_nothing_begins(memory: Memory, local: P
     assert not path_of(RUN).exists()
 
 
-def upload(memory: Memory, local: Path) -> Path:
-    """A run with steps 4 and 8 in the store; the copy of this host has steps 8 and 12."""
-    run = path_of(RUN)
-    shutil.copytree(local / "run", run, ignore=shutil.ignore_patterns(".lock"))
-    shutil.move(run / "checkpoints" / "step-12", memory.folder)
-    push(run)
-    shutil.move(memory.folder / "step-12", run / "checkpoints")
-    shutil.rmtree(run / "checkpoints" / "step-4")
-    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
-    return run
-
-
-OPERATIONS = 8
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("at", range(OPERATIONS))
-def test_whatever_fails_the_checkpoint_before_stays_in_the_store(
-    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str], at: int, late: bool
-) -> None:
-    run = upload(memory, local)
-    with memory.watched(lambda number, *_: number == at, late) as done, pytest.raises(OSError, match=RUN):
-        push(run)
-    assert len(done) == at + 1
-    memory.host("elsewhere")
-    other = fetched_run(RUN)
-    capsys.readouterr()
-    assert load_saved(other, "last").step in (8, 12)
-    assert all(manifest.manifests(other).values())
-    assert capsys.readouterr().err == ""
-    memory.host("here")
-    fetch_run(run)
-    # What was not yet removed there has come back, and the next start removes it (saving.prune).
-    shutil.rmtree(run / "checkpoints" / "step-4", ignore_errors=True)
-    push(run)
-    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
-        f"checkpoints/step-{step}/{name}" for step in (8, 12) for name in ("checkpoint.json", PART)
-    }
-
-
-def test_these_are_all_operations(memory: Memory, local: Path) -> None:
-    run = upload(memory, local)
-    with memory.watched() as done:
-        push(run)
-    assert len(done) == OPERATIONS
-
-
 def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
     memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,13 +396,6 @@ def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeyp
 # Datasets and exports
 
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two datasets."""
-    folder = tmp_path_factory.mktemp("demos")
-    return [write_dataset(folder / f"demo{seed}", seed=seed) for seed in (0, 1)]
-
-
 def test_flipped_bits_in_the_store_are_found(memory: Memory, local: Path) -> None:
     put(local / "data", DATA)
     files = memory.files("bucket/data/small")
@@ -462,55 +408,6 @@ def test_flipped_bits_in_the_store_are_found(memory: Memory, local: Path) -> Non
             load_dataset(DATA)
         memory.write(f"bucket/data/small/{name}", content)
     load_dataset(DATA)
-
-
-def test_a_dataset_that_is_replaced_while_it_is_read(memory: Memory, demos: list[Path]) -> None:
-    """Between any two operations of its writer, a reader on another host gets the old dataset or an error."""
-    put(demos[0], DATA)
-    old, said, readers = load_dataset(DATA).description(), [], iter(range(100))
-    memory.host("writer")
-    out = fetched(DATA)
-    shutil.rmtree(out)
-    shutil.copytree(demos[1], out)
-    reading = False
-
-    def read(number: int, name: str, file: str) -> bool:
-        nonlocal reading
-        if not reading:
-            reading = True
-            memory.host(f"reader {next(readers)}")
-            try:
-                said.append(load_dataset(DATA).description())
-            except ValueError as error:
-                said.append(str(error))
-            memory.host("writer")
-            reading = False
-        return False
-
-    with memory.watched(read):
-        push(out)
-    assert said[0] == old
-    assert all(text.startswith(f"an upload to {DATA} has not ended") for text in said[1:]) and len(said) > 4
-    memory.host("elsewhere")
-    assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
-
-
-def test_a_dataset_that_is_replaced_while_it_is_fetched(memory: Memory, demos: list[Path]) -> None:
-    """The writer begins after the reader has looked for it: the reader looks again."""
-    put(demos[0], DATA)
-    memory.host("elsewhere")
-    new = {path.relative_to(demos[1]).as_posix(): path.read_bytes() for path in demos[1].rglob("*.*")}
-
-    def replace(number: int, name: str, file: str) -> bool:
-        if name == "get_file" and file.endswith("dataset.json"):
-            while new:
-                part, content = new.popitem()
-                memory.write(f"bucket/data/small/{part}", content)
-        return False
-
-    with memory.watched(replace) as done:
-        assert load_dataset(DATA).description() == (demos[1] / "dataset.json").read_text()
-    assert sum(of.startswith("get_file") and "items.parquet" in of for of in done) == 2
 
 
 @pytest.mark.long
@@ -540,7 +437,7 @@ def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]
 
 
 def test_nobody_fetches_between_writing_and_uploading(
-    memory: Memory, local: Path, demos: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another process would put the old files into the copy again, and those would be uploaded."""
     held: list[str] = []
@@ -652,7 +549,7 @@ def test_a_server_takes_over_what_is_exported_there(
     export.release()
 
 
-def test_new_items_go_into_an_export_there(memory: Memory, demos: list[Path], tmp_path: Path) -> None:
+def test_new_items_go_into_an_export_there(memory: Memory, tmp_path: Path) -> None:
     put(write_dataset(tmp_path / "data", features=True), DATA)
     train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
     api.export(RUN, EXPORT)

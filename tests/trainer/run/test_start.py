@@ -12,7 +12,7 @@ import torch
 import two_ranks
 from small_data import interrupted, small_config, write_dataset
 
-from logitmix.trainer import api, cli, loop
+from logitmix.trainer import cli, loop
 from logitmix.trainer.config import (
     Config,
     dump_toml,
@@ -92,12 +92,13 @@ def test_a_refit_goes_on_where_run_and_dataset_have_been_moved(
 def test_two_ranks_train_the_same(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", ring=True)
     plain = {"comm.forward": "fp32", "comm.backward": "fp32", "tables.optimizer": "sgd", "dense.optimizer": "sgd"}
-    config = small_config(data, BOTH | START | plain | {"model.encoder.dropout": 0.0})
+    config = small_config(data, BOTH | START | plain | {"model.encoder.dropout": 0.0, "train.refit": True})
     of_two, other = two_ranks.run(train, config, tmp_path / "two")
     train(config, tmp_path / "one")
     assert of_two["hr@10"] == other["hr@10"]
-    for pair in zip(weights(tmp_path / "one"), weights(tmp_path / "two"), strict=True):
-        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
+    for run in ("", "refit"):
+        for pair in zip(weights(tmp_path / "one" / run), weights(tmp_path / "two" / run), strict=True):
+            torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
 
 
 def killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
@@ -365,13 +366,6 @@ def test_the_command_line_changes_them(tmp_path: Path, refusal: Callable[..., st
     ):
         assert said in refusal("train", str(recipe), "--run", str(tmp_path / "none"), *given)
         assert not (tmp_path / "none").exists()
-
-
-def test_from_python(tmp_path: Path) -> None:
-    data, recipe = write_dataset(tmp_path / "data", ring=True), tmp_path / "recipe.toml"
-    recipe.write_text(dump_toml(small_config(data, BOTH)))
-    api.train(str(recipe), tmp_path / "run", START | {"start.train.epochs": 1})
-    assert read_config(tmp_path / "run" / "start").train.epochs == 1
 
 
 def test_the_recipes_start_as_the_dot_products_recipes_train() -> None:
