@@ -387,13 +387,16 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What is to be said of each setting that is another one now, by its name."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return {name: f"{name} was {before.get(name)}, is {now.get(name)}" for name in names}
+
+
 def with_start(config: Config, first: Config) -> Config:
     """The configuration whose run that is trained first has these settings and no others."""
-    inherited = config.inherited()
-    before = flatten(inherited)
-    own = {
-        f"start.{name}": value for name, value in flatten(first).items() if name not in before or before[name] != value
-    }
+    now = flatten(first)
+    own = {f"start.{name}": now[name] for name in changed(flatten(config.inherited()), now) if name in now}
     return with_settings(replace(config, start={}), own or {"start.train.epochs": first.train.epochs}, "--start")
 
 

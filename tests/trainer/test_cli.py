@@ -19,9 +19,9 @@ from logitmix.modules.config import (
     LOSSES,
     SIMILARITIES,
     DotConfig,
-    EncoderConfig,
     HSTUConfig,
     MLPConfig,
+    MoLConfig,
     PooledConfig,
     SASRecConfig,
 )
@@ -46,47 +46,38 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 DEMO = load_recipe("demo-mol").model.similarity
+FIVE, HEADS = replace(DEMO, query_components=5), HSTUConfig(blocks=2, heads=4)
 
 
 @pytest.mark.parametrize(
-    ("words", "similarity"),
+    ("recipe", "words", "settings"),
     [
-        ("", DEMO),
-        ("--model.similarity.kind mol --model.similarity.query-components 5", replace(DEMO, query_components=5)),
-        ("--model.similarity.query_components=5", replace(DEMO, query_components=5)),
-        ("--model.similarity.kind dot", DotConfig()),
-        ("--model.similarity.kind=dot --model.similarity.no-normalize", DotConfig(normalize=False)),
-        ("--model.similarity.kind mlp --model.similarity.hidden 9", MLPConfig(hidden=9)),
-        ("--model.similarity.temperature 0.1 --model.similarity.kind dot", DotConfig(temperature=0.1)),
-    ],
-)
-def test_a_recipe_takes_another_kind_and_its_settings(words: str, similarity: object, parsed: list[Config]) -> None:
-    cli.main(["train", "demo-mol", *words.split()])
-    recipe = load_recipe("demo-mol")
-    assert parsed == [replace(recipe, model=replace(recipe.model, similarity=similarity))]
-
-
-@pytest.mark.parametrize(
-    ("words", "encoder"),
-    [
-        ("--model.encoder.heads 2", SASRecConfig(heads=2)),
+        ("demo-mol", "", DEMO),
+        ("demo-mol", "--model.similarity.kind mol --model.similarity.query-components 5", FIVE),
+        ("demo-mol", "--model.similarity.query_components=5", FIVE),
+        ("demo-mol", "--model.similarity.kind dot", DotConfig()),
+        ("demo-mol", "--model.similarity.kind=dot --model.similarity.no-normalize", DotConfig(normalize=False)),
+        ("demo-mol", "--model.similarity.kind mlp --model.similarity.hidden 9", MLPConfig(hidden=9)),
+        ("demo-mol", "--model.similarity.temperature 0.1 --model.similarity.kind dot", DotConfig(temperature=0.1)),
+        ("ml-1m-dot", "--model.similarity.kind mol --model.similarity.gate-hidden 7", MoLConfig(gate_hidden=7)),
+        ("", "--model.encoder.heads 2", SASRecConfig(heads=2)),
         # Settings that both kinds have are kept: SASRec's blocks and heads.
-        ("--model.encoder.kind hstu", HSTUConfig(blocks=2, heads=1)),
-        (
-            "--model.encoder.kind hstu --model.encoder.times --model.encoder.blocks 3",
-            HSTUConfig(blocks=3, heads=1, times=True),
-        ),
-        ("--model.encoder.kind hstu --model.encoder.no-times --model.encoder.heads 4", HSTUConfig(blocks=2, heads=4)),
-        ("--model.encoder.max-length 50 --model.encoder.kind=pooled", PooledConfig(max_length=50)),
-        ("--model.encoder.kind pooled --model.encoder.hidden 32", PooledConfig(hidden=32)),
+        ("", "--model.encoder.kind hstu", HSTUConfig(blocks=2, heads=1)),
+        ("", "--model.encoder.kind hstu --model.encoder.times --model.encoder.blocks 3",
+         HSTUConfig(blocks=3, heads=1, times=True)),
+        ("", "--model.encoder.kind hstu --model.encoder.no-times --model.encoder.heads 4", HEADS),
+        ("", "--model.encoder.max-length 50 --model.encoder.kind=pooled", PooledConfig(max_length=50)),
+        ("", "--model.encoder.kind pooled --model.encoder.hidden 32", PooledConfig(hidden=32)),
     ],
-)
-def test_a_recipe_takes_another_encoder_and_its_settings(
-    words: str, encoder: EncoderConfig, parsed: list[Config], tmp_path: Path
+)  # fmt: skip
+def test_a_recipe_takes_another_kind_and_its_settings(
+    recipe: str, words: str, settings: Any, parsed: list[Config], tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.toml").write_text("")
-    cli.main(["train", str(tmp_path / "recipe.toml"), *words.split()])
-    assert parsed == [replace(Config(), model=replace(Config().model, encoder=encoder))]
+    (tmp_path / "empty.toml").write_text("")
+    recipe = recipe or str(tmp_path / "empty.toml")
+    cli.main(["train", recipe, *words.split()])
+    before, section = load_recipe(recipe), "similarity" if settings.kind in SIMILARITIES else "encoder"
+    assert parsed == [replace(before, model=replace(before.model, **{section: settings}))]
 
 
 @pytest.mark.parametrize("of", ["", "start."])

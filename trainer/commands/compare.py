@@ -11,7 +11,7 @@ from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption
 from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.config import DataConfig, EvaluateConfig, flatten
+from logitmix.trainer.config import DataConfig, EvaluateConfig, changed, flatten
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ def _with_settings(words: list[str]) -> tuple[Arguments, dict[str, Any]]:
     )
     arguments = parse(Arguments, "compare", words, default)
     before, now = (flatten(of.data, "data.") | flatten(of.evaluate, "evaluate.") for of in (default, arguments))
-    return arguments, {name: value for name, value in now.items() if before[name] != value}
+    return arguments, {name: now[name] for name in changed(before, now)}

@@ -35,7 +35,7 @@ from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, place_of, say, shown
 from logitmix.launch.processes import require_threads
 from logitmix.trainer.commands.sizing import AUTO, load_sized
-from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, with_settings, with_start
+from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
@@ -278,13 +278,9 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
 
 def _require_same_rules(folder: Path, config: Config) -> None:
     """ValueError if a simple method has split and ranked by other settings."""
-    before, now = flatten(read_config(folder)), flatten(config)
     others = ("data.path", "evaluate.batch_size", "evaluate.baselines")
-    said = [
-        f"{name} was {before.get(name)}, is {value}"
-        for name, value in now.items()
-        if name.startswith(SECTIONS) and name not in others and before.get(name) != value
-    ]
+    differ = changed(flatten(read_config(folder)), flatten(config))
+    said = [of for name, of in differ.items() if name.startswith(SECTIONS) and name not in others]
     if said:
         raise ValueError(f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out")
 

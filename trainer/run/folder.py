@@ -21,7 +21,7 @@ from logitmix.common.files import Fields, clean_up, parse_json, staging_path, wr
 from logitmix.common.mappings import from_mapping, require
 from logitmix.common.storage import is_copy, push
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, dump_toml, flatten, load_toml
+from logitmix.trainer.config import Config, changed, dump_toml, flatten, load_toml
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.run.checksums import read_text, write_checksummed
 
@@ -182,12 +182,10 @@ def require_same_settings(run: Path, config: Config) -> None:
     if kept and before["train.minutes"]:
         # Rates that have fallen with the time would rise again.
         kept.add("train.minutes")
-    differ = [key for key in before | now if before.get(key) != now.get(key)]
-    changed = [key for key in differ if key in kept or not _may_change(key)]
-    if changed:
-        said = "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+    said = [of for name, of in changed(before, now).items() if name in kept or not _may_change(name)]
+    if said:
         raise ValueError(
-            f"{run} was started with other settings: {said}; use another run directory, or the same settings"
+            f"{run} was started with other settings: {'; '.join(said)}; use another run directory, or the same settings"
         )
 
 

@@ -26,7 +26,7 @@ from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetched, path_of
 from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.config import Config, changed, flatten
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
@@ -215,9 +215,7 @@ _SHAPING = re.compile(r"model\.(dim|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim
 
 
 def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower) -> str:
-    old, new = flatten(before), flatten(now)
-    names = [name for name in old | new if _SHAPING.fullmatch(name) and old.get(name) != new.get(name)]
-    said = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
+    said = [of for name, of in changed(flatten(before), flatten(now)).items() if _SHAPING.fullmatch(name)]
     for owner, were in _features(old_tower).items():
         said += [f"{owner} feature {was} is not used" for was in were if was not in _features(new_tower)[owner]]
     return "; ".join(said)
