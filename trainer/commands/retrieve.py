@@ -116,11 +116,9 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "time", "allowed", "blocked"):
-        if getattr(arguments, name) not in ("", None):
+    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked"):
+        if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
-    if (arguments.user, arguments.events) != ("{}", "[]"):
-        raise ValueError("--user and --events are for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))
     with counting("answering", len(requests)) as advance:
         answer_file(retriever, requests, Path(arguments.out), options, advance)

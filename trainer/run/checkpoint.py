@@ -1,6 +1,5 @@
 """Which checkpoint of a run is read: the best or the newest that is intact; and reading it."""
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
-from logitmix.trainer.run.folder import checkpoint_paths, read_config, read_schema
+from logitmix.trainer.run.folder import checkpoint_paths, read_config, read_schema, require_alike
 from logitmix.trainer.run.manifest import MANIFEST, by_merit, manifests, read_manifest, require_same_model
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.state import (
@@ -185,7 +184,7 @@ def _open_first(paths: Sequence[Path], wanted: _Wanted, ranks: Ranks) -> tuple[_
         except (ValueError, OSError) as error:
             problems[path] = str(error)
         else:
-            _require_same(path, opened, ranks)
+            require_alike(partial(json_digest, opened.files), path, "is another checkpoint than", ranks)
             return opened, problems
         if wanted.config.train.on_damage == "stop":
             raise ValueError(
@@ -202,18 +201,6 @@ def _open_on_all(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
     found: list[_Opened] = []
     on_all_ranks(lambda: found.append(_open(path, wanted, ranks)), ranks)
     return found[0]
-
-
-def _require_same(path: Path, opened: _Opened, ranks: Ranks) -> None:
-    """ValueError on every rank if the checkpoint of another host is another one. Collective."""
-    own = (json_digest(opened.files), f"(on {socket.gethostname()})", path.absolute())
-    (first, *of_first), *others = on_all_ranks(lambda: own, ranks)
-    for rank, (digest, host, of_other) in enumerate(others, start=1):
-        if digest != first:
-            raise ValueError(
-                f"{of_other} of rank {rank} {host} is another checkpoint than {of_first[1]} of rank 0 {of_first[0]}; "
-                "give a run directory on storage that all hosts share"
-            )
 
 
 def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:

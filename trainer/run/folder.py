@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,16 +57,22 @@ def require_shared(folder: Path, ranks: Ranks) -> None:
     mark = folder / broadcast_object(f".{secrets.token_hex(8)}.mark", ranks)
     on_first_rank(mark.touch, ranks)
     try:
-        seen = on_all_ranks(lambda: (_seen(mark), f"(on {socket.gethostname()})", folder.absolute()), ranks)
+        require_alike(lambda: _seen(mark), folder, "is not", ranks)
     finally:
         if ranks.rank == 0:
             mark.unlink(missing_ok=True)
-    blind = [rank for rank, (found, *_) in enumerate(seen) if not found]
-    if blind:
-        (_, first, of_first), (_, other, of_other) = seen[0], seen[blind[0]]
+
+
+def require_alike(value: Callable[[], object], path: Path, unlike: str, ranks: Ranks) -> None:
+    """ValueError on every rank if the value of another one is not that of rank 0; `unlike` says what the path of the
+    other then is to that of rank 0. Collective."""
+    found = on_all_ranks(lambda: (value(), socket.gethostname(), path.absolute()), ranks)
+    (first, first_host, first_path), *_ = found
+    if others := [rank for rank, (of, *_) in enumerate(found) if of != first]:
+        _, host, other = found[others[0]]
         raise ValueError(
-            f"{of_other} of {ranks_named(blind)} {other} is not {of_first} of rank 0 {first}; give a directory on "
-            "storage that all hosts share"
+            f"{other} of {ranks_named(others)} (on {host}) {unlike} {first_path} of rank 0 (on {first_host}); give a "
+            "directory on storage that all hosts share"
         )
 
 

@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-import shutil
 import sys
 from collections.abc import Callable
 from operator import itemgetter
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damages import PART, SETTINGS, newest, resume, rewrite, steps, told
+from damages import PART, newest, resume, rewrite, steps, told
 from safetensors.torch import save_file
 from sampling import one_of_each
-from small_data import small_config, write_dataset
 
 from logitmix.common.checked import entry_of
 from logitmix.trainer.evaluation.evaluate import evaluate_run
@@ -114,27 +112,6 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
         else:
             assert place in ("metrics.jsonl", "results.json", "plan.json")
         assert not canary.exists()
-
-
-def test_a_checkpoint_of_another_dataset_is_named(run: Path, tmp_path: Path) -> None:
-    """Settings, counts and schema are equal, so all tensors fit; only the actions are others."""
-    data = write_dataset(tmp_path / "data", seed=7)
-    config = small_config(data, SETTINGS | {"train.epochs": 1})
-    train(config, tmp_path / "other")
-    assert read_schema(tmp_path / "other") == read_schema(run)
-    shutil.rmtree(run / "checkpoints")
-    shutil.copytree(tmp_path / "other" / "checkpoints", run / "checkpoints")
-    said = f"{steps(run)[-1] / manifest.MANIFEST}: dataset is not the SHA-256 of {run / 'dataset.json'}"
-    warm = small_config(data, SETTINGS | {"warm_start": str(run)})
-    commands: list[Callable[[], object]] = [
-        lambda: train(read_config(run), run),
-        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
-        lambda: export(run, tmp_path / "served"),
-        lambda: train(warm, tmp_path / "warm"),
-    ]
-    for command in commands:
-        with told(said):
-            command()
 
 
 def test_a_header_beyond_reason_is_not_parsed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
