@@ -222,6 +222,11 @@ def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) ->
             yield pipeline
 
 
+def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """In the norm of the whole tensor: single elements may be zero but for rounding."""
+    assert (actual - expected).norm() <= relative * expected.norm()
+
+
 def interrupted(*_: object) -> NoReturn:
     """In place of what a job is killed in."""
     raise KeyboardInterrupt

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import gather_table, small_config, write_dataset
+from small_data import a_model, a_pipeline, assert_close, gather_table, small_config, write_dataset
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Bags
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.schema import ITEM
@@ -23,10 +22,7 @@ from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, look_up
 from logitmix.trainer.loop import training_batches
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.parallel.plan import TablePlan
-from logitmix.trainer.step.pipeline import Pipeline
 
 EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
@@ -98,23 +94,20 @@ class Seen:
 
 
 def train_steps(config: Config, steps: int) -> Seen:
-    dataset = load_dataset(config.data.path)
-    with process_group("cpu", 60) as ranks:
-        batches, model = training_batches(config, dataset, ranks), parallelize(dataset.schema, config, ranks)
-        optimizer = dense_optimizer(model.tower, config.dense)
+    with a_pipeline(config, steps) as pipeline:
+        model = pipeline.model
         before = {name: gather_table(model, name) for name in model.shards()}
         losses, named = [], {name: set[int]() for name in before}
-        with Pipeline(model, optimizer, batches.at, steps) as pipeline:
-            for _ in range(steps):
-                pipeline.receive_rows()
-                for name, ids in pipeline.batch.ids.items():
-                    named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
-                pipeline.loss()
-                pipeline.backward()
-                pipeline.check_gradients()
-                gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-                pipeline.apply_gradients()
-                losses.append(pipeline.losses["loss"].detach())
+        for _ in range(steps):
+            pipeline.receive_rows()
+            for name, ids in pipeline.batch.ids.items():
+                named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
+            pipeline.loss()
+            pipeline.backward()
+            pipeline.check_gradients()
+            gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
+            pipeline.apply_gradients()
+            losses.append(pipeline.losses["loss"].detach())
         after = {name: gather_table(model, name) for name in before}
         tower = {name: parameter.detach() for name, parameter in model.tower.named_parameters()}
         return Seen(losses, gradients, before, after, named, model.plan, tower, pipeline.total_norm)
@@ -133,11 +126,6 @@ def trained(data: Path) -> dict[str, tuple[Seen, Seen, Seen]]:
         name: (*pair, train_steps(config, 1))
         for name, config, pair in zip((*SETTINGS, "fp8"), configs, pairs, strict=True)
     }
-
-
-def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
-    """In the norm of the whole tensor: single elements may be zero but for rounding."""
-    assert (actual - expected).norm() <= relative * expected.norm()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -185,9 +173,8 @@ class Clipped:
 
 def clipped_by_torch(config: Config) -> Clipped:
     """A step of the same model whose tables are dense parameters of one process."""
-    dataset = load_dataset(config.data.path)
-    with process_group("cpu", 60) as ranks:
-        model, batch = parallelize(dataset.schema, config, ranks), training_batches(config, dataset, ranks).at(0)
+    with a_model(config) as (model, _):
+        batch = training_batches(config, load_dataset(config.data.path), model.ranks).at(0)
         tables = {name: gather_table(model, name).requires_grad_() for name in model.shards()}
         tower = model.tower
         rows = {

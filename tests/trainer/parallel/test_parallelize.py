@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from small_data import ITEMS, a_pipeline, gather_table, small_config
+from small_data import ITEMS, a_pipeline, assert_close, gather_table, small_config
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -57,11 +57,6 @@ def train_steps(config: Config, steps: int) -> Seen:
 
 def train_all(configs: list[Config], steps: int) -> list[Seen]:
     return [train_steps(config, steps) for config in configs]
-
-
-def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
-    """In the norm of the whole tensor: single elements may be zero but for rounding."""
-    assert (actual - expected).norm() <= relative * expected.norm()
 
 
 EXACT: dict[str, dict[str, Any]] = {

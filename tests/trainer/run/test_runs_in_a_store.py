@@ -24,7 +24,7 @@ from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common import storage
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch, fetched_run, naming_urls, path_of, push, shown
+from logitmix.common.storage import fetch, fetched_run, path_of, push, shown
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
@@ -394,20 +394,6 @@ def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeyp
 
 
 # Datasets and exports
-
-
-def test_flipped_bits_in_the_store_are_found(memory: Memory, local: Path) -> None:
-    put(local / "data", DATA)
-    files = memory.files("bucket/data/small")
-    memory.host("elsewhere")
-    for name, content in files.items():
-        broken = bytearray(content)
-        broken[len(broken) // 2] ^= 4
-        memory.write(f"bucket/data/small/{name}", bytes(broken))
-        with pytest.raises(ValueError, match=f"^{DATA}: {name} is damaged .* --out {DATA} --ov"), naming_urls():
-            load_dataset(DATA)
-        memory.write(f"bucket/data/small/{name}", content)
-    load_dataset(DATA)
 
 
 @pytest.mark.long
