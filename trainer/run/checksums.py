@@ -77,7 +77,10 @@ def read_checksummed(path: Path) -> bytes:
     """The content of a file of a run; ValueError if it is not what was written, except what was appended to rows."""
     entry = digests_of(path.parent).get(path.name)
     while True:
-        content = _content(path) if entry is None or path.exists() else b""
+        content = b""
+        if entry is None or path.exists():
+            require_file(path)
+            content = path.read_bytes()
         if entry is None:
             return content
         whole = content[: entry["bytes"]] if path.suffix == ".jsonl" else content
@@ -88,11 +91,6 @@ def read_checksummed(path: Path) -> bytes:
         if entry == before:
             problem = f"is damaged (its SHA-256 is not that in {DIGESTS})" if path.exists() else "is missing"
             raise ValueError(f"{path} {problem}; {_UNCHECKED.format(path.parent / DIGESTS)}")
-
-
-def _content(path: Path) -> bytes:
-    require_file(path)
-    return path.read_bytes()
 
 
 def read_text(path: Path) -> str:

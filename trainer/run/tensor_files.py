@@ -72,13 +72,10 @@ class TensorFile:
         yield memoryview(self.header)
         for tensor in self.tensors.values():
             rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-            for block in rows.split(_rows_of_a_block(rows)):
+            row_bytes = max(1, rows.itemsize * rows.shape[1:].numel())
+            for block in rows.split(max(1, BLOCK_BYTES // row_bytes)):
                 flat = block.cpu().contiguous().view(-1).view(torch.uint8)
                 yield memoryview(flat.numpy())
-
-
-def _rows_of_a_block(tensor: Tensor) -> int:
-    return max(1, BLOCK_BYTES // max(1, tensor.itemsize * tensor.shape[1:].numel()))
 
 
 class SavedTensors:
