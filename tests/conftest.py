@@ -169,6 +169,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def to_train(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations that training is started with; nothing is trained."""
+    configs: list[Any] = []
+    start = "logitmix.trainer.loop.train"
+    monkeypatch.setattr(start, lambda config, run, callbacks=(): configs.append(config) or {"step": 0})
+    return configs
+
+
+@pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs `logitmix WORDS`, which must end as on a user's mistake; returns what it says on standard error."""
 

@@ -17,7 +17,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -195,6 +195,18 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
             node = node.setdefault(section, {})
         node[name] = value
     return from_mapping(Config, tree, "test")
+
+
+def made_run(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any], **files: Any) -> Path:
+    """A run directory without training."""
+    path.mkdir()
+    (path / "config.toml").write_text(dump_toml(small_config(path, settings)))
+    (path / "dataset.json").write_text(json.dumps({"name": "a <b> & c", "users": 60, "items": 50, "actions": 700}))
+    if rows:
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
 
 
 @contextmanager

@@ -25,25 +25,11 @@ from logitmix.modules.config import (
     PooledConfig,
     SASRecConfig,
 )
-from logitmix.trainer import cli, loop
+from logitmix.trainer import cli
 from logitmix.trainer.commands import recipe_help, retrieve
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.evaluation import evaluate
-
-
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that training was started with."""
-    configs: list[Config] = []
-
-    def train(config: Config, run: Path) -> dict[str, Any]:
-        configs.append(config)
-        return {"step": 0}
-
-    monkeypatch.setattr(loop, "train", train)
-    return configs
-
 
 DEMO = load_recipe("demo-mol").model.similarity
 FIVE, HEADS = replace(DEMO, query_components=5), HSTUConfig(blocks=2, heads=4)
@@ -71,13 +57,13 @@ FIVE, HEADS = replace(DEMO, query_components=5), HSTUConfig(blocks=2, heads=4)
     ],
 )  # fmt: skip
 def test_a_recipe_takes_another_kind_and_its_settings(
-    recipe: str, words: str, settings: Any, parsed: list[Config], tmp_path: Path
+    recipe: str, words: str, settings: Any, to_train: list[Config], tmp_path: Path
 ) -> None:
     (tmp_path / "empty.toml").write_text("")
     recipe = recipe or str(tmp_path / "empty.toml")
     cli.main(["train", recipe, *words.split()])
     before, section = load_recipe(recipe), "similarity" if settings.kind in SIMILARITIES else "encoder"
-    assert parsed == [replace(before, model=replace(before.model, **{section: settings}))]
+    assert to_train == [replace(before, model=replace(before.model, **{section: settings}))]
 
 
 @pytest.mark.parametrize("of", ["", "start."])
@@ -91,7 +77,7 @@ def test_a_recipe_takes_another_kind_and_its_settings(
     ],
 )
 def test_python_takes_another_kind_as_the_command_line_does(
-    of: str, settings: dict[str, Any], parsed: list[Config], tmp_path: Path
+    of: str, settings: dict[str, Any], to_train: list[Config], tmp_path: Path
 ) -> None:
     own = {"model.similarity.temperature": 0.2, "model.similarity.projection_hidden": 48, "model.encoder.blocks": 3}
     recipe = with_settings(load_recipe("demo-mol"), own)
@@ -101,24 +87,24 @@ def test_python_takes_another_kind_as_the_command_line_does(
     cli.main(["train", str(tmp_path / "recipe.toml"), *words])
     expected = with_settings(recipe, settings)
     taken = flatten(expected.first if of else expected)
-    assert flatten(parsed[0].first if of else parsed[0]) == taken
+    assert flatten(to_train[0].first if of else to_train[0]) == taken
     assert taken.get("model.similarity.temperature", 0.2) == 0.2 and taken.get("model.encoder.blocks", 3) == 3
     assert taken.get("model.similarity.projection_hidden", 48) == 48
 
 
-def test_another_kind_may_need_other_values(parsed: list[Config], tmp_path: Path) -> None:
+def test_another_kind_may_need_other_values(to_train: list[Config], tmp_path: Path) -> None:
     """Those of the recipe may be refused with it: a correction of softmax."""
     (tmp_path / "recipe.toml").write_text("[model]\nloss = { in_batch = 512, negatives = 64 }\n")
     cli.main(["train", str(tmp_path / "recipe.toml"), "--model.loss.in-batch", "0", "--model.loss.kind", "bce"])
-    (config,) = parsed
+    (config,) = to_train
     assert (config.model.loss.kind, config.model.loss.in_batch, config.model.loss.negatives) == ("bce", 0, 64)
 
 
-def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> None:
+def test_a_table_is_set_by_its_name(to_train: list[Config], tmp_path: Path) -> None:
     words = "--tables.item.sharding row_wise --tables.lr 0.5 --tables.zip.init-std=0.125 --tables.item.lr 2"
     words += " --tables.zip.pooled true --tables.zip.dim 16"
     cli.main(["train", "demo-mol", *words.split()])
-    tables = parsed[0].tables
+    tables = to_train[0].tables
     assert tables.by_name == {
         "item": {"sharding": "row_wise", "lr": 2.0},
         "zip": {"init_std": 0.125, "pooled": True, "dim": 16},
@@ -127,7 +113,7 @@ def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> Non
     # On top of a recipe's settings of tables.
     (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\neps = 0.5\n")
     cli.main(["train", str(tmp_path / "recipe.toml"), "--tables.item.lr", "4"])
-    assert parsed[1].tables.by_name == {"item": {"lr": 4.0, "eps": 0.5}}
+    assert to_train[1].tables.by_name == {"item": {"lr": 4.0, "eps": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +130,10 @@ def test_a_table_is_set_by_its_name(parsed: list[Config], tmp_path: Path) -> Non
     ],
 )
 def test_wrong_settings_of_a_table_are_refused(
-    words: str, message: str, parsed: list[Config], tmp_path: Path, refusal: Callable[..., str]
+    words: str, message: str, to_train: list[Config], tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\n")
-    assert message in refusal("train", str(tmp_path / "recipe.toml"), *words.split()) and not parsed
+    assert message in refusal("train", str(tmp_path / "recipe.toml"), *words.split()) and not to_train
 
 
 @pytest.fixture

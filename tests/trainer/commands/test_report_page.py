@@ -8,13 +8,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from small_data import small_config, write_dataset
+from small_data import made_run, small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands.charts import POINTS, chart, thinned, ticks
 from logitmix.trainer.commands.groups import Run, differences, differing, grouped, verdict
 from logitmix.trainer.commands.report_page import wilson, write_report
-from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import means
 from logitmix.trainer.run.results import beside_baselines
@@ -32,18 +31,6 @@ def parsed(out: Path) -> ElementTree.Element:
 
 def texts(element: ElementTree.Element, tag: str) -> list[str]:
     return ["".join(found.itertext()) for found in element.iter(tag)]
-
-
-def made_run(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any], **files: Any) -> Path:
-    """A run directory without training."""
-    path.mkdir()
-    (path / "config.toml").write_text(dump_toml(small_config(path, settings)))
-    (path / "dataset.json").write_text(json.dumps({"name": "a <b> & c", "users": 60, "items": 50, "actions": 700}))
-    if rows:
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return path
 
 
 def training_row(step: int, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from logitmix.modules.config import MoLConfig
-from logitmix.trainer import api, cli, loop
+from logitmix.trainer import api, cli
 from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
 from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
 
@@ -27,14 +27,6 @@ def clicks(tmp_path: Path) -> Path:
     (tmp_path / "clicks").mkdir()
     (tmp_path / "clicks" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000, BRAND, AGE)))
     return tmp_path / "clicks"
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that training was started with."""
-    configs: list[Config] = []
-    monkeypatch.setattr(loop, "train", lambda config, run, callbacks=(): configs.append(config) or {"step": 0})
-    return configs
 
 
 @pytest.mark.parametrize("users", [1, 2, 5, 17, 1000, 40_000, 10**8])
@@ -67,7 +59,7 @@ def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
 
 
 def test_what_is_said_stands_above_what_is_sized(
-    clicks: Path, trained: list[Config], capsys: pytest.CaptureFixture[str]
+    clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, said = settled(*load_sized("auto", str(clicks)))
     assert config.train.epochs != load_recipe("auto").train.epochs and config.model.features == ("brand",)
@@ -81,10 +73,10 @@ def test_what_is_said_stands_above_what_is_sized(
     assert said in capsys.readouterr().err
     api.train("auto", "run", {"data.path": path, "train.batch_size": 7})
     sizes = with_settings(config, {"data.path": path})
-    assert trained[0] == trained[3] == sizes
-    assert trained[1] == trained[4] == with_settings(sizes, {"train.batch_size": 7})
-    assert trained[2].model.features == ("age",) and isinstance(trained[2].model.similarity, MoLConfig)
-    assert trained[2].train == sizes.train
+    assert to_train[0] == to_train[3] == sizes
+    assert to_train[1] == to_train[4] == with_settings(sizes, {"train.batch_size": 7})
+    assert to_train[2].model.features == ("age",) and isinstance(to_train[2].model.similarity, MoLConfig)
+    assert to_train[2].train == sizes.train
 
 
 def test_only_what_is_kept_is_said(clicks: Path) -> None:

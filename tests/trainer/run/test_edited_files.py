@@ -3,17 +3,15 @@ names the file and the field."""
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile_json import VALUES, edited, places
-from small_data import small_config, write_dataset
+from small_data import made_run, small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands import retrieve
-from logitmix.trainer.config import dump_toml
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 
@@ -46,18 +44,10 @@ DATASET = {"name": "made", "users": 60, "items": 50, "actions": 700, "schema": {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "config.toml").write_text(dump_toml(small_config(path)))
-    (path / "dataset.json").write_text(json.dumps(DATASET))
-    (path / "results.json").write_text(json.dumps(RESULTS))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (path / "test_ranks.json").write_text(json.dumps(RANKS))
-    (path / "test_users.json").write_text(json.dumps(USERS))
-    # Of another group, to be compared with.
-    shutil.copytree(path, tmp_path / "other")
-    (tmp_path / "other/config.toml").write_text(dump_toml(small_config(path, {"dense.lr": 0.1})))
-    return path
+    """Beside it another one, of another group, to be compared with."""
+    files = {"dataset": DATASET, "results": RESULTS, "test_ranks": RANKS, "test_users": USERS}
+    made_run(tmp_path / "other", ROWS, {"dense.lr": 0.1, "data.path": str(tmp_path / "run")}, **files)
+    return made_run(tmp_path / "run", ROWS, {}, **files)
 
 
 def report(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> str:
