@@ -1,15 +1,15 @@
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from damages import SETTINGS, replace_train, steps
 from small_data import a_model, small_config, write_dataset
 
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run.folder import read_config
+from logitmix.trainer.run.saving import Saver
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,10 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trained(finished: Path) -> Iterator[tuple[ParallelModel, torch.optim.Optimizer]]:
-    with a_model(replace_train(read_config(finished), keep=9)) as of:
-        yield of
+def savers(finished: Path, run: Path) -> Iterator[Callable[..., Saver]]:
+    """Makes a Saver of the run with these settings of [train]."""
+    with a_model(replace_train(read_config(finished), keep=9)) as (model, optimizer):
+        yield lambda **settings: Saver(run, replace(model, config=replace_train(model.config, **settings)), optimizer)
 
 
 @pytest.fixture(scope="module")

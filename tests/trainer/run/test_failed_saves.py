@@ -7,18 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from damages import PART, newest, replace_train, steps
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run import checkpoint, checksums, manifest, saving
 from logitmix.trainer.run.folder import read_config, run_lock
 from logitmix.trainer.run.metrics import RunProgress, append_row, read_rows
@@ -53,15 +51,9 @@ class Failure:
     ("step", "in_background"), [(12, False), pytest.param(16, False, marks=pytest.mark.slow), (16, True)]
 )
 def test_whatever_fails_the_checkpoint_before_stays(
-    run: Path,
-    trained: tuple[ParallelModel, torch.optim.Optimizer],
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
-    in_background: bool,
+    run: Path, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, step: int, in_background: bool
 ) -> None:
     """Also where it is saved again, as a step is that was saved before it was evaluated."""
-    model, optimizer = trained
-    model = replace(model, config=replace_train(model.config, save_in_background=in_background))
     before, number, messages = steps(run), 0, set()
     out = run / "checkpoints" / f"step-{step}"
     while True:
@@ -70,7 +62,7 @@ def test_whatever_fails_the_checkpoint_before_stays(
         with monkeypatch.context() as patch:
             failure = Failure(patch, number, errno.EIO if number % 2 else errno.ENOSPC)
             try:
-                with Saver(run, model, optimizer) as saver:
+                with savers(save_in_background=in_background) as saver:
                     saver.save(RunProgress(step, number), wait=False)
                     while saver._pending:
                         saver.poll()
@@ -94,7 +86,7 @@ def test_whatever_fails_the_checkpoint_before_stays(
 
 
 def test_a_power_loss_at_any_moment_of_a_save(
-    run: Path, trained: tuple[ParallelModel, torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, savers: Callable[..., Saver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can take the rows that were not synced: the others pass for whole, and are all up to the newest checkpoint."""
     after, rows, out, checks = tmp_path / "after", run / "metrics.jsonl", run / "checkpoints" / "step-16", 0
@@ -119,7 +111,7 @@ def test_a_power_loss_at_any_moment_of_a_save(
 
     for name in ("fsync", "rename", "replace"):
         checked(name)
-    Saver(run, *trained).save(RunProgress(16))
+    savers().save(RunProgress(16))
     assert checks > 6 and on_disk == rows.stat().st_size
 
 
@@ -136,46 +128,36 @@ def test_training_is_the_same_with_saves_in_the_background(finished: Path, tmp_p
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(
-    run: Path,
-    trained: tuple[ParallelModel, torch.optim.Optimizer],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizer = trained
     before, needed = steps(run), (newest(run) / PART).stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed - 1))
     said = (
         f"no room for {run}/checkpoints/step-16: it needs {needed:,} bytes, and {needed - 1:,} are free; nothing of it"
     )
     with pytest.raises(OSError, match=said):
-        Saver(run, model, optimizer).save(RunProgress(16))
-    goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
+        savers().save(RunProgress(16))
     for wait in (False, True):
-        Saver(run, goes_on, optimizer).save(RunProgress(16), wait)
+        savers(on_save_failure="continue").save(RunProgress(16), wait)
         assert capsys.readouterr().err == f"{said} was kept{'' if wait else '; training goes on'}\n"
     assert steps(run) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
-    Saver(run, model, optimizer).save(RunProgress(16))
+    savers().save(RunProgress(16))
 
 
 def test_a_step_is_saved_though_what_follows_fails(
-    run: Path,
-    trained: tuple[ParallelModel, torch.optim.Optimizer],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, optimizer = trained
 
     def broken(run: Path) -> None:
         raise OSError(errno.EIO, "broken", "rows")
 
     monkeypatch.setattr(saving, "checksum_rows", broken)
-    goes_on = replace(model, config=replace_train(model.config, on_save_failure="continue"))
-    assert Saver(run, goes_on, optimizer).save(RunProgress(16), wait=False)
+    assert savers(on_save_failure="continue").save(RunProgress(16), wait=False)
     said = f"{run}/checkpoints/step-16 is saved, but rows could not be updated (broken)"
     assert capsys.readouterr().err == f"{said}; training goes on\n"
     with pytest.raises(OSError, match=re.escape(said)):
-        Saver(run, model, optimizer).save(RunProgress(16))
+        savers().save(RunProgress(16))
 
 
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:
