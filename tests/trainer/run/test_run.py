@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_data import small_config, write_dataset
 
-from logitmix.comm.process_group import process_group
+from logitmix.comm.process_group import Ranks
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
@@ -95,29 +95,28 @@ def test_the_file_of_rows_outlasts_a_power_loss(tmp_path: Path, monkeypatch: pyt
     assert synced == [path.stat().st_ino for path in (tmp_path / "metrics.jsonl", tmp_path)]
 
 
-def test_one_job_at_a_time_trains_a_run(tmp_path: Path) -> None:
+def test_one_job_at_a_time_trains_a_run(tmp_path: Path, ranks: Ranks) -> None:
     run = tmp_path / "runs" / "run"
-    with process_group("cpu", 60) as ranks:
-        with run_lock(run, ranks):
-            with (
-                pytest.raises(ValueError, match=f"^another job is training {run}; wait for it, or use another run"),
-                run_lock(run, ranks),
-            ):
-                pass
-            with run_lock(tmp_path / "other", ranks):
-                pass
-        with run_lock(run, ranks):
+    with run_lock(run, ranks):
+        with (
+            pytest.raises(ValueError, match=f"^another job is training {run}; wait for it, or use another run"),
+            run_lock(run, ranks),
+        ):
             pass
-        (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match="file cannot be a run directory"), run_lock(tmp_path / "file", ranks):
+        with run_lock(tmp_path / "other", ranks):
             pass
+    with run_lock(run, ranks):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file cannot be a run directory"), run_lock(tmp_path / "file", ranks):
+        pass
 
 
 def test_a_command_that_looks_whether_a_run_is_trained_keeps_no_job_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / ".lock").open("w") as look, process_group("cpu", 60) as ranks:
+    with (tmp_path / "run" / ".lock").open("w") as look:
         fcntl.flock(look, fcntl.LOCK_SH)
         monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))
         with run_lock(tmp_path / "run", ranks):
@@ -126,12 +125,12 @@ def test_a_command_that_looks_whether_a_run_is_trained_keeps_no_job_out(
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_the_lock_of_a_job_that_fails_meanwhile_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, anew: bool
 ) -> None:
     """It is removed; a third job may have begun anew."""
     path = tmp_path / "run" / ".lock"
     path.parent.mkdir()
-    with path.open("w") as failing, process_group("cpu", 60) as ranks:
+    with path.open("w") as failing:
         fcntl.flock(failing, fcntl.LOCK_EX)
 
         def fail(seconds: float) -> None:
@@ -145,68 +144,57 @@ def test_the_lock_of_a_job_that_fails_meanwhile_is_not_taken(
             pass
 
 
-def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: Path, ranks: Ranks) -> None:
     run, data = tmp_path / "run", write_dataset(tmp_path / "data")
     dataset, config = load_dataset(data), small_config(data)
     (run / "checkpoints").mkdir(parents=True)
-    with process_group("cpu", 60) as ranks:
+    start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
+    # Without a checkpoint there is nothing that other settings could contradict.
+    start_run(run, config, dataset, ranks)
+    (run / "checkpoints/step-3").mkdir()
+    with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; use another run directory"):
         start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
-        # Without a checkpoint there is nothing that other settings could contradict.
-        start_run(run, config, dataset, ranks)
-        (run / "checkpoints/step-3").mkdir()
-        with pytest.raises(ValueError, match=r"other settings: train\.seed was 0, is 7; use another run directory"):
-            start_run(run, small_config(data, {"train.seed": 7}), dataset, ranks)
-        sharding = {"tables.sharding": "row_wise", "tables.item.sharding": "column_wise"}
-        longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5, **sharding})
-        start_run(run, longer, dataset, ranks)
-        assert read_config(run) == longer
-        other = load_dataset(write_dataset(tmp_path / "other", users=50))
-        with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
-            start_run(run, longer, other, ranks)
-
-
-def test_a_schedule_over_all_epochs_keeps_their_number(tmp_path: Path) -> None:
-    data, cosine = write_dataset(tmp_path / "data"), {"train.schedule": "cosine"}
-    dataset = load_dataset(data)
-    (tmp_path / "checkpoints/step-3").mkdir(parents=True)
-    (tmp_path / "config.toml").write_text(dump_toml(small_config(data, cosine)))
-    refused = pytest.raises(ValueError, match=r"was started with other settings: train\.epochs was 2, is 9")
-    with process_group("cpu", 60) as ranks, refused:
-        start_run(tmp_path, small_config(data, cosine | {"train.epochs": 9}), dataset, ranks)
+    sharding = {"tables.sharding": "row_wise", "tables.item.sharding": "column_wise"}
+    longer = small_config(data, {"train.epochs": 9, "comm.timeout_seconds": 5, **sharding})
+    start_run(run, longer, dataset, ranks)
+    assert read_config(run) == longer
+    other = load_dataset(write_dataset(tmp_path / "other", users=50))
+    with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
+        start_run(run, longer, other, ranks)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "before", "now", "said"),
+    ("schedule", "name", "before", "now", "said"),
     [
-        ("cosine", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; use another run directory"),
-        ("wsd", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; use another run directory"),
-        ("linear", 0.0, 9.0, ""),
-        ("constant", 5.0, 9.0, ""),
+        ("cosine", "minutes", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; use another run directory"),
+        ("wsd", "minutes", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; use another run directory"),
+        ("linear", "minutes", 0.0, 9.0, ""),
+        ("constant", "minutes", 5.0, 9.0, ""),
+        ("cosine", "epochs", 2, 9, r"other settings: train\.epochs was 2, is 9; use another run directory"),
     ],
 )
-def test_rates_that_have_fallen_with_the_time_do_not_rise_again(
-    tmp_path: Path, schedule: str, before: float, now: float, said: str
+def test_rates_that_have_fallen_do_not_rise_again(
+    tmp_path: Path, ranks: Ranks, schedule: str, name: str, before: float, now: float, said: str
 ) -> None:
     data = write_dataset(tmp_path / "data")
     earlier, later = (
-        small_config(data, {"train.schedule": schedule, "train.minutes": minutes}) for minutes in (before, now)
+        small_config(data, {"train.schedule": schedule, f"train.{name}": value}) for value in (before, now)
     )
     (tmp_path / "checkpoints/step-3").mkdir(parents=True)
     (tmp_path / "config.toml").write_text(dump_toml(earlier))
     (tmp_path / "dataset.json").write_text(load_dataset(data).description())
-    with process_group("cpu", 60) as ranks, pytest.raises(ValueError, match=said) if said else nullcontext():
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
         start_run(tmp_path, later, load_dataset(data), ranks)
     assert read_config(tmp_path) == (earlier if said else later)
 
 
-def test_a_run_that_is_trained_is_not_removed(tmp_path: Path) -> None:
+def test_a_run_that_is_trained_is_not_removed(tmp_path: Path, ranks: Ranks) -> None:
     run = tmp_path / "run"
-    with process_group("cpu", 60) as ranks:
-        with run_lock(run, ranks):
-            append_row(run, "train", 1, {})
-            with pytest.raises(ValueError, match=f"^another job is training {run}"):
-                remove_run(run)
-        assert read_rows(run)
+    with run_lock(run, ranks):
+        append_row(run, "train", 1, {})
+        with pytest.raises(ValueError, match=f"^another job is training {run}"):
+            remove_run(run)
+    assert read_rows(run)
     remove_run(run)
     assert list(tmp_path.iterdir()) == []
 
