@@ -111,15 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end_unread()
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
-    except MemoryError as error:
-        _fail(_out_of_memory(error), 1)
-    except RuntimeError as error:
-        if "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
-            _fail(_out_of_memory(error), 1)
-        if type(error).__name__ != "LostRank":  # whose module takes seconds to load
-            _tell_others(f"{type(error).__name__}: {error}", 1)
-            raise
-        end_lost(str(error))
     except ModuleNotFoundError as error:
         _fail(_what_to_install(words[0], error), 1)
     except Stopped as stop:
@@ -129,7 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("stopped", 130)
     except Exception as error:
-        _tell_others(f"{type(error).__name__}: {error}", 1)
+        name = type(error).__name__  # the modules of these classes take seconds to load
+        if name == "LostRank":
+            end_lost(str(error))
+        if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "allocate memory" in str(error):
+            _fail(_out_of_memory(error), 1)
+        _tell_others(f"{name}: {error}", 1)
         raise
     finally:
         remove_logs_of_no_run()
