@@ -37,6 +37,7 @@ class Packing:
         self.row_T = torch.arange(first_row, first_row + total)
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
+        self.shortest = int(lengths_B.min()) if len(lengths_B) else 0
         first_B, self.groups = _groups(lengths_B)
         self.grouped_T = first_B[sequence_T] + self.position_T
         self.last_B = self.offset_B[1:] - 1

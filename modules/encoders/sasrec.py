@@ -55,7 +55,7 @@ class _Block(nn.Module):
     def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
         T, D = x_TD.shape
         packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1).view(T, 3, self.heads, D // self.heads)
-        jagged = x_TD.is_cuda and T > 0 and D // self.heads % 8 == 0
+        jagged = x_TD.is_cuda and packing.shortest > 0 and D // self.heads % 8 == 0
         return self.output((attend_jagged if jagged else attend_padded)(packed, packing).reshape(T, D))
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
@@ -76,10 +76,11 @@ def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
 
 
 def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
-    """`attend_padded` without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8."""
+    """`attend_padded` without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8 and
+    no empty sequence. That there is none has to be said, because torch would otherwise wait for the device to see."""
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
-            each, packing.offset_B, min_seqlen=0, max_seqlen=packing.shape[1]
+            each, packing.offset_B, min_seqlen=packing.shortest, max_seqlen=packing.shape[1]
         ).transpose(1, 2)
         for each in packed_T3Gd.unbind(1)
     )

@@ -11,12 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nested._internal import sdpa
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import SASRecConfig
 from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padded
 from logitmix.modules.noise import Noise
+from logitmix.trainer.config import load_recipe, recipe_names
 
 DIM = 8
 NOISE = Noise(12345)
@@ -244,7 +247,7 @@ def packed_of(lengths: list[int], heads: int, width: int) -> Tensor:
     return torch.randn(sum(lengths), 3, heads, width, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("lengths", [[3, 1, 0, 7], [5], [2, 2]])
+@pytest.mark.parametrize("lengths", [[3, 1, 7], [5], [2, 2]])
 def test_jagged_attention_takes_sequences_apart_and_puts_them_together(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +268,62 @@ def test_jagged_attention_takes_sequences_apart_and_puts_them_together(
         *(attended(a, packed, packing(lengths)) for a in (attend_jagged, attend_padded)), strict=True
     ):
         torch.testing.assert_close(got, should, rtol=1e-5, atol=1e-6)
+
+
+class _Chosen(Exception):
+    """Raised in place of the kernel that torch has chosen."""
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our code and torch's choice of a kernel take tensors for a GPU's. What torch asks of the device and of dtypes in
+    C++, which needs a GPU, is what its kernels support; all else that it asks is torch's own."""
+
+    def any_device(*dtypes: torch.dtype) -> Callable[..., bool]:
+        return lambda params, debug=False: params.query.dtype in dtypes
+
+    half = (torch.float16, torch.bfloat16)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(sdpa, "can_use_flash_attention", any_device(*half))
+    monkeypatch.setattr(sdpa, "can_use_efficient_attention", any_device(*half, torch.float32))
+    monkeypatch.setattr(sdpa, "can_use_cudnn_attention", any_device())
+    choose = sdpa._select_sdp_backend
+
+    def chosen(*arguments: Any) -> None:
+        raise _Chosen(choose(*arguments))
+
+    monkeypatch.setattr(sdpa, "_select_sdp_backend", chosen)
+
+
+def widths() -> list[tuple[int, int]]:
+    """Of models and numbers of heads: those of the recipes, the narrowest and wide ones."""
+    models = [load_recipe(name).model for name in recipe_names()]
+    ours = {(of.dim, of.encoder.heads) for of in models if isinstance(of.encoder, SASRecConfig)}
+    return sorted(ours | {(8, 1), (64, 8), (256, 1), (512, 1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dim", "heads"), widths())
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+def test_a_gpu_has_a_fused_kernel_for_attention(
+    dtype: torch.dtype, dim: int, heads: int, noise: Noise | None, on_gpu: None
+) -> None:
+    """torch has no plain one for causal attention of nested tensors: without a fused one it refuses them."""
+    encoder, lengths = SASRec(dim, replace(CONFIG, heads=heads)), [3, 1, 6]
+    with pytest.raises(_Chosen) as chosen, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        encoder(rows(sum(lengths), dim).float().requires_grad_(), packing(lengths), noise)
+    flash = dtype == torch.bfloat16 and dim // heads <= 256
+    assert chosen.value.args == (SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION,)
+
+
+@pytest.mark.parametrize(("dim", "heads", "lengths"), [(8, 2, [3, 1]), (52, 1, [2]), (8, 1, [3, 0, 1]), (8, 1, [])])
+def test_a_gpu_takes_padded_attention_where_there_is_no_jagged_one(
+    dim: int, heads: int, lengths: list[int], on_gpu: None
+) -> None:
+    """Widths that are no multiples of 8, empty sequences and no sequence at all. Dense attention has a plain form for
+    whatever the fused ones do not take."""
+    encoder, item_TD = make(dim, heads=heads), rows(sum(lengths), dim)
+    assert encoder(item_TD, packing(lengths), None).shape == (sum(lengths), dim)
 
 
 @pytest.mark.gpu
