@@ -1,6 +1,7 @@
 """The lock: what `pip check` would say, but for the one complaint that is wrong (requirements/common.txt)."""
 
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -9,21 +10,26 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parents[1] / "requirements"
-LINE = re.compile(r"([a-z0-9-]+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64})+ *")
+LINE = re.compile(r"([a-z0-9-]+)(={2,3})(\S+)(?: +--hash=sha256:[0-9a-f]{64})+ *")
+BUILDS = ("2.13.0", "2.13.0+cpu", "2.13.0+cu130")
 LISTS = ("cpu", "cpu-public", "cuda")
 """What `make install` chooses from."""
 
 
-def locked(file: str) -> dict[str, str]:
-    """Name to version, of a list and what it includes."""
-    pins: dict[str, str] = {}
+def requirements_of(file: str) -> list[Requirement]:
+    """The requirements of a list and what it includes."""
+    found: list[Requirement] = []
     for line in (FOLDER / file).read_text().replace("\\\n", "").splitlines():
         if line.startswith("-r "):
-            pins |= locked(line.removeprefix("-r "))
+            found += requirements_of(line.removeprefix("-r "))
         elif line and not line.startswith("#"):
-            name, version = LINE.fullmatch(line).groups()  # type: ignore[union-attr]
-            pins[name] = version
-    return pins
+            found.append(Requirement("".join(LINE.fullmatch(line).groups())))  # type: ignore[union-attr]
+    return found
+
+
+def locked(file: str) -> dict[str, str]:
+    """Name to version, of a list and what it includes."""
+    return {each.name: next(iter(each.specifier)).version for each in requirements_of(file)}
 
 
 def installed(name: str) -> str:
@@ -36,6 +42,19 @@ def installed(name: str) -> str:
 @pytest.mark.parametrize("name", [*LISTS, "dev", "docs"])
 def test_every_line_is_one_exact_version_with_hashes(name: str) -> None:
     assert locked(f"{name}.txt")
+
+
+@pytest.mark.parametrize(("list_", "torch"), [("cpu", "2.13.0+cpu"), ("cpu-public", "2.13.0"), ("cuda", "2.13.0")])
+def test_a_list_takes_its_build_of_torch_from_whatever_indexes_pip_sees(list_: str, torch: str) -> None:
+    """`torch==2.13.0` is 2.13.0+cpu, too, and pip prefers that: it counts as newer."""
+    (requirement,) = (each for each in requirements_of(f"{list_}.txt") if each.name == "torch")
+    assert list(requirement.specifier.filter(BUILDS)) == [torch]
+
+
+def test_the_extra_for_gpus_takes_no_torch_for_the_cpu() -> None:
+    extras = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (requirement,) = (each for each in map(Requirement, extras["train"]) if each.name == "torch")
+    assert list(requirement.specifier.filter(BUILDS)) == ["2.13.0", "2.13.0+cu130"]
 
 
 @pytest.mark.long
