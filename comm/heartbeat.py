@@ -25,8 +25,11 @@ LISTENS = 2.5
 ANSWERS = 1.5
 """Seconds in which the store answers more than once."""
 SILENT = 30.0
-"""Seconds without a sign after which a rank that is watched is asked for: long, because a thread gives none while
-another one holds the interpreter's lock."""
+"""Seconds without a sign after which a rank that is watched is asked for, at least: long, because a thread gives none
+while another one holds the interpreter's lock."""
+NAMING = 30.0
+"""Seconds in which a rank that has been silent for too long is named, on a busy host too: two INTERVALs to notice it,
+LISTENS and twice ANSWERS."""
 
 
 class Heartbeat:
@@ -43,13 +46,15 @@ class Heartbeat:
         self._since = 0
         """Beats of this rank since the last one of the rank that it watches."""
 
-    def start(self, lost: Callable[[str], object] | None = None) -> None:
-        """`lost` is called, in a thread, with a line that names a rank that has given no sign for SILENT."""
+    def start(self, lost: Callable[[str], object] | None = None, silent: float | None = None) -> None:
+        """`lost` is called, in a thread, with a line that names a rank that has given no sign for `silent` seconds, or
+        for SILENT."""
         if self.store:
             self._thread = threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True)
             self._thread.start()
             if lost:
-                self._watcher = threading.Thread(target=self._watch, args=(lost,), name="watch", daemon=True)
+                watched = (lost, SILENT if silent is None else silent)
+                self._watcher = threading.Thread(target=self._watch, args=watched, name="watch", daemon=True)
                 self._watcher.start()
 
     def stop(self) -> None:
@@ -97,14 +102,14 @@ class Heartbeat:
             return
         self._ended.set()
 
-    def _watch(self, lost: Callable[[str], object]) -> None:
+    def _watch(self, lost: Callable[[str], object], silent: float) -> None:
         # Signs are counted, not seconds: after a pause of all ranks, none is missing.
-        before, stuck, patience = -1, 0, SILENT / INTERVAL
+        before, stuck, patience = -1, 0, silent / INTERVAL
         while not self._ended.wait(INTERVAL):
             stuck, before = stuck + 1 if self._beats == before else 0, self._beats
             if max(stuck, self._since) < patience:
                 continue
-            if missing := self.who_is_missing(SILENT):
+            if missing := self.who_is_missing(silent):
                 lost(f"rank {self.rank} waits for the others no longer: {missing}")
                 return
             stuck = self._since = 0

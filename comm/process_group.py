@@ -16,13 +16,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from logitmix.comm.heartbeat import Heartbeat, connection
+from logitmix.comm.heartbeat import NAMING, SILENT, Heartbeat, connection
 from logitmix.comm.rendezvous import HEARS, TELLS, LostRank, Member, meet, unconnected
 from logitmix.common.mappings import first_line
 
@@ -54,20 +54,22 @@ def process_group(
     timeout_seconds: int,
     facts: Mapping[str, str] | None = None,
     lost: Callable[[str], object] | None = None,
+    silent: float | None = None,
 ) -> Iterator[Ranks]:
     """Joins the launcher's group, or makes one of a single process; always leaves it at the end.
 
     `timeout_seconds` bounds every collective, and the rendezvous unless RENDEZVOUS is longer. `facts`, by name, must be
-    equal on all ranks. Where that is long, `lost` is called, in a thread, with a line that names a rank that is stopped
-    or gone. After an error the group is aborted rather than drained, so that this rank does not wait for one
-    that is gone; the others notice when this process exits.
+    equal on all ranks. `lost` is called, in a thread, with a line that names a rank that has given no sign of life for
+    `silent` seconds. Without `silent`, that is so on CUDA alone, after `timeout_seconds`: gloo's collectives raise an
+    error then, NCCL's do not. After an error the group is aborted rather than drained, so that this rank does not wait
+    for one that is gone; the others notice when this process exits.
 
     Raises ValueError for a device that does not exist and for launcher variables that are missing or invalid, and on
     all ranks for facts that differ and a rank that has failed before (`tell_failure`); LostRank when another rank is
     gone.
     """
     place = _place_from(os.environ)
-    chosen = _choose_device(device, place.local_rank)
+    chosen = _choose_device(device, place)
     timeout = timedelta(seconds=timeout_seconds)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -79,7 +81,10 @@ def process_group(
         "the number of processes on a host": place.local_size,
     }
     store, heartbeat, members = _store(place, max(timeout, RENDEZVOUS), shape | dict(facts or {}))
-    heartbeat.start(lost)
+    patience = max(timeout_seconds, SILENT)
+    if silent is None and chosen.type == "cuda":
+        silent = patience
+    heartbeat.start(None if silent is None else lost, silent)
     try:
         with _loopback_only() if place.one_host else nullcontext():
             since = time.monotonic()
@@ -99,6 +104,9 @@ def process_group(
                 ) from None
             group = dist.group.WORLD
             assert group is not None
+            if chosen.type == "cuda":
+                # At its own time limit, NCCL's watchdog ends the process. A rank that hangs is to be named before.
+                _backend(group, chosen)._set_default_timeout(timedelta(seconds=patience + NAMING))
             yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
             dist.destroy_process_group()
     except BaseException as error:
@@ -110,6 +118,11 @@ def process_group(
         raise
     finally:
         heartbeat.stop()
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What runs the group's collectives on a device."""
+    return group._get_backend(device)
 
 
 def _lost(error: BaseException, rank: int, seconds: int, heartbeat: Heartbeat) -> str:
@@ -192,18 +205,21 @@ def _require_interface(names: str) -> None:
             raise ValueError(f"GLOO_SOCKET_IFNAME is {names}, but the interfaces of this host are {', '.join(there)}")
 
 
-def _choose_device(device: str, local_rank: int) -> torch.device:
+def _choose_device(device: str, place: _Place) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("train.device is cuda, but torch sees no CUDA device here; set train.device to cpu or auto")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
+    there = torch.cuda.device_count()
+    # By the number of processes, where the launcher says it, so that none of them waits for the others.
+    here = max(place.local_rank + 1, int(place.local_size) if place.local_size.isdecimal() else 1)
+    if here > there:
+        gpus = "1 GPU" if there == 1 else f"{there} GPUs"
         raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA devices; "
-            f"start at most {count} processes per host, or set train.device to cpu"
+            f"{here} processes on this host have {gpus} and need one each; start {there} (--processes {there}), or set "
+            "train.device to cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", place.local_rank)
 
 
 def tell_failure(message: str, is_mistake: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.storage import fetch_run, place_of, say
-from logitmix.launch.processes import Stopped, require_threads
+from logitmix.launch.processes import Stopped, end_lost, require_threads
 from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
@@ -75,7 +75,7 @@ def train(config: Config, run: Path, callbacks: Sequence[Logger] = ()) -> dict[s
     facts = facts_of("train", config, dataset)
     seconds = config.comm.timeout_seconds
     with (
-        process_group(config.train.device, seconds, facts) as ranks,
+        process_group(config.train.device, seconds, facts, end_lost) as ranks,
         Stopping(ranks, config.train.stop_seconds) as stopping,
     ):
         job = Job(dataset, ranks, stopping, callbacks)

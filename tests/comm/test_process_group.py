@@ -18,6 +18,7 @@ import two_ranks
 from logitmix.comm import heartbeat
 from logitmix.comm import process_group as module
 from logitmix.comm.collectives import agreed, barrier
+from logitmix.comm.heartbeat import Heartbeat
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
 from logitmix.launch.processes import free_port
 
@@ -34,7 +35,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_alone_is_a_world_of_one() -> None:
     with process_group("auto", TIMEOUT_SECONDS) as ranks:
         assert (ranks.rank, ranks.world_size, ranks.local_rank) == (0, 1, 0)
-        assert ranks.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert ranks.device.type == "cpu"
         assert ranks.group.size() == 1
     assert not dist.is_initialized()
 
@@ -144,7 +145,6 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
 def test_a_stopped_process_at_the_meeting_point_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system accepts connections for it, and nobody answers."""
     monkeypatch.setattr(module, "RENDEZVOUS", timedelta(seconds=0.5))
@@ -164,6 +164,73 @@ def test_cuda_that_is_not_there() -> None:
     one_line = r"^train\.device is cuda.*set train\.device to .*\Z"
     with pytest.raises(ValueError, match=one_line), process_group("cuda", TIMEOUT_SECONDS):
         pass
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the choice of a device and the start of a group see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize(("rank", "local_size"), [("0", "2"), ("1", "2"), ("1", "")])
+def test_processes_without_a_gpu_of_their_own(
+    device: Any, rank: str, local_size: str, one_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each of them, as far as the launcher says how many there are: none waits for the others."""
+    for name, value in (LAUNCHED | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": local_size}).items():
+        monkeypatch.setenv(name, value)
+    said = r"^2 processes on this host have 1 GPU and need one each; start 1 \(--processes 1\), or set train\.device"
+    with pytest.raises(ValueError, match=said), process_group(device, TIMEOUT_SECONDS):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [5, 600])
+def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
+    seconds: int, one_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo's collectives raise an error at the time limit, and where all wait for NCCL, a watcher names who is silent
+    for so long. Both take a while to name, and only then NCCL's watchdog may end the process."""
+    limits = {}
+    start, watch = dist.init_process_group, Heartbeat.start
+
+    class Backend:
+        def _set_default_timeout(self, limit: timedelta) -> None:
+            limits["nccl"] = limit.total_seconds()
+
+    def started(backend: str, timeout: timedelta, **options: Any) -> None:
+        limits[backend] = timeout.total_seconds()
+        start("gloo", timeout=timeout, **options)
+
+    def watched(self: Heartbeat, lost: Any, silent: float | None) -> None:
+        limits["watcher"] = silent or 0.0
+        assert lost is print
+        watch(self, lost, silent)
+
+    monkeypatch.setattr(dist, "init_process_group", started)
+    monkeypatch.setattr(module, "_backend", lambda group, device: Backend())
+    monkeypatch.setattr(Heartbeat, "start", watched)
+    with process_group("auto", seconds, lost=print) as ranks:
+        assert ranks.device == torch.device("cuda", 0)
+    naming = 2 * heartbeat.INTERVAL + heartbeat.LISTENS + 2 * heartbeat.ANSWERS
+    assert limits == {
+        "cpu:gloo,cuda:nccl": seconds,
+        "watcher": max(seconds, heartbeat.SILENT),
+        "nccl": max(seconds, heartbeat.SILENT) + heartbeat.NAMING,
+    }
+    assert 2 * naming < heartbeat.NAMING
+
+
+def test_where_gloo_raises_errors_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(Heartbeat, "start", lambda self, lost, silent: told.append((lost, silent)))
+    with process_group("cpu", TIMEOUT_SECONDS, lost=print):
+        pass
+    with process_group("cpu", 24 * 3600, None, print, 30.0):
+        pass
+    assert told == [(None, None), (print, 30.0)]
 
 
 def take_part(rank: int, port: int, attempt: int, answers: "Queue[Any]") -> None:
@@ -225,7 +292,7 @@ def test_groups_that_share_a_store_find_no_stale_addresses(attempts: Any) -> Non
 
 def stop_while_idle(rank: int, port: int, said: "Queue[str]") -> None:
     two_ranks.set_launcher_variables(rank, port)
-    heartbeat.SILENT, heartbeat.INTERVAL = 1.0, 0.1
+    heartbeat.INTERVAL = 0.1
 
     def lost(line: str) -> None:
         said.put(line)
@@ -233,7 +300,7 @@ def stop_while_idle(rank: int, port: int, said: "Queue[str]") -> None:
         said.join_thread()
         os._exit(LOST)
 
-    with process_group("cpu", 24 * 3600, lost=lost) as ranks:
+    with process_group("cpu", 24 * 3600, lost=lost, silent=1.0) as ranks:
         barrier(ranks)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

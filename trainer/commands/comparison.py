@@ -33,7 +33,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, place_of, say, shown
-from logitmix.launch.processes import require_threads
+from logitmix.launch.processes import end_lost, require_threads
 from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
@@ -142,7 +142,7 @@ def compare(
 
     configs, config = {name: configured(name) for name in methods}, configured("dot")
     facts = facts_of("compare", config, dataset, methods=methods)
-    with process_group("auto", config.comm.timeout_seconds, facts) as ranks:
+    with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)

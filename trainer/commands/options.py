@@ -82,10 +82,11 @@ def items_group(command: str) -> "Iterator[ProcessGroup | None]":
     if not launched():
         yield None
         return
+    from logitmix.comm.heartbeat import SILENT
     from logitmix.comm.process_group import process_group
     from logitmix.trainer.run.agreement import facts_of
 
-    with process_group("cpu", PATIENCE, facts_of(command, None, None), end_lost) as ranks:
+    with process_group("cpu", PATIENCE, facts_of(command, None, None), end_lost, SILENT) as ranks:
         yield ranks.group
 
 

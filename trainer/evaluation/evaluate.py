@@ -17,7 +17,7 @@ from rich.console import Console
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.storage import tell
-from logitmix.launch.processes import require_threads
+from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
@@ -76,7 +76,7 @@ def evaluate_run(
     require_same_dataset(run, dataset)
     config = replace(config, evaluate=options)
     facts = facts_of("evaluate", config, dataset, split=split)
-    with process_group(device, config.comm.timeout_seconds, facts) as ranks:
+    with process_group(device, config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
         model = load_saved(run, ranks=ranks)
         metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
