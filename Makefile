@@ -38,11 +38,12 @@ $(LOCKED): $(wildcard requirements/*.txt)
 	fi; \
 	echo "Installing the wheels of requirements/$$list.txt; this takes a few minutes."; \
 	.venv/bin/pip install --quiet --quiet --no-deps -r requirements/$$list.txt -r requirements/dev.txt
-	@.venv/bin/python -W ignore -c 'import torchrec' || { echo 'torch, fbgemm and torchrec do not load together.'; exit 1; }
 	@touch $@
 
-$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.h comm/*.c modules/*.[ch] modules/*/*.[ch]) | build/namespace/logitmix
+$(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.[ch] comm/*.c modules/*.[ch] modules/*/*.[ch]) | build/namespace/logitmix
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
+	@.venv/bin/python -W ignore -c 'from logitmix.common import driver; driver.has_driver(); import torchrec' \
+	  || { echo 'torch, fbgemm and torchrec do not load together: see .venv/bin/logitmix doctor.'; exit 1; }
 	@touch $@
 
 # Type checkers and editors do not read the mapping of an editable install: they get the folders under their namespace.

@@ -1,6 +1,7 @@
 """The compiled parts: plain C libraries, loaded with ctypes. All else is in pyproject.toml.
 
-Each is optional: without a C compiler the installation succeeds, and plain torch does the same work more slowly.
+Each is optional: without a C compiler the installation succeeds, and plain torch does the same work more slowly. Only
+FBGEMM's CUDA build then needs an NVIDIA driver to load.
 """
 
 import platform
@@ -21,6 +22,14 @@ setup(
             ["comm/fp8.c"],
             depends=["setup.py", "common/cpu.h"],
             extra_compile_args=[*FLAGS, "-ffp-contract=off"],
+            optional=True,
+        ),
+        # By its soname, the loader takes it for the driver's.
+        Extension(
+            "logitmix.common._nvml",
+            ["common/nvml.c"],
+            depends=["setup.py"],
+            extra_link_args=["-Wl,-soname,libnvidia-ml.so.1"],
             optional=True,
         ),
         Extension(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
+from logitmix.common.driver import has_driver, why_it_does_not_load
 from logitmix.common.mappings import nearest
 from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import naming_urls, say_of_disk
@@ -110,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         end_unread()
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        said = why_it_does_not_load(error) or str(error)
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else said, 1)
     except ModuleNotFoundError as error:
         _fail(_what_to_install(words[0], error), 1)
     except Stopped as stop:
@@ -146,6 +148,7 @@ def run(command: str, words: list[str]) -> None:
             # Before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three
             # times as long on shared cores.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        has_driver()
         importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").run(words)
 
 

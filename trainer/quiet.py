@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOGGERS = ("torchrec", "torch.fx", "torch.distributed", "torch.onnx", "torch.__trace", "fbgemm_gpu", "root")
+UNLOADED = "Could not load the library"
+"""So begins what FBGEMM logs before it raises the same as an error."""
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings within, and of these libraries' logs only errors. OSErrors in threads are not shown: TensorBoard
-    raises that of its thread again in the next call."""
+    """No warnings within, and of these libraries' logs only errors that are not raised, too. OSErrors in threads
+    are not shown: TensorBoard raises that of its thread again in the next call."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -20,6 +22,7 @@ def quietly() -> Iterator[None]:
             warnings.simplefilter("ignore", category)
         for logger in loggers:
             logger.setLevel(logging.ERROR)
+            logger.addFilter(_is_no_exception)
         hook, threading.excepthook = threading.excepthook, _not_of_files
         try:
             yield
@@ -27,6 +30,11 @@ def quietly() -> Iterator[None]:
             threading.excepthook = hook
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+                logger.removeFilter(_is_no_exception)
+
+
+def _is_no_exception(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(UNLOADED)
 
 
 def _not_of_files(arguments: threading.ExceptHookArgs) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.driver import DRIVER, has_driver, why_it_does_not_load
 from logitmix.common.mappings import first_line
 from logitmix.common.versions import versions
-from logitmix.launch.processes import cores, launched, run_ranks
+from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
 
@@ -106,7 +107,7 @@ def meet() -> None:
 
     from logitmix.comm.process_group import process_group
 
-    with process_group("auto", SECONDS) as ranks:
+    with process_group("auto", SECONDS, lost=end_lost) as ranks:
         number = torch.tensor([ranks.rank + 1.0], device=ranks.device)
         dist.all_reduce(number, group=ranks.group)
         if number.item() != ranks.world_size * (ranks.world_size + 1) / 2:
@@ -125,7 +126,8 @@ def _libraries() -> Finding:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a library that does not fit raises
-            return Finding(subject, "broken", f"{said}: {name} does not load: {first_line(error)}", INSTALL)
+            why = why_it_does_not_load(error) or first_line(error)
+            return Finding(subject, "broken", f"{said}: {name} does not load: {why}", INSTALL)
     torch_version, *others = (".".join(number.split(".")[:2]) for number in found.values())
     if others != [MATCHING.get(torch_version)] * 2:
         sets = ", ".join(f"torch {torch} with torchrec and FBGEMM {number}" for torch, number in MATCHING.items())
@@ -183,6 +185,8 @@ def _gpus() -> Finding:
         return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch is a CPU build", INSTALL)
     if shutil.which("nvidia-smi"):
         return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch finds no GPU", "see nvidia-smi")
+    if torch.version.cuda and not has_driver():
+        return Finding("GPUs", "ok", f"none, and no NVIDIA driver here ({DRIVER}): everything runs on the CPU")
     return Finding("GPUs", "ok", "none: everything runs on the CPU")
 
 

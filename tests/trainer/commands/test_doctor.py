@@ -1,6 +1,7 @@
 """`logitmix doctor`: each finding where what it looks for is there, and where it is not."""
 
 import json
+import logging
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from logitmix.common import versions as versions_module
+from logitmix.common.driver import DRIVER, STAND_IN
 from logitmix.trainer import cli
 from logitmix.trainer.commands import doctor
+from logitmix.trainer.quiet import quietly
 
 SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
 
@@ -29,7 +32,8 @@ def test_a_machine_that_passes_the_tests_is_sound() -> None:
 
 
 def test_every_compiled_part_is_looked_for() -> None:
-    assert SETUP.count("Extension(\n") == len(doctor.PARTS) and all(f'"{part}"' in SETUP for part in doctor.PARTS)
+    parts = [*doctor.PARTS, STAND_IN]
+    assert SETUP.count("Extension(\n") == len(parts) and all(f'"{part}"' in SETUP for part in parts)
 
 
 def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +70,48 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.state == "broken" and "torchrec does not load: import of torchrec halted" in found.said
 
 
+def test_a_library_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "fbgemm_gpu":
+                raise OSError("Could not load this library") from OSError(f"{DRIVER}: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    found = doctor._libraries()
+    assert found.state == "broken" and f"fbgemm_gpu does not load: no NVIDIA driver here ({DRIVER}), " in found.said
+
+
+def test_a_command_without_the_driver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is looked for before the command's module may load FBGEMM, and one line says that it is missing."""
+    done = []
+
+    def load(name: str) -> None:
+        done.append(name)
+        raise OSError("Could not load this library") from OSError(f"{DRIVER}: cannot open shared object file")
+
+    monkeypatch.setattr(cli, "has_driver", lambda: done.append("driver"))
+    monkeypatch.setattr(cli.importlib, "import_module", load)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "demo-mol"])
+    assert done == ["driver", "logitmix.trainer.commands.plan"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"logitmix: no NVIDIA driver here ({DRIVER}), which fbgemm-gpu needs")
+
+
+def test_what_fbgemm_logs_and_raises_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with quietly():
+        logging.error("Could not load the library 'fbgemm_gpu_py.so'!")
+        logging.error("another error")
+    logging.error("Could not load the library, outside")
+    assert caplog.messages == ["another error", "Could not load the library, outside"]
+
+
 @pytest.mark.parametrize(
     ("driver", "cuda", "count", "state", "said"),
     [
         (False, None, 0, "ok", "none: everything runs on the CPU"),
+        (False, "13.0", 0, "ok", "none, and no NVIDIA driver here (libnvidia-ml.so.1): everything runs on the CPU"),
         (True, None, 0, "broken", "torch is a CPU build"),
         (True, "13.0", 0, "broken", "torch finds no GPU"),
         (True, "13.0", 2, "ok", "2 with CUDA 13.0: A card"),
@@ -80,6 +122,7 @@ def test_gpus(
 ) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: driver or None)
     monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    monkeypatch.setattr(doctor, "has_driver", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
