@@ -86,13 +86,31 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield constant
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """CUDA looks once which GPUs a process may see: where tests need some, before it is hidden from others."""
+    if any(item.get_closest_marker("gpu") for item in session.items):
+        import torch
+
+        torch.cuda.is_available()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        if not item.get_closest_marker("gpu"):
+            _hide_gpus(patch)
         if not _is_long(item):
             for owner, name in ((subprocess.Popen, "__init__"), (os, "fork"), (BaseProcess, "start")):
                 patch.setattr(owner, name, _guarded(getattr(owner, name)))
         return (yield)
+
+
+def _hide_gpus(patch: pytest.MonkeyPatch) -> None:
+    """From the test and from what it starts, which may be more processes than there are GPUs."""
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if torch := sys.modules.get("torch"):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 def _guarded(start: Callable[..., T]) -> Callable[..., T]:
