@@ -7,11 +7,17 @@ need not be able to run it. Put the environment's bin folder first in PATH (or a
 `python` or `torchrun` that it finds there.
 """
 
+# No functions: torchx takes each that it finds here for a component.
+import dataclasses
+import importlib.util
+import os
+import random
+import sys
 from argparse import ArgumentParser
 from pathlib import PurePath
 
 # torchx 0.7 reads only these spellings: not `str | None`, not `dict[…]`.
-from typing import Dict, List, Optional  # noqa: UP035
+from typing import Any, Dict, List, Optional  # noqa: UP035
 
 from torchx import specs
 from torchx.components import dist
@@ -25,7 +31,66 @@ _COMMAND_LINE.add_argument("--run", nargs="?")
 
 _TORCHRUN = "torchrun --rdzv_backend c10d --rdzv_endpoint localhost:0 "
 """How dist.ddp starts the processes of one node."""
+_SCHEDULER = ("-s", "--scheduler")
 _TORCHRUN_OF_ONE_HOST = "python -P -m logitmix.launch.torchrun "
+
+PORTS = range(20000, 30000)
+"""Of the rendezvous of several nodes: below those that Linux gives to connections."""
+PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_SOCKET_IFNAME")
+"""Beginnings of the environment variables that a job gets from the shell that submits it."""
+PACKAGES = {"kubernetes": "kubernetes", "kubernetes_mcad": "kubernetes", "ray": "ray", "aws_batch": "boto3"}
+"""What torchx imports for a scheduler, and does not install."""
+FORGETFUL = ("aws_batch", "kubernetes")
+"""Schedulers whose containers keep nothing but what is mounted."""
+
+
+@dataclasses.dataclass
+class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
+    """A role with what torchx has no words for, which it puts into the scheduler's request."""
+
+    run: str = ""
+    """The run directory."""
+    grace: int = 300
+    host_network: bool = False
+    lock_memory: bool = False
+    inherited: List[str] = dataclasses.field(default_factory=list)
+    """Names of the environment variables of PASSED_ON."""
+
+    def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
+        if scheduler in FORGETFUL:
+            self._require_mount()
+        if scheduler == "slurm":
+            for replica in dryrun_info.request.replicas.values():
+                # To the processes of the job, before a limit of time, whoever sets it.
+                replica.sbatch_opts["signal"] = f"TERM@{self.grace}"
+                # srun passes the shell's variables on by itself, and splits at commas those that it is told.
+                for name in self.inherited:
+                    replica.env.pop(name, None)
+        if scheduler == "kubernetes":
+            for task in dryrun_info.request.resource["spec"]["tasks"]:
+                self._amend(task["template"].spec)
+        return dryrun_info
+
+    def _require_mount(self) -> None:
+        if "://" in self.run:
+            return
+        mounted = [PurePath(mount.dst_path) for mount in self.mounts]
+        if not any(PurePath(self.run).is_relative_to(path) for path in mounted):
+            raise SystemExit(
+                f"logitmix.train: the run directory {self.run} would end with its container; give it a --run under a "
+                "mount: --mounts type=volume,src=CLAIM,dst=/shared … -- RECIPE --run /shared/runs/NAME"
+            )
+
+    def _amend(self, pod: Any) -> None:
+        """What a pod of Kubernetes needs beyond torchx's."""
+        from kubernetes.client.models import V1Capabilities
+
+        pod.termination_grace_period_seconds = self.grace
+        if self.host_network:
+            pod.host_network, pod.dns_policy = True, "ClusterFirstWithHostNet"
+        if self.lock_memory:
+            for container in pod.containers:
+                container.security_context.capabilities = V1Capabilities(add=["IPC_LOCK"])
 
 
 def train(
@@ -41,6 +106,11 @@ def train(
     mounts: Optional[List[str]] = None,
     max_retries: int = 0,
     max_restarts: int = 0,
+    grace: int = 300,
+    port: int = 0,
+    devices: Optional[Dict[str, str]] = None,
+    host_network: bool = False,
+    lock_memory: bool = False,
 ) -> specs.AppDef:
     """Starts `logitmix train ARGS` on every process of a job, with torchrun. What they say is shown, and kept in the
     run directory, in logs/, unless that is a URL.
@@ -58,12 +128,22 @@ def train(
         mounts: what a container sees of its host, such as type=bind,src=/data,dst=/data
         max_retries: how often the scheduler starts a failed job again; training resumes from the run directory
         max_restarts: how often torchrun restarts a node's processes within a job, after one has died
+        grace: seconds for a run to save before Slurm's limit of time, or the end of a pod of Kubernetes
+        port: of the rendezvous of several nodes; 0 takes one by chance, so that jobs can share a host
+        devices: named devices of a node, as Kubernetes and AWS Batch know them, such as rdma/hca=1,…
+        host_network: Kubernetes: the pods use the network of their hosts, as RDMA may need it
+        lock_memory: Kubernetes: the pods may lock memory (IPC_LOCK), which RDMA needs
     """
+    scheduler = next((sys.argv[at + 1] for at in range(len(sys.argv) - 1) if sys.argv[at] in _SCHEDULER), "")
+    if scheduler in PACKAGES and importlib.util.find_spec(PACKAGES[scheduler]) is None:
+        package = PACKAGES[scheduler]
+        raise SystemExit(f"logitmix.train: torchx needs {package} for {scheduler}: pip install {package}")
     _, nodes, processes, _ = dist.parse_nnodes(j)
     known, _ = _COMMAND_LINE.parse_known_args(args)
     run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
     # torchrun writes to disks alone.
     logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe and "://" not in run else {}
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     app = dist.ddp(
         "logitmix.trainer.cli",
         "train",
@@ -78,13 +158,35 @@ def train(
         image=image,
         name=name,
         # torchrun reads its own options from PET_… too, and dist.ddp passes on few of them. torchrun would set one
-        # OpenMP thread itself, with a warning; `train.threads` decides.
-        env={"PET_MAX_RESTARTS": str(max_restarts), "OMP_NUM_THREADS": "1", **logs, **(env or {})},
+        # OpenMP thread itself, with a warning; `train.threads` decides. After a signal, torchrun would end the ranks in
+        # 30 s.
+        env={
+            "PET_MAX_RESTARTS": str(max_restarts),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "630",
+            **inherited,
+            **logs,
+            **(env or {}),
+        },
         mounts=mounts,
         max_retries=max_retries,
+        rdzv_port=port or random.choice(PORTS),
     )
-    (role,) = app.roles
+    (of_ddp,) = app.roles
+    role = _Training(
+        **vars(of_ddp),
+        run=run,
+        grace=grace,
+        host_network=host_network,
+        lock_memory=lock_memory,
+        inherited=[name for name in inherited if name not in (env or {})],
+    )
+    app.roles = [role]
     role.name = "train"
+    if devices:
+        role.resource = dataclasses.replace(
+            role.resource, devices={name: int(count) for name, count in devices.items()}
+        )
     if nodes == 1:
         role.args = [argument.replace(_TORCHRUN, _TORCHRUN_OF_ONE_HOST) for argument in role.args]
     return app

@@ -1,20 +1,26 @@
 """The torchx components, as torchx itself reads and runs them."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.core import url_to_fs
 from leftovers import listening, living
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import ModuleComponentsFinder, get_component
+from torchx.workspace.api import walk_workspace
 
-from logitmix.launch.components import train
+from logitmix.launch.components import PORTS, train
 
 COMPONENTS = Path(__file__).parents[2] / "launch/components.py"
 # A stand-in for the trainer: says what it was given, and fails when told to.
@@ -92,11 +98,12 @@ def test_train_on_slurm() -> None:
     # One group for each node; memory and cores follow from the processes.
     for node in ("train-0", "train-1"):
         assert (
-            f"#SBATCH --job-name={node} --requeue --ntasks-per-node=1 --cpus-per-task=8 --mem=65536 --gpus-per-task=4"
-            in script
+            f"#SBATCH --job-name={node} --requeue --ntasks-per-node=1 --cpus-per-task=8 --mem=65536 --gpus-per-task=4 "
+            "--signal=TERM@300\n" in script
         )
     assert "export TORCHX_MAX_RETRIES=3" in script
-    assert "--rdzv_endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:29500" in script
+    ports = re.findall(r"--rdzv_endpoint \$\{SLURM_JOB_NODELIST_HET_GROUP_0:=localhost\}:(\d+) ", script)
+    assert len(ports) == 2 and ports[0] == ports[1] and int(ports[0]) in PORTS
     assert "--nnodes 2 --nproc_per_node 4" in script
     command = script.replace("'\"'\"'", "'")
     assert "-m -- logitmix.trainer.cli train demo-mol --run 'runs/a b'" in command
@@ -123,11 +130,66 @@ def test_memory_and_cores_can_be_told() -> None:
     assert "--cpus-per-task=3 --mem=5000" in result.stdout
 
 
+def test_jobs_that_share_a_host_meet_at_different_ports() -> None:
+    def port(**options: Any) -> int:
+        return next(iter(train("demo-mol", j="2x4", **options).roles[0].port_map.values()))
+
+    assert len({port() for _ in range(8)}) > 4 and port(port=29400) == 29400
+
+
+def test_what_the_shell_says_to_nccl_reaches_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0,mlx5_1")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    role = train("demo-mol", env={"NCCL_DEBUG": "INFO"}).roles[0]
+    assert (role.env["NCCL_IB_HCA"], role.env["NCCL_DEBUG"]) == ("mlx5_0,mlx5_1", "INFO")
+    # srun passes on the shell's, and would take a comma in what it is told for the end of a value.
+    words = ("-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "--env", "NCCL_DEBUG=INFO", "--grace", "60", "--")
+    script = torchx(*words, "demo-mol").stdout.partition("SBATCH_SCRIPT\n#-")[2]
+    assert "--export=ALL," in script and "NCCL_DEBUG=INFO" in script and "NCCL_IB_HCA" not in script
+    assert "--signal=TERM@60\n" in script
+
+
+def test_a_run_in_a_container_that_keeps_nothing_is_refused() -> None:
+    job = ("-s", "aws_batch", "--dryrun", "--workspace=", "-cfg", "queue=q", f"{COMPONENTS}:train", "-j", "1x2")
+    mount = ("--image", "here/logitmix:1", "--mounts", "type=volume,src=claim,dst=/data")
+    for words in ((*mount, "--", "demo-mol"), ("--", "demo-mol", "--run", "/data/runs/x")):
+        result = torchx(*job, *words)
+        said = result.stderr.splitlines()[-1]
+        assert result.returncode == 1 and said.startswith("logitmix.train: the run directory ") and "--mounts" in said
+    for run in ("/data/runs/x", "s3://bucket/runs/x"):
+        result = torchx(*job, *mount, "--devices", "vpc.amazonaws.com/efa=1", "--", "demo-mol", "--run", run)
+        assert result.returncode == 0 and "/dev/infiniband/uverbs0" in result.stdout, result.stderr
+
+
+@pytest.mark.skipif(find_spec("kubernetes") is not None, reason="it is installed")
+def test_the_package_of_a_scheduler_is_named() -> None:
+    result = torchx("-s", "kubernetes", "--dryrun", "-cfg", "queue=default", f"{COMPONENTS}:train", "--", "demo-mol")
+    assert result.returncode == 1
+    said = "logitmix.train: torchx needs kubernetes for kubernetes: pip install kubernetes"
+    assert result.stderr.splitlines()[-1] == said
+
+
+def test_a_copy_of_the_folder_leaves_out_what_is_no_code(tmp_path: Path) -> None:
+    """torchx copies what lies in the folder for Ray, and for Slurm with job_dir, and cannot copy links to folders."""
+    shutil.copy(COMPONENTS.parents[1] / ".torchxignore", tmp_path)
+    for name in (".venv/lib64/a.py", "data/demo/x", "runs/x/config.toml", "build/x", ".ruff_cache/x", "trainer/cli.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    filesystem, path = url_to_fs(str(tmp_path))
+    copied = {
+        str(Path(folder, name).relative_to(tmp_path))
+        for folder, _, names in walk_workspace(filesystem, path)
+        for name in names
+    }
+    assert copied == {".torchxignore", "trainer/cli.py"}
+
+
 def test_train_on_kubernetes() -> None:
     pytest.importorskip("kubernetes")
     result = torchx(
         "-s", "kubernetes", "--dryrun", "--workspace=", "-cfg", "queue=default", f"{COMPONENTS}:train",
         "-j", "2x4", "--gpu", "4", "--image", "here/logitmix:1", "--mounts", "type=volume,src=claim,dst=/data",
+        "--devices", "rdma/hca=1", "--host_network", "True", "--lock_memory", "True", "--grace", "90",
         "--", "demo-mol", "--run", "/data/runs/x",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -135,6 +197,8 @@ def test_train_on_kubernetes() -> None:
     assert "nvidia.com/gpu: '4'" in result.stdout
     assert "--run /data/runs/x" in result.stdout
     assert result.stdout.count("claimName: claim") == 2
+    for said in ("rdma/hca: '1'", "hostNetwork: true", "- IPC_LOCK", "terminationGracePeriodSeconds: 90"):
+        assert result.stdout.count(said) == 2
 
 
 def test_train_runs_on_two_processes(tmp_path: Path) -> None:
