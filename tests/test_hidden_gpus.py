@@ -53,7 +53,7 @@ def test_only_tests_for_gpus_see_one(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(GPU)
     path = os.pathsep.join([str(tmp_path), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
-    del environment["CUDA_VISIBLE_DEVICES"]
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     words = [sys.executable, "-m", "pytest", "-p", "sitecustomize", "-p", "conftest", "-p", "no:cacheprovider"]
     words += ["-o", "markers=long\ngpu", f"--basetemp={tmp_path / 'base'}", "test_planted.py"]
     session = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
