@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 HERE = str(ROOT / "tests")
 STARTERS = ("subprocess", "multiprocessing", "torch.multiprocessing")
 """Modules that start processes for those who call them."""
-LONG = {"--processes", "fork", "jobs", "run_ranks", "subprocess", "two_ranks"}
+LONG = {"--processes", "fork", "forkserver", "jobs", "run_ranks", "subprocess", "two_ranks"}
 LONG |= {"compiled", "export", "export_small", "onnx", "programs", "report", "train"}
 """Names and words in the code of tests that start processes, compile, train, export or show runs."""
 TO_END = 5.0
@@ -57,20 +57,27 @@ def _is_long(item: pytest.Item) -> bool:
     return bool(_names((item.function, *fixtures)) & LONG)
 
 
-@cache
 def _names(functions: tuple[Callable[..., Any], ...]) -> set[str]:
     names, seen, left = set[str](), set[Any](), list[Any](functions)
     while left:
         function = left.pop()
-        function = inspect.unwrap(function.hypothesis.inner_test if hasattr(function, "hypothesis") else function)
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        if function.__code__.co_filename.startswith(HERE):
+        if isinstance(function, Hashable) and function not in seen:
             seen.add(function)
-            found = set(_names_in(function.__code__))
+            found, others = _named_by(function)
             names |= found
-            left += [function.__globals__.get(name) for name in found]
+            left += others
     return names
+
+
+@cache
+def _named_by(function: Any) -> tuple[frozenset[str], list[Any]]:
+    """What a function of the tests names, and what that is; nothing for all else."""
+    function = inspect.unwrap(function.hypothesis.inner_test if hasattr(function, "hypothesis") else function)
+    if not isinstance(function, FunctionType) or not function.__code__.co_filename.startswith(HERE):
+        return frozenset(), []
+    found = frozenset(_names_in(function.__code__))
+    of = (function.__globals__.get(name) for name in found)
+    return found, [other for other in of if callable(other)]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -3,63 +3,29 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from logitmix.serving.retriever import Retriever
-
-EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
-TRAIN = """
-import json, sys
 import torch
-from logitmix.trainer.cli import main
-
-def run(*words):
-    try:
-        main([*words])
-    except SystemExit as stop:
-        assert not stop.code
-
-given = [word for name in "bilinear gru hinge ndcg_at_50 int8 adagrad one_minus_sqrt".split()
-         for word in ("--import", f"{name}.py")]
-chosen = ("--model.similarity.kind bilinear --model.encoder.kind gru --model.loss.kind hinge --model.loss.margin 2 "
-          "--evaluate.metric ndcg@50 --comm.forward int8 --comm.backward int8 "
-          "--tables.optimizer adagrad --tables.lr 0.1 --train.schedule one_minus_sqrt --train.ema 0.5").split()
-small = ("--model.dim 8 --model.encoder.max-length 9 --model.loss.negatives 8 --train.epochs 3 --train.log-every 1 "
-         "--train.batch-size 16 --processes 2").split()
-run("prepare", "ratings-2018", "--import", "ratings_2018.py", "--source", "ratings.csv", "--out", "data")
-run("train", "demo-mol", *given, "--data.path", "data", "--run", "run", *chosen, *small)
+import two_ranks
 
 from logitmix.comm.codec import Segment
 from logitmix.comm.config import CODECS
-codec, layout = CODECS["forward"].find("int8"), (Segment("a", 5), Segment("b", 3))
-rows = torch.randn(7, 8) * torch.tensor([100.0] * 5 + [0.1] * 3)
-rows[3, 6] = torch.nan
-encoded, decoded = torch.zeros(7, codec.row_bytes(layout), dtype=torch.uint8), torch.zeros(7, 8)
-codec.encode(rows, layout, encoded, None)
-codec.decode(encoded, layout, decoded)
-assert decoded[3, 5:].isnan().all()
-for of in (slice(0, 5), slice(5, 8)):
-    error = (decoded[:, of] - rows[:, of]).abs().nan_to_num()
-    assert (error <= rows[:, of].nan_to_num().abs().amax(1, keepdim=True) / 127 / 2 + 1e-6).all() and error.any()
-"""
-GO_ON = """
-from logitmix.trainer.cli import main
+from logitmix.common.plugins import load_plugins
+from logitmix.serving.retriever import Retriever
 
-main(["evaluate", "run", "--json"])
-main(["export", "run", "--out", "served"])
-main(["report", "run", "--out", "report.html"])
-main(["retrieve", "served", "--history", "B1,B2", "--json", "-k", "5"])
-"""
-
-
-def ran(folder: Path, program: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
+PREPARE = "prepare ratings-2018 --import ratings_2018.py --source ratings.csv --out data"
+CHOSEN = (
+    "--model.similarity.kind bilinear --model.encoder.kind gru --model.loss.kind hinge --model.loss.margin 2 "
+    "--evaluate.metric ndcg@50 --comm.forward int8 --comm.backward int8 "
+    "--tables.optimizer adagrad --tables.lr 0.1 --train.schedule one_minus_sqrt --train.ema 0.5"
+)
+SMALL = (
+    "--model.dim 8 --model.encoder.max-length 9 --model.loss.negatives 8 --train.epochs 3 --train.log-every 1 "
+    "--train.batch-size 16"
+)
+TRAINS = ("bilinear", "gru", "hinge", "ndcg_at_50", "int8", "adagrad", "one_minus_sqrt")
 
 
 def test_they_go_all_the_way(tmp_path: Path) -> None:
@@ -67,7 +33,10 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     lines = [f"B{(user + step) % 20},A{user},{step % 5}.0,{step}" for user in range(60) for step in range(10)]
     (tmp_path / "ratings.csv").write_text("\n".join([*lines, "B1,,1.0,30"]) + "\n")
-    ran(tmp_path, TRAIN)
+    two_ranks.command(PREPARE.split(), tmp_path)
+    given = [word for name in TRAINS for word in ("--import", f"{name}.py")]
+    words = ["train", "demo-mol", *given, "--data.path", "data", "--run", "run", *CHOSEN.split(), *SMALL.split()]
+    two_ranks.command(words, tmp_path, world_size=2)
     results = json.loads((tmp_path / "run/results.json").read_text())
     # The next item follows from the last one; a random order has a tenth of it.
     assert results["mrr"] > 0.3 and results["ndcg@50"] >= results["ndcg@10"] > results["ndcg@50"] / 2
@@ -79,10 +48,15 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     assert {row["wire/share_of_fp32"] for row in rows} == {12 / 32}
 
     config = (tmp_path / "run/config.toml").read_text()
-    names = ["adagrad", "bilinear", "gru", "hinge", "int8", "ndcg_at_50", "one_minus_sqrt", "ratings_2018"]
-    assert re.findall(r"/(\w+)\.py", config) == names and 'kind = "hinge"\n' in config and "margin = 2.0" in config
-    evaluated, _, found = [line for line in ran(tmp_path, GO_ON).splitlines() if line[0] in "{[" or "served" in line]
-    assert json.loads(evaluated)["ndcg@50"] == results["ndcg@50"]
+    assert (
+        re.findall(r"/(\w+)\.py", config) == sorted(TRAINS)
+        and 'kind = "hinge"\n' in config
+        and "margin = 2.0" in config
+    )
+    assert json.loads(two_ranks.command(["evaluate", "run", "--json"], tmp_path))["ndcg@50"] == results["ndcg@50"]
+    two_ranks.command(["export", "run", "--out", "served"], tmp_path)
+    two_ranks.command(["report", "run", "--out", "report.html"], tmp_path)
+    found = two_ranks.command(["retrieve", "served", *given, "--history", "B1,B2", "--json", "-k", "5"], tmp_path)
     assert len(json.loads(found)) == 5
 
     manifest = json.loads((tmp_path / "served/manifest.json").read_text())
@@ -92,13 +66,30 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=needs):
         Retriever.load(tmp_path / "served")
     (tmp_path / "int8.py").unlink()
-    again = subprocess.run(
-        [sys.executable, "-m", "logitmix.trainer", "evaluate", "run"], cwd=tmp_path, capture_output=True, text=True
-    )
+    again = two_ranks.command(["evaluate", "run"], tmp_path, status=2)
     place = re.escape(
         f"run/config.toml: the plugin {tmp_path}/int8.py is not there; give the place: --import PLACE/int8.py"
     )
-    assert again.returncode == 2 and re.fullmatch(f"logitmix: {place}\n", again.stderr)
+    assert re.fullmatch(f"logitmix: {place}\n", again)
+
+
+def rounded() -> None:
+    """By the codec of int8.py: two tables, each row of which has its own scale."""
+    load_plugins([str(EXAMPLES / "int8.py")])
+    codec, layout = CODECS["forward"].find("int8"), (Segment("a", 5), Segment("b", 3))
+    rows = torch.randn(7, 8) * torch.tensor([100.0] * 5 + [0.1] * 3)
+    rows[3, 6] = torch.nan
+    encoded, decoded = torch.zeros(7, codec.row_bytes(layout), dtype=torch.uint8), torch.zeros(7, 8)
+    codec.encode(rows, layout, encoded, None)
+    codec.decode(encoded, layout, decoded)
+    assert decoded[3, 5:].isnan().all()
+    for of in (slice(0, 5), slice(5, 8)):
+        error = (decoded[:, of] - rows[:, of]).abs().nan_to_num()
+        assert (error <= rows[:, of].nan_to_num().abs().amax(1, keepdim=True) / 127 / 2 + 1e-6).all() and error.any()
+
+
+def test_the_codec_rounds_each_table_by_itself() -> None:
+    two_ranks.run(rounded, world_size=1)
 
 
 def test_each_is_short_and_says_how_to_use_it() -> None:

@@ -1,41 +1,37 @@
 """The scripts in examples/ run as their first lines say, and so does the code of docs/pieces.md."""
 
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
+from two_ranks import said
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def output_of(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def output_of(script: Path, *words: str, ranks: int = 1) -> str:
+    return said(partial(run_path, str(script), run_name="__main__"), [str(script), *words], ROOT, ranks)
 
 
 def test_mol_in_a_torch_loop_learns() -> None:
-    losses = re.findall(
-        r"^step \d+: loss (\S+)$", output_of(str(EXAMPLES / "pieces" / "mol_in_torch.py")), re.MULTILINE
-    )
+    losses = re.findall(r"^step \d+: loss (\S+)$", output_of(EXAMPLES / "pieces/mol_in_torch.py"), re.MULTILINE)
     assert len(losses) == 4
     assert float(losses[-1]) < 0.1 * float(losses[0])
 
 
 def test_fp8_wire_in_a_torchrec_model_sends_bytes_of_its_format() -> None:
-    script = str(EXAMPLES / "pieces" / "fp8_wire.py")
-    shown = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    shown = output_of(EXAMPLES / "pieces/fp8_wire.py", ranks=2)
     for table in ("user", "item"):  # two rows of 64 numbers cross in each direction, each with a scale of two bytes
         assert f"{table}: 132 of 512 bytes forward, 132 of 512 back\n" in shown
 
 
 def test_mol_in_lightning_learns() -> None:
     pytest.importorskip("lightning", reason="Lightning is no dependency; CI does not have it")
-    loss = re.search(r"^loss (\S+)$", output_of("-W", "ignore", str(EXAMPLES / "pieces" / "mol_in_lightning.py")), re.M)
+    loss = re.search(r"^loss (\S+)$", output_of(EXAMPLES / "pieces/mol_in_lightning.py"), re.MULTILINE)
     assert loss is not None
     assert float(loss[1]) < 0.5
 
@@ -49,14 +45,14 @@ def test_stage_1_as_the_page_of_pieces_has_it() -> None:
 
 
 def test_paper_table_shows_the_recorded_figures() -> None:
-    shown = output_of(str(EXAMPLES / "paper_table.py"))
+    shown = output_of(EXAMPLES / "paper_table.py")
     assert "hstu+mol" in shown
     assert "0.3079" in shown  # the paper's MoL
 
 
 @pytest.mark.slow
 def test_shop_recommends_from_the_aisle_of_the_last_purchase(tmp_path: Path) -> None:
-    shown = output_of(str(EXAMPLES / "shop.py"), str(tmp_path / "shop"))
+    shown = output_of(EXAMPLES / "shop.py", str(tmp_path / "shop"))
     hit_rate = re.search(r"^test HR@10 (\S+)$", shown, re.MULTILINE)
     assert hit_rate is not None
     assert float(hit_rate[1]) > 0.5  # 0.09 by chance

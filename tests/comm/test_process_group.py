@@ -290,19 +290,16 @@ def test_groups_that_share_a_store_find_no_stale_addresses(attempts: Any) -> Non
     assert sorted(answer for answer in answers if answer[0] == 2) == [(2, 0, True)] * 3 + [(2, 1, True)] * 3
 
 
-def stop_while_idle(rank: int, port: int, said: "Queue[str]") -> None:
-    two_ranks.set_launcher_variables(rank, port)
+def stop_while_idle() -> None:
     heartbeat.INTERVAL = 0.1
 
     def lost(line: str) -> None:
-        said.put(line)
-        said.close()
-        said.join_thread()
+        print(line, flush=True)
         os._exit(LOST)
 
     with process_group("cpu", 24 * 3600, lost=lost, silent=1.0) as ranks:
         barrier(ranks)
-        if rank == 1:
+        if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         barrier(ranks)
 
@@ -310,20 +307,11 @@ def stop_while_idle(rank: int, port: int, said: "Queue[str]") -> None:
 LOST = 17
 
 
-def test_a_stopped_rank_is_named_where_others_wait_without_a_limit() -> None:
+def test_a_stopped_rank_is_named_where_others_wait_without_a_limit(tmp_path: Path) -> None:
     """And killed, for the launcher would wait for it."""
-    store = two_ranks.host_store()
-    context = multiprocessing.get_context("forkserver")
-    said = context.Queue()
-    processes = [context.Process(target=stop_while_idle, args=(rank, store.port, said)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        line = said.get(timeout=TIMEOUT_SECONDS)
+    with two_ranks.started(stop_while_idle, [], tmp_path, world_size=2) as (processes, outputs):
         for process in processes:
-            process.join(10)
-    finally:
-        for process in processes:
-            process.kill()
-    assert line.startswith(f"rank 0 waits for the others no longer: rank 1 (on {socket.gethostname()}) gave no sign of")
-    assert [process.exitcode for process in processes] == [LOST, -signal.SIGKILL]
+            process.join(TIMEOUT_SECONDS)
+        assert [process.exitcode for process in processes] == [LOST, -signal.SIGKILL]
+        said = (outputs / "0.1").read_text()
+    assert said.startswith(f"rank 0 waits for the others no longer: rank 1 (on {socket.gethostname()}) gave no sign of")

@@ -47,15 +47,6 @@ def run(words: list[str], folder: Path, processes: int = 1, torchrun: bool = Fal
     return out
 
 
-def refused(words: list[str], folder: Path, processes: int = 1) -> str:
-    """What it says in its one line on standard error, where it must fail."""
-    process = start(words, folder, processes)
-    out, err = finish(process)
-    assert process.returncode == 2, f"{words}: {process.returncode}\n{out}\n{err}"
-    assert "Traceback" not in err
-    return err.strip()
-
-
 def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[str, str]:
     """What a command says until it has ended; after `seconds`, it is killed with its ranks, and the test fails."""
     try:

@@ -4,9 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
+from two_ranks import command
 
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hour.py"
 SMALL = "--model.dim 8 --model.features all --model.loss.negatives 8"
@@ -20,20 +20,21 @@ def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
     (tmp_path / "schema.toml").write_text('[features.hour]\nkind = "hour"\n')
     plugin, data = ["--import", "hour.py"], ["--data.path", "data"]
     prepare = ["prepare", "table", "--source", "clicks.csv", "--schema", "schema.toml", "--out", "data"]
-    assert "features.hour: its kind is 'hour'; it must be one of id, ids" in jobs.refused(prepare, tmp_path)
-    jobs.run([*prepare, *plugin], tmp_path)
+    assert "features.hour: its kind is 'hour'; it must be one of id, ids" in command(prepare, tmp_path, status=2)
+    command([*prepare, *plugin], tmp_path)
     train = ["train", "demo-mol", *data, "--run", "run", *SMALL.split(), "--train.epochs", "1"]
-    assert "or one of a plugin: --import FILE.py" in jobs.refused(train, tmp_path)
-    jobs.run([*train, *plugin], tmp_path)
+    assert "or one of a plugin: --import FILE.py" in command(train, tmp_path, status=2)
+    command([*train, *plugin], tmp_path)
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert json.loads(jobs.run(["evaluate", "run", "--json"], tmp_path))["mrr"] == results["mrr"]
-    jobs.run(["export", "run", "--out", "served"], tmp_path)
+    assert json.loads(command(["evaluate", "run", "--json"], tmp_path))["mrr"] == results["mrr"]
+    command(["export", "run", "--out", "served"], tmp_path)
 
-    assert "served needs the plugin hour.py (" in jobs.refused(["retrieve", "served", "--history", "i1"], tmp_path)
+    retrieve = ["retrieve", "served", "--history", "i1,i2", "--json"]
+    assert "served needs the plugin hour.py (" in command(retrieve, tmp_path, status=2)
 
     def scores(*hours: float) -> list[float]:
-        request = ["--history", "i1,i2", "--events", json.dumps([{"hour": hour} for hour in hours]), "--json"]
-        return [row["score"] for row in json.loads(jobs.run(["retrieve", "served", *request, *plugin], tmp_path))]
+        events = ["--events", json.dumps([{"hour": hour} for hour in hours])]
+        return [row["score"] for row in json.loads(command([*retrieve, *events, *plugin], tmp_path))]
 
     assert scores(3, 24) == pytest.approx(scores(3, 0), abs=1e-5)
     assert scores(3, 24) != pytest.approx(scores(3, 12), abs=1e-5)

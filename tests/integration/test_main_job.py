@@ -11,10 +11,11 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+import two_ranks
 from small_data import small_config, write_dataset
 
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import cli
+from logitmix.trainer import __main__, cli
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -41,13 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"train.epochs": 3, "model.dim": 16, "dense.lr": 5e-3, "tables.lr": 5e-3, "train.log_every": 7}
     config = small_config(Path("data/clicks"), settings)
     (folder / "ring.toml").write_text(dump_toml(config))
-    jobs.run(["train", "ring.toml"], folder, processes=2)
+    two_ranks.command(["train", "ring.toml"], folder, world_size=2)
     return folder
 
 
 @pytest.mark.slow
 def test_a_model_learns_what_comes_next(folder: Path, tmp_path: Path) -> None:
-    jobs.run(["train", "ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "25"], folder, processes=2)
+    words = ["train", "ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "25"]
+    two_ranks.command(words, folder, world_size=2)
     results = jobs.results(tmp_path / "run")
     # The next item follows from the last one; a random order would hit 1 time in 4.
     assert results["hr@10"] > 0.6
@@ -68,7 +70,8 @@ def test_evaluate_repeats_the_results_on_any_number_of_processes(
     assert (results["users"], results["corpus"]) == (150, 40)
     assert results.pop("examples_per_second") == pytest.approx(3 * 1050 / results.pop("seconds"), rel=0.5)
     words = ["evaluate", "runs/ring", "--threads", "1", "--json"]
-    assert json.loads(here(words, folder, capsys)) == json.loads(jobs.run(words, folder, 2)) == results
+    assert json.loads(here(words, folder, capsys)) == results
+    assert json.loads(two_ranks.command(words, folder, world_size=2)) == results
 
 
 def test_the_exported_model_retrieves_what_the_trained_one_ranks(
@@ -234,15 +237,8 @@ def test_a_loss_that_is_not_finite_stops_before_it_spreads(tmp_path: Path, capsy
 def test_two_jobs_do_not_share_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder / "runs/ring", tmp_path / "run")
     more = ["train", "ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1000"]
-    first = jobs.start(more, folder)
-    try:
-        assert first.stderr is not None
-        for line in first.stderr:
-            if "continuing" in line:
-                break
+    with two_ranks.started(__main__.main, ["logitmix", *more], folder) as (_, outputs):
+        two_ranks.wait_for(outputs / "0.2", "continuing")
         with pytest.raises(SystemExit):
             here(more, folder, capsys)
         assert "another job is training" in capsys.readouterr().err
-    finally:
-        first.kill()
-        first.communicate()

@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and an undisturbed run of it on two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "recipe.toml").write_text(dump_toml(small_config(write_dataset(folder / "data"), SETTINGS)))
-    jobs.run(train(folder, "whole"), folder, processes=2)
+    two_ranks.command(train(folder, "whole"), folder, world_size=2)
     return folder
 
 
@@ -84,7 +84,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(whole: Path, tmp_path: 
 def test_a_killed_job_with_many_tables_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     config = small_config(write_dataset(tmp_path / "data", features=True), SETTINGS | FEATURES)
     (tmp_path / "recipe.toml").write_text(dump_toml(config))
-    jobs.run(train(tmp_path, "whole"), tmp_path, processes=2)
+    two_ranks.command(train(tmp_path, "whole"), tmp_path, world_size=2)
     kill_and_go_on(tmp_path, tmp_path / "killed", 10)
 
 
@@ -97,16 +97,16 @@ def kill_and_go_on(whole: Path, run: Path, kills: int) -> None:
         rows = 1 + attempt * (len(expected) - 12) // kills + chance.randrange(4)
         killed += kill_at(words, whole, run, rows, chance.random() * 0.1)
     assert killed == kills
-    jobs.run(words, whole, processes=2)
+    two_ranks.command(words, whole, world_size=2)
     assert jobs.metrics(run) == expected
     assert jobs.results(run) == jobs.results(whole / "whole")
 
 
 def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> None:
     settings = SETTINGS | {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
-    config = small_config(write_dataset(tmp_path / "data"), settings)
+    config = small_config(write_dataset(tmp_path / "data"), settings | {"train.epochs": 4})
     whole, changed = tmp_path / "whole", tmp_path / "changed"
-    two_ranks.run(train_runs, {changed: replace_epochs(config, 5)})
+    two_ranks.run(train_runs, {changed: replace_epochs(config, 2)})
     train_runs({whole: config, changed: config})
     assert losses(changed) == pytest.approx(losses(whole), rel=1e-4)
 
@@ -186,7 +186,7 @@ def test_a_killed_job_goes_on_and_signals_to_it_save_the_step(
         assert f"after step {saved.name.removeprefix('step-')}, which is saved in {run}" in line
         if not torchrun:
             assert "Traceback" not in said
-    jobs.run(words, tmp_path, processes=2, torchrun=bool(torchrun))
+    two_ranks.command(words, tmp_path, world_size=2)
     assert jobs.metrics(run) == jobs.metrics(whole / "whole")
     assert jobs.results(run) == jobs.results(whole / "whole")
 
@@ -211,7 +211,7 @@ def test_a_second_signal_harms_nothing(whole: Path, tmp_path: Path, to: str) -> 
     assert time.monotonic() - since < (5 if to == "launcher" else 15) and not jobs.living(run)
     assert job.returncode == 128 + signal.SIGTERM and "Traceback" not in said
     assert checkpoint_paths(run) == saved and f"step-{load_saved(run, 'last').step}" == saved[-1].name
-    jobs.run(words, tmp_path, processes=2)
+    two_ranks.command(words, tmp_path, world_size=2)
     assert jobs.metrics(run) == jobs.metrics(whole / "whole")
     assert jobs.digests(run) == jobs.digests(whole / "whole")
 

@@ -88,8 +88,18 @@ def answers(retriever: Retriever) -> list[Any]:
     return found
 
 
-def same_calls_on_all(paths: dict[str, Path]) -> dict[str, Any]:
-    """What each process finds wrong, and which items it ranks."""
+@pytest.fixture(scope="module")
+def of_one(exports: dict[str, Path]) -> dict[str, list[Any]]:
+    """The answers of one process."""
+    return two_ranks.run(answers_of, exports, world_size=1)[0]
+
+
+def answers_of(paths: dict[str, Path]) -> dict[str, list[Any]]:
+    return {name: answers(Retriever.load(path)) for name, path in paths.items()}
+
+
+def same_calls_on_all(paths: dict[str, Path], of_one: dict[str, list[Any]]) -> dict[str, Any]:
+    """Whether each process has the answers of one alone, which items it ranks, and the most keys that cross."""
     sent: list[int] = []
     gather = dist.all_gather
 
@@ -100,13 +110,12 @@ def same_calls_on_all(paths: dict[str, Path]) -> dict[str, Any]:
     found = {}
     with process_group("cpu", 60) as ranks:
         for name, path in paths.items():
-            expected, rows = answers(Retriever.load(path)), Items.rows
-            shared = Retriever.load(path, group=ranks.group)
+            rows, shared = Items.rows, Retriever.load(path, group=ranks.group)
             if ranks.rank:
                 Items.rows = None  # type: ignore[assignment, method-assign]
             dist.all_gather = counted
             sent.clear()
-            equal = answers(shared) == expected
+            equal = answers(shared) == of_one[name]
             dist.all_gather, Items.rows = gather, rows  # type: ignore[method-assign]
             shared.retrieve([[3]], 5, stage1=17)
             items = shared._ranker.items.own
@@ -115,13 +124,15 @@ def same_calls_on_all(paths: dict[str, Path]) -> dict[str, Any]:
             found[name] = equal, (items.start, items.stop), max(sent)
         # Two devices of each process.
         several = Retriever.load(paths["cached"], ["cpu", "cpu"], group=ranks.group)
-        found["devices"] = answers(several) == answers(Retriever.load(paths["cached"])), (0, X), 0
+        found["devices"] = answers(several) == of_one["cached"], (0, X), 0
     return found
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_shared_items_are_ranked_as_by_one_process(exports: dict[str, Path], processes: int) -> None:
-    of_ranks = two_ranks.run(same_calls_on_all, exports, world_size=processes)
+def test_shared_items_are_ranked_as_by_one_process(
+    exports: dict[str, Path], of_one: dict[str, list[Any]], processes: int
+) -> None:
+    of_ranks = two_ranks.run(same_calls_on_all, exports, of_one, world_size=processes)
     for name in exports:
         assert [found[name][0] for found in of_ranks] == [True] * processes, name
         # Each holds its own part, and no more than k' or k keys of a request cross.
@@ -212,16 +223,15 @@ def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Pa
     asked.write_text("".join(json.dumps({"history": [f"id {item * 7}" for item in of]}) + "\n" for of in HISTORIES))
     path, out = str(exports["cached"]), tmp_path / "out.jsonl"
     words = [path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out"]
-    result = command("retrieve", *words, str(out), "--processes", "3")
+    result = command("retrieve", *words, str(out), "--processes", "2")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{out}: {len(HISTORIES)} requests answered\n", "")
-    assert command("retrieve", *words, str(tmp_path / "alone.jsonl")).returncode == 0
+    two_ranks.command(["retrieve", *words, str(tmp_path / "alone.jsonl")], tmp_path)
     assert out.read_text() == (tmp_path / "alone.jsonl").read_text()
-    for history, said in (("id 7", ""), ("new", "logitmix: request 0: no item of demo has the id 'new'; ")):
-        result = command("retrieve", path, "--history", history, "--json", "--processes", "2")
-        if said:
-            assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith(said)
-        else:
-            assert json.loads(result.stdout) == Retriever.load(path).rows([history], 10)
+    words = ["retrieve", path, "--json", "--history"]
+    found = two_ranks.command([*words, "id 7"], tmp_path, world_size=2)
+    assert json.loads(found) == Retriever.load(path).rows(["id 7"], 10)
+    said = two_ranks.command([*words, "new"], tmp_path, world_size=2, status=2)
+    assert said.startswith("logitmix: request 0: no item of demo has the id 'new'; ") and said.count("\n") == 1
 
 
 def taken_over(store: Path, next_there: Path, folder: Path, second: Path, damaged: Path) -> Any:
@@ -307,7 +317,7 @@ def ask(port: int, body: dict[str, Any]) -> Any:
 def test_a_server_of_several_processes(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
     folder = Path(shutil.copytree(exports["cached"], tmp_path / "served"))
     question = {"history": ["id 7", "id 14"], "k": 9, "stage1": 40}
-    with serving(folder, 3) as (server, port):
+    with serving(folder, 2) as (server, port):
         for path in (exports["cached"], exports["int8"]):
             if path != exports["cached"]:
                 publish(Path(shutil.copytree(path, tmp_path / "next")), folder)
@@ -336,15 +346,14 @@ def test_a_process_that_dies_ends_the_server(exports: dict[str, Path], rank: int
         assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_what_the_server_refuses_is_told_once(exports: dict[str, Path]) -> None:
+def test_what_the_server_refuses_is_told_once(exports: dict[str, Path], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         result = command("serve", str(exports["cached"]), "--port", port, "--processes", "2")
     said = f"logitmix: port {port} of 127.0.0.1 is in use; give another --port\n"
     assert (result.returncode, result.stderr) == (1, said)
-    result = command("serve", "nowhere", "--port", "0", "--processes", "2")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("logitmix: no serving directory at nowhere")
+    said = two_ranks.command(["serve", "nowhere", "--port", "0"], tmp_path, world_size=2, status=2)
+    assert said.startswith("logitmix: no serving directory at nowhere") and said.count("\n") == 1
 
 
 def test_processes_that_are_out_of_step_answer_nothing_more() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_ranks
 
 from logitmix.common import versions as versions_module
 from logitmix.common.driver import DRIVER, STAND_IN
@@ -20,12 +20,9 @@ from logitmix.trainer.quiet import quietly
 SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
 
 
-def test_a_machine_that_passes_the_tests_is_sound() -> None:
-    """As a user calls it: two ranks are started and meet."""
-    words = [sys.executable, "-m", "logitmix.trainer.cli", "doctor", "--json"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert said.returncode == 0, said.stdout + said.stderr
-    report = json.loads(said.stdout)
+def test_a_machine_that_passes_the_tests_is_sound(tmp_path: Path) -> None:
+    """Two ranks are started and meet."""
+    report = json.loads(two_ranks.command(["doctor", "--json"], tmp_path))
     states = {finding["subject"]: finding["state"] for finding in report["findings"]}
     assert report["broken"] == [] and states["libraries"] == states["ranks"] == states["Python"] == "ok"
     assert {"compiled C", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
