@@ -13,12 +13,11 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("comm", "common", "launch", "modules", "serving", "trainer")
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(folder: Path) -> Path:
     """A copy of the packages, under their namespace."""
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tmp_path / "logitmix" / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / "logitmix" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
 def lint(tree: Path) -> subprocess.CompletedProcess[str]:
@@ -37,72 +36,74 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_tree_keeps_the_contracts(tree: Path) -> None:
-    result = lint(tree)
+def test_the_tree_keeps_the_contracts(tmp_path: Path) -> None:
+    result = lint(tree(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+BREACHES = [
+    ("modules/planted_0.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
+    ("modules/planted_1.py", "from logitmix.comm import config", "logitmix.comm.config"),
+    ("comm/planted_2.py", "from ..modules import config", "logitmix.modules.config"),
+    ("common/planted_3.py", "from logitmix.modules import config", "logitmix.modules.config"),
+    ("common/planted_4.py", "import logitmix.comm.config", "logitmix.comm.config"),
+    ("common/files.py", "import torch", "torch"),
+    ("serving/planted_5.py", "import torchrec", "torchrec"),
+    ("serving/planted_6.py", "from fbgemm_gpu import quantize_comm", "fbgemm_gpu"),
+    ("serving/planted_7.py", "from logitmix.modules import embeddings", "logitmix.modules.embeddings"),
+    ("serving/planted_8.py", "from logitmix.modules import model", "logitmix.modules.model"),
+    ("serving/planted_9.py", "import logitmix.modules.unheard_of", "logitmix.modules.unheard_of"),
+    ("serving/planted_10.py", "import logitmix.trainer", "logitmix.trainer"),
+    ("serving/planted_11.py", "import logitmix.comm", "logitmix.comm"),
+    ("launch/planted_12.py", "import logitmix.serving", "logitmix.serving"),
+    ("launch/planted_13.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
+    ("common/planted_14.py", "import logitmix.launch", "logitmix.launch"),
+    ("serving/planted_15.py", "import logitmix.launch", "logitmix.launch"),
+    ("trainer/parallel/planted_16.py", "import logitmix.trainer.run.folder", "logitmix.trainer.run.folder"),
+    ("trainer/parallel/planted_17.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
+    ("trainer/config.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
+    ("trainer/commands/planted_18.py", "import logitmix.trainer.cli", "logitmix.trainer.cli"),
+    ("trainer/loop.py", "import comm", "comm"),
+    ("trainer/config.py", "import torch", "torch"),
+]
+"""A file, the line that it gets, and what that imports."""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the linter says of a tree with all breaches."""
+    root = tree(tmp_path_factory.mktemp("tree"))
+    (root / "logitmix/modules/unheard_of.py").touch()
+    (root / "logitmix/modules/embeddings.py").touch()
+    (root / "logitmix/trainer/no_floor.py").touch()
+    (root / "logitmix/modules/similarity/detour.py").write_text("import torchrec\n")
+    (root / "logitmix/serving/detoured.py").write_text("import logitmix.modules.similarity.detour\n")
+    (root / "logitmix/comm/circle.py").write_text("import logitmix.comm.fp8\n")
+    later = "\n\ndef later() -> None:\n    import logitmix.comm.circle"
+    for file, line in (*((file, line) for file, line, _ in BREACHES), ("comm/fp8.py", later)):
+        with (root / "logitmix" / file).open("a") as source:
+            source.write(f"\n{line}\n")
+    result = lint(root)
+    assert result.returncode == 1
+    return result.stdout
+
+
+@pytest.mark.parametrize(("file", "line", "imported"), BREACHES)
+def test_a_breach_is_seen(seen: str, file: str, line: str, imported: str) -> None:
+    planted = "logitmix." + file.removesuffix(".py").replace("/", ".")
+    assert f"{planted} -> {imported} (l." in seen
+
+
 @pytest.mark.parametrize(
-    ("file", "line", "imported"),
+    "said",
     [
-        ("modules/planted.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
-        ("modules/planted.py", "from logitmix.comm import config", "logitmix.comm.config"),
-        ("comm/planted.py", "from ..modules import config", "logitmix.modules.config"),
-        ("common/planted.py", "from logitmix.modules import config", "logitmix.modules.config"),
-        ("common/planted.py", "import logitmix.comm.config", "logitmix.comm.config"),
-        ("common/files.py", "import torch", "torch"),
-        ("serving/planted.py", "import torchrec", "torchrec"),
-        ("serving/planted.py", "from fbgemm_gpu import quantize_comm", "fbgemm_gpu"),
-        ("serving/planted.py", "from logitmix.modules import embeddings", "logitmix.modules.embeddings"),
-        ("serving/planted.py", "from logitmix.modules import model", "logitmix.modules.model"),
-        ("serving/planted.py", "import logitmix.modules.unheard_of", "logitmix.modules.unheard_of"),
-        ("serving/planted.py", "import logitmix.trainer", "logitmix.trainer"),
-        ("serving/planted.py", "import logitmix.comm", "logitmix.comm"),
-        ("launch/planted.py", "import logitmix.serving", "logitmix.serving"),
-        ("launch/planted.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
-        ("common/planted.py", "import logitmix.launch", "logitmix.launch"),
-        ("serving/planted.py", "import logitmix.launch", "logitmix.launch"),
-        ("trainer/parallel/planted.py", "import logitmix.trainer.run.folder", "logitmix.trainer.run.folder"),
-        ("trainer/parallel/planted.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
-        ("trainer/config.py", "import logitmix.trainer.data.batches", "logitmix.trainer.data.batches"),
-        ("trainer/commands/planted.py", "import logitmix.trainer.cli", "logitmix.trainer.cli"),
-        ("trainer/loop.py", "import comm", "comm"),
-        ("trainer/config.py", "import torch", "torch"),
+        "logitmix.serving.detoured -> logitmix.modules.similarity.detour",
+        "No cycles are allowed in logitmix.comm.",
+        "no_floor",
     ],
 )
-def test_a_breach_is_seen(tree: Path, file: str, line: str, imported: str) -> None:
-    (tree / "logitmix/modules/unheard_of.py").touch()
-    (tree / "logitmix/modules/embeddings.py").touch()
-    with (tree / "logitmix" / file).open("a") as source:
-        source.write(f"\n{line}\n")
-    result = lint(tree)
-    assert result.returncode == 1
-    planted = "logitmix." + file.removesuffix(".py").replace("/", ".")
-    assert f"{planted} -> {imported} (l." in result.stdout, result.stdout
-
-
-def test_a_breach_by_a_detour_is_seen(tree: Path) -> None:
-    (tree / "logitmix/modules/similarity/planted.py").write_text("import torchrec\n")
-    (tree / "logitmix/serving/planted.py").write_text("import logitmix.modules.similarity.planted\n")
-    result = lint(tree)
-    assert result.returncode == 1
-    assert "logitmix.serving.planted -> logitmix.modules.similarity.planted" in result.stdout
-
-
-def test_a_circle_is_seen(tree: Path) -> None:
-    (tree / "logitmix/comm/planted.py").write_text("import logitmix.comm.fp8\n")
-    with (tree / "logitmix/comm/fp8.py").open("a") as source:
-        source.write("\n\ndef later() -> None:\n    import logitmix.comm.planted\n")
-    result = lint(tree)
-    assert result.returncode == 1
-    assert "No cycles are allowed in logitmix.comm." in result.stdout, result.stdout
-
-
-def test_a_module_without_a_floor_is_seen(tree: Path) -> None:
-    (tree / "logitmix/trainer/planted.py").touch()
-    result = lint(tree)
-    assert result.returncode == 1
-    assert "planted" in result.stdout, result.stdout
+def test_a_breach_by_a_detour_a_circle_and_a_module_without_a_floor_are_seen(seen: str, said: str) -> None:
+    assert said in seen
 
 
 def test_inits_are_empty() -> None:
