@@ -163,7 +163,7 @@ def test_another_connection_reads_while_the_first_one_waits() -> None:
 
     def wait() -> None:
         with suppress(RuntimeError):
-            server.wait(["late"], timedelta(seconds=60))
+            server.wait(["job/late"], timedelta(seconds=60))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -171,4 +171,5 @@ def test_another_connection_reads_while_the_first_one_waits() -> None:
     other.set("a", "b")
     assert other.get("a") == b"b" and waiting.is_alive()
     other.set("late", "")
-    waiting.join()
+    waiting.join(30)
+    assert not waiting.is_alive()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from jobs import metrics
 from small_data import small_config, write_dataset
+from two_ranks import started, wait_for
 
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.launch.processes import STOPPED, Stopped
@@ -186,9 +187,26 @@ print(stop.why)
 """
 
 
-def start(does: str, *before: str) -> subprocess.Popen[str]:
+def rank() -> None:
+    exec(RANK, {})
+
+
+def told(does: str, folder: Path, *signals: int) -> tuple[int | None, str]:
+    """The status of a rank that gets signals, 0.4 s after each other, and what it says on standard error."""
+    with started(rank, ["rank", does], folder) as ((process,), outputs):
+        wait_for(outputs / "0.1", "ready")
+        assert process.pid
+        for number in signals:
+            os.kill(process.pid, number)
+            process.join(0.4)
+        process.join(100)
+        return process.exitcode, (outputs / "0.2").read_text()
+
+
+def start(*before: str) -> subprocess.Popen[str]:
+    """A rank in a process that something else starts."""
     process = subprocess.Popen(
-        [*before, sys.executable, "-c", RANK, does],
+        [*before, sys.executable, "-c", RANK, "waiting"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -222,19 +240,15 @@ def test_the_rank_that_was_told_first_is_named_each_time(monkeypatch: pytest.Mon
             assert stop.agreed() and stop.why == "SIGTERM (rank 0)"
 
 
-def test_a_second_signal_ends_a_step_that_takes_too_long() -> None:
-    process = start("blocked")
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.4)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGTERM
+def test_a_second_signal_ends_a_step_that_takes_too_long(tmp_path: Path) -> None:
+    status, said = told("blocked", tmp_path, signal.SIGTERM, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
     assert "a second signal stops at once" in said and "rank 0 was stopped at once" in said
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
     """As under nohup, where the terminal's end is not that of the job."""
-    process = start("waiting", "nohup")
+    process = start("nohup")
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     assert process.poll() is None
@@ -250,12 +264,10 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         ("moves and stops", "rank 0 has written nothing of its checkpoint for 1 s, and is ended"),
     ],
 )
-def test_a_checkpoint_that_is_being_written_is_waited_for(does: str, said: str) -> None:
+def test_a_checkpoint_that_is_being_written_is_waited_for(does: str, said: str, tmp_path: Path) -> None:
     """For longer than for a step, up to a limit."""
-    process = start(does)
-    process.send_signal(signal.SIGTERM)
-    _, lines = process.communicate(timeout=100)
-    assert process.returncode == (128 + signal.SIGTERM if said else 0)
+    status, lines = told(does, tmp_path, signal.SIGTERM)
+    assert status == (128 + signal.SIGTERM if said else 0)
     assert "up to 2 s while it is being written (train.stop_seconds)" in lines and said in lines
 
 
@@ -264,11 +276,13 @@ def test_a_slow_checkpoint_is_saved_on_a_signal(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     """It takes longer than is waited for a step, and no part of it does."""
-    of_parts, ended = TensorFile.parts, []
+    of_parts, pauses, ended = TensorFile.parts, [], []
 
     def slow(file: TensorFile) -> Iterator[memoryview]:
         for part in of_parts(file):
-            time.sleep(PAUSE)
+            if sum(pauses) < 4:
+                pauses.append(0.2)
+                time.sleep(0.2)
             yield part
 
     config = with_settings(config, {"train.save_in_background": in_background})
@@ -277,27 +291,21 @@ def test_a_slow_checkpoint_is_saved_on_a_signal(
     monkeypatch.setattr(saving, "SIGN_OF_LIFE", 0.1)
     monkeypatch.setattr(stopping, "_end", lambda line, _: ended.append(line))
     send_at_step(monkeypatch, 1, signal.SIGTERM)
-    since = time.monotonic()
     with pytest.raises(Stopped, match="after step 1, which is saved"):
         train(config, tmp_path / "run")
-    assert time.monotonic() - since > 3 and not ended
+    assert sum(pauses) > 3 and not ended
     assert load_saved(tmp_path / "run", "last").step == 1
 
 
-PAUSE = 0.2
-
-
-def test_patience_with_a_step_has_an_end() -> None:
-    process = start("blocked")
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGINT
+def test_patience_with_a_step_has_an_end(tmp_path: Path) -> None:
+    status, said = told("blocked", tmp_path, signal.SIGINT)
+    assert status == 128 + signal.SIGINT
     assert "rank 0 could not finish its step in 1 s" in said
 
 
 def test_a_rank_notices_that_its_launcher_is_gone() -> None:
     # The shell ends when its input does.
-    process = start("waiting", "sh", "-c", '"$@" & read line', "sh")
+    process = start("sh", "-c", '"$@" & read line', "sh")
     out, _ = process.communicate("", timeout=100)
     assert out == "the end of its launcher\n"
 

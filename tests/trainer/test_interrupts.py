@@ -50,7 +50,7 @@ atexit.register(end)
     ids=["while modules load", "in a destructor", "twice", "while the interpreter ends"],
 )
 def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
-    program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['doctor']\nmain()"
+    program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--version']\nmain()"
     ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (status, "")
 
