@@ -4,11 +4,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from sampling import one_of_each
 from small_data import in_memory
 from torch import Tensor, nn
 
@@ -150,26 +152,22 @@ def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> N
     assert not torch.equal(together["table"], alone["table"])
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("world_size", [2, 3, 12])
+SHARED = [
+    *itertools.product(["dot", "mol"], ["sequence", "group", "position"], ["softmax"]),
+    *itertools.product(["mol"], ["sequence", "position"], ["bce"]),
+    *itertools.product(["mlp", "neumf", "mol, linear", "mol, joint", "deepfm"], ["sequence"], ["softmax"]),
+    ("mol", "batch", "softmax"),
+]
+
+
 @pytest.mark.parametrize(
-    ("similarity", "share", "kind"),
-    [
-        ("dot", "sequence", "softmax"),
-        ("dot", "group", "softmax"),
-        ("mol", "group", "softmax"),
-        ("mol", "sequence", "softmax"),
-        ("mol", "batch", "softmax"),
-        ("mol", "sequence", "bce"),
-        ("dot", "position", "softmax"),
-        ("mol", "position", "softmax"),
-        ("mol", "position", "bce"),
-        ("mlp", "sequence", "softmax"),
-        ("neumf", "sequence", "softmax"),
-        ("mol, linear", "sequence", "softmax"),
-        ("mol, joint", "sequence", "softmax"),
-        ("deepfm", "sequence", "softmax"),
-    ],
+    ("similarity", "share", "kind", "world_size", "step"),
+    one_of_each(
+        [(*of, world_size, step) for of in SHARED for world_size in (2, 3, 12) for step in (0, 1)],
+        itemgetter(0, 1, 2),
+        itemgetter(1, 3),
+        itemgetter(3, 4),
+    ),
 )
 def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
     similarity: str, share: Share, kind: Literal["softmax", "bce"], world_size: int, step: int

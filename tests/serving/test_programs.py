@@ -12,7 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -49,16 +48,20 @@ TORCH_ALONE = """
 import sys
 import torch
 from safetensors.torch import load_file, save_file
-load = {"plain": lambda path: torch.export.load(path).module(), "aoti": torch._inductor.aoti_load_package}[sys.argv[4]]
-save_file({name: of.contiguous() for name, of in load(sys.argv[1])(**load_file(sys.argv[2])).items()}, sys.argv[3])
+for path, given, found in zip(*[iter(sys.argv[1:])] * 3):
+    aoti = path.endswith(".aoti.pt2")
+    program = torch._inductor.aoti_load_package(path) if aoti else torch.export.load(path).module()
+    save_file({name: of.contiguous() for name, of in program(**load_file(given)).items()}, found)
 assert not [name for name in sys.modules if name.partition(".")[0] == "logitmix"]
 """
 ONNX_ALONE = """
 import sys
-import numpy, onnxruntime
-session = onnxruntime.InferenceSession(sys.argv[1])
-found = session.run(None, dict(numpy.load(sys.argv[2])))
-numpy.savez(sys.argv[3], **{of.name: each for of, each in zip(session.get_outputs(), found, strict=True)})
+import onnxruntime
+from safetensors.numpy import load_file, save_file
+for path, given, found in zip(*[iter(sys.argv[1:])] * 3):
+    session = onnxruntime.InferenceSession(path)
+    names = [of.name for of in session.get_outputs()]
+    save_file(dict(zip(names, session.run(None, load_file(given)), strict=True)), found)
 assert not [name for name in sys.modules if name.partition(".")[0] in ("logitmix", "torch")]
 """
 
@@ -158,21 +161,24 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
 """Lengths, and the longest: of one history of one item, and of histories that are all shorter than the rows."""
 
 
+POOLED = PooledConfig(hidden=8, max_length=LENGTH)
 TOWERS = [
     ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
-    ("dot", PooledConfig(hidden=8, max_length=LENGTH)),
+    ("dot", POOLED),
     ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
     ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
-    ("mlp", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ("neumf", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ("mol, linear", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ("mol, no hidden", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ("mol, joint", SASRecConfig(blocks=1, max_length=LENGTH)),
-    ("deepfm", SASRecConfig(blocks=1, max_length=LENGTH)),
+    *((of, POOLED) for of in ("mlp", "neumf", "mol, linear", "mol, no hidden", "mol, joint", "deepfm")),
 ]
+WITH_FEATURES = [of for of in TOWERS if of[0] == "mol" or sees_times(of[1])]
 
 
-@pytest.mark.parametrize(("of", "schema"), one_of_each(product(TOWERS, [None, EVERY_KIND]), itemgetter(0)))
+@pytest.mark.parametrize(
+    ("of", "schema"),
+    [
+        pytest.param(of, schema, marks=[] if (schema is EVERY_KIND) == (of in WITH_FEATURES) else [pytest.mark.slow])
+        for of, schema in product(TOWERS, [None, EVERY_KIND])
+    ],
+)
 def test_the_exported_towers_are_the_trained_ones(of: tuple[str, EncoderConfig], schema: Schema | None) -> None:
     model = small_model(of[0], X, schema=schema, encoder=of[1])
     query = QueryProgram(model.tower, tables_of(model)).export().module()
@@ -259,45 +265,47 @@ def test_the_files_hold_the_items_for_the_cascade(tmp_path: Path, precision: Pre
         torch.testing.assert_close(names["items"][name], of, rtol=2e-2, atol=2e-2)
 
 
-def in_a_clean_process(script: str, file: Path, given: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The outputs of a program that runs without logitmix."""
-    if script is ONNX_ALONE:
-        np.savez(folder / "given.npz", **{name: of.numpy() for name, of in given.items()})
-        subprocess.run([sys.executable, "-c", script, *map(str, (file, folder / "given.npz", folder / "found.npz"))],
-                       check=True)  # fmt: skip
-        return {name: torch.from_numpy(of) for name, of in np.load(folder / "found.npz").items()}
-    save_file({name: of.contiguous() for name, of in given.items()}, folder / "given")
-    kind = "aoti" if file.name.endswith(".aoti.pt2") else "plain"
-    words = [sys.executable, "-W", "ignore", "-c", script, *map(str, (file, folder / "given", folder / "found")), kind]
-    subprocess.run(words, check=True)
-    return load_file(folder / "found")
+def in_a_clean_process(
+    script: str, programs: list[tuple[Path, Mapping[str, Tensor]]], folder: Path
+) -> list[dict[str, Tensor]]:
+    """The outputs of programs, each of inputs, that run without logitmix."""
+    words, outputs = [], []
+    for number, (program, given) in enumerate(programs):
+        save_file({name: of.contiguous() for name, of in given.items()}, folder / f"given {number}")
+        outputs.append(folder / f"found {number}")
+        words += [program, folder / f"given {number}", outputs[-1]]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, *map(str, words)], check=True)
+    return [load_file(of) for of in outputs]
 
 
-@pytest.mark.parametrize("schema", [None, EVERY_KIND], ids=["ids", "features"])
+def assert_onnxruntime_runs(model: SmallModel, served: Path, folder: Path) -> None:
+    """The query tower, without logitmix and torch."""
+    given, expected = zip(*(histories_for(model, *shape) for shape in SHAPES), strict=True)
+    programs = [(served / "query_tower.onnx", of) for of in given]
+    for found, of in zip(in_a_clean_process(ONNX_ALONE, programs, folder), expected, strict=True):
+        assert_close(found, of)
+
+
+@pytest.mark.parametrize("schema", [pytest.param(None, marks=pytest.mark.slow), EVERY_KIND], ids=["ids", "features"])
 def test_onnxruntime_alone_runs_the_query_tower(schema: Schema | None, tmp_path: Path) -> None:
     model = small_model("mol", X, schema=schema)
     served = export_small(model, tmp_path / "served", extras=["onnx"])
     onnx.checker.check_model(served / "query_tower.onnx", full_check=True)
-    for lengths, longest in SHAPES:
-        given, expected = histories_for(model, lengths, longest)
-        assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+    assert_onnxruntime_runs(model, served, tmp_path)
 
 
 def test_onnx_of_hstu(tmp_path: Path) -> None:
     model = small_model("dot", X, encoder=HSTUConfig(blocks=2, max_length=LENGTH))
     served = export_small(model, tmp_path / "served", extras=["onnx"])
-    for lengths, longest in SHAPES:
-        given, expected = histories_for(model, lengths, longest)
-        assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+    assert_onnxruntime_runs(model, served, tmp_path)
 
 
 def test_onnx_of_pooled_histories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without a word of torch to its developers."""
-    model = small_model("dot", X, encoder=PooledConfig(hidden=8, max_length=LENGTH))
+    model = small_model("dot", X, encoder=POOLED)
     served = export_small(model, tmp_path / "served", extras=["onnx"])
     assert not caplog.records
-    given, expected = histories_for(model, *SHAPES[2])
-    assert_close(in_a_clean_process(ONNX_ALONE, served / "query_tower.onnx", given, tmp_path), expected)
+    assert_onnxruntime_runs(model, served, tmp_path)
 
 
 def test_an_onnx_file_holds_no_times(tmp_path: Path) -> None:
@@ -363,17 +371,16 @@ def test_torch_alone_runs_what_the_compiler_made(tmp_path: Path, stage1: int, mo
 
 
 def assert_programs_run(model: SmallModel, served: Path, kind: str, folder: Path, stage1: int = X) -> None:
-    def run(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return in_a_clean_process(TORCH_ALONE, served / "programs" / f"{name}{kind}.pt2", given, folder)
-
-    given, queries = histories_for(model, *SHAPES[2])
-    assert_close(run("query_tower", given), queries)
-    given, items = items_for(model, X)
-    assert_close(run("item_tower", given), items)
-    del items["item_vector"]
-
-    given = queries | items | {"excluded": torch.full((len(SHAPES[2][0]), 1), -1)}
-    assert_ranked(run("cascade", given), scores_of(model, given).two_stages(stage1))
+    histories, queries = histories_for(model, *SHAPES[2])
+    rows, items = items_for(model, X)
+    sides = {name: of for name, of in items.items() if name != "item_vector"}
+    given = queries | sides | {"excluded": torch.full((len(SHAPES[2][0]), 1), -1)}
+    of = {"query_tower": histories, "item_tower": rows, "cascade": given}
+    programs = [(served / "programs" / f"{name}{kind}.pt2", inputs) for name, inputs in of.items()]
+    found = in_a_clean_process(TORCH_ALONE, programs, folder)
+    assert_close(found[0], queries)
+    assert_close(found[1], items)
+    assert_ranked(found[2], scores_of(model, given).two_stages(stage1))
     # In this process, if trusted, and of a tensor that is not contiguous.
     given, expected = histories_for(model, *SHAPES[1])
     given["vectors"] = given["vectors"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -385,7 +392,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
         folder = tmp_path_factory.mktemp("export")
-        return export_small(small_model("dot", X), folder / "served", extras=["programs", "onnx"])
+        return export_small(small_model("dot", X, encoder=POOLED), folder / "served", extras=["programs", "onnx"])
 
 
 @pytest.fixture
@@ -465,14 +472,15 @@ def test_programs_can_be_compiled_for_any_avx2(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     extras: list[Extra] = ["programs", "programs_avx2"]
-    native, avx2 = (export_small(small_model("dot", X), tmp_path / of, extras=[of]) for of in extras)
+    model = small_model("dot", X, encoder=POOLED)
+    native, avx2 = (export_small(model, tmp_path / of, extras=[of]) for of in extras)
     assert seen == [(None, None)] * 3 + [("x86-64-v3", 256)] * 3
     needed = [read_manifest(of)["files"]["programs/query_tower.aoti.pt2"]["cpu"] for of in (native, avx2)]
     assert needed[0] == ["x86_64", "avx2", "avx512_f"]
     assert "avx2" in needed[1] and not [name for name in needed[1] if name.startswith("avx512")]
     monkeypatch.setattr(programs, "capabilities", lambda: {"architecture": "arm64"})
     with pytest.raises(ValueError, match="--programs-cpu avx2 needs an x86-64 processor"):
-        export_small(small_model("dot", X), tmp_path / "arm", extras=["programs_avx2"])
+        export_small(model, tmp_path / "arm", extras=["programs_avx2"])
 
 
 def test_the_retriever_reads_no_program(served: Path) -> None:
@@ -536,7 +544,7 @@ def test_without_a_compiler_nothing_is_written(
         compiler = str(tmp_path / "g++")
     monkeypatch.setenv("CXX", compiler)
     with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}), pytest.raises(ValueError) as caught:
-        export_small(small_model("dot", X), tmp_path / "served", extras=["programs"])
+        export_small(small_model("dot", X, encoder=POOLED), tmp_path / "served", extras=["programs"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not list(tmp_path.glob("*served*"))
 
@@ -549,5 +557,5 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.export, "save", full)
     with pytest.raises(OSError, match=r"query_tower\.pt2 cannot be written: PytorchStreamWriter failed"):
-        export_small(small_model("dot", X), tmp_path / "served", extras=["programs"])
+        export_small(small_model("dot", X, encoder=POOLED), tmp_path / "served", extras=["programs"])
     assert not any(tmp_path.iterdir())

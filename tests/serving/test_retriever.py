@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import one_of_each
 from small_models import LENGTH, SmallModel, brute_force, export_small, in_order, random_histories, raw_ids, small_model
 from torch import Tensor
 
@@ -417,7 +420,7 @@ def test_devices_that_share_the_items_answer_as_one(
     one, several = Retriever.load(path), Retriever.load(path, ["cpu"] * 3)
     assert [len(part) for part in several._ranker.parts] != [len(one._ranker.parts[0])]
     assert len(several._ranker.corpora) == 3
-    histories = random_histories(X, LENGTHS)
+    histories = random_histories(X, LENGTHS[:8])
     for stage1 in (None, 40, X - 1):
         expected, found = (of.retrieve(histories, 10, stage1=stage1) for of in (one, several))
         assert torch.equal(found.items, expected.items) and torch.equal(found.scores, expected.scores)
@@ -479,19 +482,21 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
     assert len({ranking[0]["score"] for ranking in found}) == len(requests)
 
 
-@pytest.mark.parametrize("features", [False, True])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    one_of_each(product(["dot", "mlp", "neumf", "deepfm", "mol"], [True, False]), itemgetter(0), itemgetter(1)),
+)
 def test_items_may_be_computed_when_they_are_ranked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, features: bool
 ) -> None:
     """From shards and chunks of a few items; without features, fewer bytes hold them."""
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
-    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 17)
+    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 70)
     model = small_model(kind, X, schema=ITEM_FEATURES if features else None)
     cached, computed = (
         export_small(model, tmp_path / name, item_cache=name == "cached") for name in ("cached", "computed")
     )
-    histories = random_histories(X, LENGTHS)
+    histories = random_histories(X, LENGTHS[:8])
     for stage1 in (None, 40):
         expected, found = (Retriever.load(path).retrieve(histories, 10, stage1=stage1) for path in (cached, computed))
         assert torch.equal(found.items, expected.items)
