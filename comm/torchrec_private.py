@@ -35,6 +35,9 @@ NAMES = {
         "_variable_cross_dist",
         "_grouped_embedding_configs_per_node",
     ),
+    # The groups of the ranks of a host, which outlive the process group that they are of.
+    "torchrec.distributed.comm": ("_INTRA_PG", "_CROSS_PG"),
+    "torchrec.distributed.sharding_plan": ("_get_parameter_sharding",),
     # The collectives that exchanges replace.
     "torchrec.distributed.dist_data": ("_callbacks",),
     # What updates rows in the backward of a lookup.

@@ -56,8 +56,10 @@ class DataConfig:
 class TableSettings:
     """One sharded embedding table."""
 
-    sharding: Literal["auto", "row_wise", "table_wise", "column_wise"] = "auto"
-    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of parallel/plan.py."""
+    sharding: Literal["auto", "row_wise", "table_wise", "column_wise", "table_row_wise", "grid"] = "auto"
+    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of parallel/plan.py. For
+    pooled tables alone: table_row_wise divides its rows among the ranks of one host, where the sums of bags are added
+    before they leave it, and grid its columns among the hosts as well."""
     dim: int = 0
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"
@@ -78,10 +80,10 @@ class TableSettings:
         require(self.dim >= 0 and self.dim % 4 == 0, f"{prefix}.dim", self.dim, needs)
         _check_rates(self, prefix)
         require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
-        if (self.sharding, self.optimizer) == ("column_wise", "rowwise_adagrad"):
+        if self.sharding in ("column_wise", "grid") and self.optimizer == "rowwise_adagrad":
             raise ValueError(
-                f"{prefix}.sharding is column_wise and {prefix}.optimizer rowwise_adagrad, whose one number for a row "
-                "each shard of its columns would have for itself; choose another sharding or optimizer"
+                f"{prefix}.sharding is {self.sharding} and {prefix}.optimizer rowwise_adagrad, whose one number for a "
+                "row each shard of its columns would have for itself; choose another sharding or optimizer"
             )
 
 
@@ -91,6 +93,9 @@ def _check_rates(of: "TableSettings | DenseConfig", prefix: str) -> None:
     require(0 <= of.beta2 < 1, f"{prefix}.beta2", of.beta2, "in [0, 1)")
     require(of.eps > 0, f"{prefix}.eps", of.eps, "above 0")
 
+
+BY_HOST = ("table_row_wise", "grid")
+"""Shardings of pooled tables alone."""
 
 TABLE_OPTIMIZERS = Registry[Any](
     "table optimizer",

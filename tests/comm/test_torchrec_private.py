@@ -21,7 +21,7 @@ def private_names(tree: ast.AST) -> set[str]:
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and re.match("_[a-z]", node.attr)
+        and re.match("_[A-Za-z]", node.attr)
         and not (isinstance(node.value, ast.Name) and node.value.id in OURS)
     } - NAMED_TUPLES
 

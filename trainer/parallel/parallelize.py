@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torchrec.distributed.comm
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +32,7 @@ from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TablesConfig
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TablesConfig
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
@@ -181,6 +182,12 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
     settings = config.tables.of(name)
     if settings.pooled and name == ITEM:
         raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
+    if settings.sharding in BY_HOST and not settings.pooled:
+        pooled = "" if name == ITEM else f", or tables.{name}.pooled to true"
+        raise ValueError(
+            f"the sharding of table {name} is {settings.sharding}, which only pooled tables can have; set another "
+            f"tables.{name}.sharding{pooled}"
+        )
     if settings.precision == "fp16" and device.type == "cpu":
         raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
     if settings.precision == "fp16" and settings.optimizer in TABLE_OPTIMIZERS.plugins:
@@ -198,6 +205,8 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
 def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks: Ranks) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, config.of(table_name(key)))
+    # TorchRec would keep the groups of the ranks of a host from an earlier process group, which has ended.
+    torchrec.distributed.comm._INTRA_PG = torchrec.distributed.comm._CROSS_PG = None
     env, sharded = ShardingEnv.from_process_group(ranks.group), nn.ModuleDict()
     for name, each in collections.items():
         bags = isinstance(each, EmbeddingBagCollection)

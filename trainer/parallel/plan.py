@@ -4,7 +4,7 @@ TorchRec's planner places all tables together. If `tables.sharding` is auto, it 
 for each table. But a table larger than one rank's share of all bytes is always row_wise, because a rank that held it
 whole would hold most of everything. column_wise is used only on request: it sends each id to all owners of its columns,
 and the FP8 wire gives each shard's columns their own scale. A table with too few rows for all ranks is table_wise
-instead of row_wise.
+instead of row_wise. Pooled tables can be divided by hosts, on request (by_host.py).
 """
 
 import math
@@ -26,7 +26,8 @@ from torchrec.distributed.types import ParameterSharding
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
-from logitmix.trainer.config import Config, TablesConfig, TableSettings
+from logitmix.trainer.config import BY_HOST, Config, TablesConfig, TableSettings
+from logitmix.trainer.parallel.by_host import plan_by_host
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
 
@@ -79,23 +80,35 @@ def plan_tables(
     """
     settings = config.tables
     _require_room(tables, config, devices)
+    plans: dict[str, ParameterSharding] = plan_by_host(
+        [table for table in tables if settings.of(table.name).sharding in BY_HOST],
+        {table.name: settings.of(table.name).sharding for table in tables},
+        {table.name: _bytes(table, settings.of(table.name)) for table in tables},
+        devices.world_size // devices.per_host,
+        devices.per_host,
+        devices.kind,
+    )
+    placed = max(
+        bytes_by_rank(describe(plans, [table for table in tables if table.name in plans], config), devices.world_size)
+    )
+    others = [table for table in tables if table.name not in plans]
     # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
-    averages = sum(_average_bytes(table, config) for table in tables) // devices.world_size
+    averages = sum(_average_bytes(table, config) for table in others) // devices.world_size
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=devices.world_size,
             local_world_size=devices.per_host,
             compute_device=devices.kind,
-            hbm_cap=devices.bytes and max(0, devices.bytes - averages),
+            hbm_cap=devices.bytes and max(0, devices.bytes - averages - placed),
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
-        constraints=_constraints(tables, settings, devices),
+        constraints=_constraints(others, settings, devices),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
     # EmbeddingBagCollection exists.
-    collections = embedding_collections([replace(table, pooled=False) for table in tables])
+    collections = embedding_collections([replace(table, pooled=False) for table in others])
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, settings.of(table_name(key)))
     try:
@@ -105,7 +118,6 @@ def plan_tables(
         raise ValueError(
             f"the planner cannot place the tables with tables.sharding {settings.sharding}: {first_line(error)}"
         ) from None
-    plans: dict[str, ParameterSharding] = {}
     for collection in collections:
         found = cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
         plans |= {own_name(name): plan for name, plan in found.items()}

@@ -37,27 +37,40 @@ def traffic(
     bags, whose ids are not counted. Without the padding that NCCL's messages have."""
     codecs = CODECS["forward"].find(wire.forward), CODECS["backward"].find(wire.backward)
     total = [0, 0, 0, 0]
-    for rank, ids in enumerate(ids_by_rank):
-        for name, table in plan.items():
-            named = ids[name]
-            for shard in table.shards:
-                if shard.rank == rank:
-                    continue
-                layout = (Segment(name, shard.columns),)
-                rows = _rows(named, shard.first_row, shard.rows)
-                asked = 0 if isinstance(named, Bags) else ID_BYTES * rows
-                sent = asked, *(rows * codec.row_bytes(layout) for codec in codecs)
-                leaves = shard.rank // per_host != rank // per_host
-                total = [of + more for of, more in zip(total, (*sent, sum(sent) * leaves), strict=True)]
+
+    def count(table: str, columns: int, rows: int, ids: int, owner: int, asker: int) -> None:
+        if owner != asker:
+            layout = (Segment(table, columns),)
+            sent = ID_BYTES * ids, *(rows * codec.row_bytes(layout) for codec in codecs)
+            leaves = owner // per_host != asker // per_host
+            total[:] = [of + more for of, more in zip(total, (*sent, sum(sent) * leaves), strict=True)]
+
+    for name, table in plan.items():
+        for shard in table.shards:
+            for rank, of_rank in enumerate(ids_by_rank):
+                named = of_rank[name]
+                if not isinstance(named, Bags):
+                    rows = _rows(named, shard.first_row, shard.rows)
+                    count(name, shard.columns, rows, rows, shard.rank, rank)
+                elif table.sharding in ("table_row_wise", "grid_shard"):
+                    # Within the owners' host to the rank of the asker's number there, which sends the sums on.
+                    through = shard.rank - shard.rank % per_host + rank % per_host
+                    count(name, shard.columns, _bags(named), 0, shard.rank, through)
+                    if shard.rank == through:
+                        count(name, shard.columns, _bags(named), 0, through, rank)
+                else:
+                    count(name, shard.columns, _bags(named), 0, shard.rank, rank)
     return Traffic(*total)
 
 
-def _rows(named: Tensor | Bags, first: int, rows: int) -> int:
-    """How many rows an owner of rows [first, first + rows) sends: of each bag the sum of what it has."""
-    if isinstance(named, Bags):
-        return len(named.offsets) - 1
+def _rows(named: Tensor, first: int, rows: int) -> int:
+    """How many of the ids are in [first, first + rows)."""
     start, end = torch.searchsorted(named, torch.tensor([first, first + rows])).tolist()
     return int(end - start)
+
+
+def _bags(named: Bags) -> int:
+    return len(named.offsets) - 1
 
 
 def expected_ids(schema: Schema, loss: LossConfig, sequences: int, length: float) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Bags that the owners of their rows pool, on two ranks and on one, against pooling rows that were exchanged."""
 
+import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import torchrec_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.parallel.parallelize import embedding_tables
+from logitmix.trainer.parallel.parallelize import embedding_tables, model_schema
+from logitmix.trainer.parallel.plan import Devices, plan_tables
 
 ROWS, RANKS = 30, 2
 SCHEMA = Schema(
@@ -45,6 +47,16 @@ CASES: dict[str, dict[str, Any]] = {
     )
     if (sharding, optimizer) != ("column_wise", "rowwise_adagrad")
 }
+BY_HOST = {
+    f"{sharding} {optimizer}": EXACT
+    | {"tables.tags.sharding": sharding, "tables.optimizer": optimizer, "tables.lr": 0.1, "tables.eps": 0.1}
+    for sharding, optimizer in (
+        ("table_row_wise", "adam"),
+        ("table_row_wise", "rowwise_adagrad"),
+        ("grid", "adam"),
+        ("grid", "sgd"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ def run_case(settings: dict[str, Any], pooled: bool) -> Seen:
     config = small_config(Path("none"), settings | {"tables.tags.pooled": pooled})
     with a_model(config, SCHEMA) as (model, _):
         ranks = model.ranks
-        mine = [step if ranks.world_size == 1 else [step[ranks.rank]] for step in BAGS]
+        mine = [step if ranks.world_size == 1 else [*step, [], []][ranks.rank :][:1] for step in BAGS]
         bags = [bags_of([bag for of_rank in step for bag in of_rank]) for step in mine]
         exchanges = [model.row_exchange(asked(of_step, pooled)) for of_step in bags]
         losses = []
@@ -89,8 +101,11 @@ def asked(bags: Bags, pooled: bool) -> dict[str, Tensor | Bags]:
     return {ITEM: torch.empty(0, dtype=torch.int64), "tags": bags if pooled else bags.values.unique()}
 
 
-def run_cases() -> list[Seen]:
-    return [run_case(settings, pooled=True) for settings in CASES.values()]
+def run_cases(cases: dict[str, dict[str, Any]] = CASES, per_host: int = 0) -> list[Seen]:
+    if per_host:
+        # Ranks of several hosts, which are one.
+        os.environ.update(LOCAL_WORLD_SIZE=str(per_host), GLOO_SOCKET_IFNAME="lo")
+    return [run_case(settings, pooled=True) for settings in cases.values()]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +130,34 @@ def test_a_row_for_each_bag_is_sent(on_two_ranks: dict[str, tuple[Seen, Seen]]) 
     bags = sum(len(of_rank) for step in BAGS for of_rank in step)
     sent = sum(seen.sent for seen in on_two_ranks["row_wise sgd 1"])
     assert sent == 2 * bags * 8 * 4
+
+
+def test_tables_may_be_divided_by_hosts() -> None:
+    """Two hosts of two ranks, of which the last two have no bags."""
+    for name, ranks in zip(BY_HOST, zip(*two_ranks.run(run_cases, BY_HOST, 2, world_size=4), strict=True), strict=True):
+        expected = run_case(CASES[f"row_wise {name.split()[1]} 1"], pooled=False)
+        together = [sum(of_step) for of_step in zip(*(seen.losses for seen in ranks), strict=True)]
+        torch.testing.assert_close(together, expected.losses, rtol=1e-5, atol=1e-6)
+        for seen in ranks:
+            torch.testing.assert_close(seen.after, expected.after, rtol=1e-5, atol=1e-6)
+
+
+def test_tables_that_hosts_cannot_share_are_refused() -> None:
+    for settings, said in (
+        ({"tables.tags.sharding": "grid"}, "the sharding of table tags is grid, which only pooled tables can have"),
+        (
+            {"tables.tags.sharding": "grid", "tables.tags.pooled": True, "tables.tags.dim": 12},
+            "table tags has 12 columns, which 2 hosts",
+        ),
+        (
+            {"tables.tags.sharding": "table_row_wise", "tables.tags.pooled": True},
+            "table tags has 30 rows, too few for the 28",
+        ),
+    ):
+        config = small_config(Path("none"), {"model.features": ["all"], **settings})
+        devices = Devices(2 * (per_host := 28 if "rows" in said else 2), per_host, "cpu")
+        with pytest.raises(ValueError, match=said):
+            plan_tables(embedding_tables(model_schema(SCHEMA, config), config, torch.device("cpu")), config, devices)
 
 
 def test_items_are_not_pooled() -> None:
