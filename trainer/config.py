@@ -271,8 +271,8 @@ class Config:
     """A named run: defaults < recipe < command line."""
 
     warm_start: str = ""
-    """Run whose best checkpoint gives the initial weights, even if the dataset has grown since. Rows of tables are
-    matched by raw ids and values of features, so that run's dataset must still be in its place."""
+    """Run whose best checkpoint gives the initial weights, even if the dataset has grown since. Rows are matched by raw
+    ids and values, so that run's dataset must still be there."""
     start: dict[str, Any] = field(default_factory=dict)
     """A run that is trained first, in RUN/start, and whose best checkpoint gives the initial weights: its settings that
     differ from this run's, --start.SECTION.SETTING or a section [start]. With train.minutes, it has half of them. A

@@ -43,13 +43,13 @@ class Arguments(JSONOption, Config):
     gpu_gib: float = 80.0
     """Memory of a GPU in GiB."""
     items: float = 0
-    """Items of a dataset that is not there, such as 1e9; the dataset is read when 0."""
+    """Items, such as 1e9, where there is no dataset yet."""
     users: float = 0
-    """With --items: its users, who have a table with --model.features user."""
+    """With --items: number of users."""
     rows: tuple[str, ...] = ()
-    """With --items: further tables, as NAME=ROWS, each of a feature of items that the model uses."""
+    """With --items: further tables of items, as NAME=ROWS."""
     history: float = 0
-    """With --items: positions of a sequence on average; model.encoder.max_length when 0."""
+    """With --items: mean length of a history; the most when 0."""
 
     def imagined(self) -> "Imagined | None":
         """The dataset that is described in place of a real one."""

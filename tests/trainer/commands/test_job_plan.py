@@ -72,7 +72,7 @@ def test_a_dataset_need_not_be_there(recipe: str, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "imagined: 1,000,000 users, 1,000,000,000 items" in said
     assert "table item  1,000,000,001 x 64" in said and "table city  50,000 x 64" in said
-    assert "table user  1,000,001 x 64" in said and "of it to other hosts" in said
+    assert "table user  1,000,001 x 64" in said and " to other hosts)" in said
 
 
 def test_ids_that_are_expected_are_those_of_random_draws() -> None:
