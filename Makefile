@@ -42,7 +42,7 @@ $(LOCKED): $(wildcard requirements/*.txt)
 
 $(INSTALLED): $(LOCKED) pyproject.toml setup.py $(wildcard common/*.[ch] comm/*.c modules/*.[ch] modules/*/*.[ch]) | build/namespace/logitmix
 	.venv/bin/pip install --quiet --quiet --no-deps --no-build-isolation --editable .
-	@.venv/bin/python -W ignore -c 'from logitmix.common import driver; driver.has_driver(); import torchrec' \
+	@.venv/bin/python -W ignore -c 'from logitmix.common import driver; driver.has_driver(); import torchrec' 2>/dev/null \
 	  || { echo 'torch, fbgemm and torchrec do not load together: see .venv/bin/logitmix doctor.'; exit 1; }
 	@touch $@
 
