@@ -39,6 +39,6 @@ def why_it_does_not_load(error: BaseException) -> str:
     if found[1].startswith("libtorch"):
         return (
             f"fbgemm-gpu is a CUDA build, and torch is none (no {found[1]}); install torch from the public index, or "
-            "fbgemm-gpu-cpu in place of fbgemm-gpu (docs/install.md)"
+            "fbgemm-gpu-cpu in place of fbgemm-gpu"
         )
-    return f"no {found[1]} here, which a library needs (docs/install.md)"
+    return f"no {found[1]} here, which a library needs"
