@@ -1,7 +1,8 @@
 """Runs, datasets and exports in a store: whatever fsspec reaches by a URL, such as s3://bucket/runs/a.
 
-All other code works on local paths. `path_of` gives a URL the path of a copy in the cache directory, `fetch`,
-`fetch_run` and `fetch_names` bring the copy up to date, and `push` the store. They leave other paths alone.
+All other code works on local paths. `path_of` gives a URL the path of a copy in the cache directory, `fetch` and
+`fetch_run` give that path and bring the copy up to date, `fetch_names` all but its content, and `push` the store. They
+leave other paths alone.
 
     CACHE/DIGEST/NAME       the copy; DIGEST is of the URL, and NAME its last part
     CACHE/DIGEST/copy.json  id, a random name of the copy; uploading, whether an upload of it has begun and not ended;
@@ -170,20 +171,6 @@ def naming_urls() -> Iterator[None]:
         raise ValueError(line) from None
 
 
-def fetched(place: str | Path) -> Path:
-    """The path of a dataset or export that a user names, its copy brought up to date."""
-    path = path_of(place)
-    fetch(path)
-    return path
-
-
-def fetched_run(place: str | Path) -> Path:
-    """The path of a run, or of a folder of runs, that a user names, its copy brought up to date."""
-    path = path_of(place)
-    fetch_run(path)
-    return path
-
-
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Other processes of this host that fetch or push this copy wait meanwhile: what is written within is what is
@@ -199,15 +186,17 @@ def alone(path: Path) -> Iterator[None]:
             _alone.remove(copy.path)
 
 
-def fetch(path: Path) -> None:
-    """Makes a copy what is in the store; only files that differ are fetched. Its readers check their digests.
+def fetch(place: str | Path) -> Path:
+    """The path of a dataset or export that a user names. A copy is made what is in the store; only files that differ
+    are fetched. Its readers check their digests.
 
     This and the next ones raise ValueError for a URL that fsspec has no driver for, and OSError if the store does not
     answer or the disk is full; this one ValueError also where the upload of another copy has not ended. The copy whose
     upload was interrupted is whole, and stays as it is.
     """
+    path = path_of(place)
     if (copy := _copy_of(path)) is None:
-        return
+        return path
     if _locks(copy.path):
         return fetch_run(path)  # there are runs, and whoever takes them for a dataset must not harm them
 
@@ -220,13 +209,16 @@ def fetch(path: Path) -> None:
 
     with copy.locked():
         copy.settle(take)
+    return path
 
 
-def fetch_run(path: Path) -> None:
-    """As `fetch`, for a run, whose copy may be newer than the store: a copy that was not uploaded whole, or in which a
-    job trains, stays as it is. If another copy has been uploaded since, what is in the store counts."""
+def fetch_run(place: str | Path) -> Path:
+    """As `fetch`, for a run or a folder of runs, whose copy may be newer than the store: a copy that was not uploaded
+    whole, or in which a job trains, stays as it is. If another copy has been uploaded since, what is in the store
+    counts."""
+    path = path_of(place)
     if (copy := _copy_of(path)) is None:
-        return
+        return path
 
     def take(there: dict[str, str]) -> bool:
         record, here = copy.record(), copy.here()
@@ -241,6 +233,7 @@ def fetch_run(path: Path) -> None:
     with copy.locked():
         if not _is_training(copy.path):
             copy.settle(take)
+    return path
 
 
 def fetch_names(path: Path) -> None:
@@ -249,7 +242,8 @@ def fetch_names(path: Path) -> None:
     if (copy := _copy_of(path)) is None:
         return
     if _locks(copy.path):
-        return fetch_run(path)
+        fetch_run(path)
+        return
     with copy.locked():
         there = copy.listing()
         if UPLOADING in there:
@@ -291,7 +285,7 @@ class _Record:
         for name, of in self.files.items():
             # Such a name would lead out of the copy, or cannot be that of a file.
             require(not _hidden(name) and name == plain(name), "files", brief(name), "names in the copy")
-            require(_is_noted(of), f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
+            require(_is_entry(of), f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
 
     def there(self) -> dict[str, str]:
         return {name: of[0] for name, of in self.files.items() if of[0]}
@@ -528,11 +522,11 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _is_noted(of: tuple[Any, ...]) -> bool:
-    """Whether a file may have this entry in copy.json."""
-    text, *stamp = of or (None,)
+def _is_entry(of: tuple[Any, ...]) -> bool:
+    """Whether a file may have this in copy.json."""
+    there, *stamp = of or (None,)
     counts = [type(number) is int and 0 <= number < 2**63 for number in stamp]
-    return isinstance(text, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
+    return isinstance(there, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
 
 
 def _hidden(name: str) -> bool:

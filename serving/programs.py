@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitmix.common.storage import fetched, naming_urls
+from logitmix.common.storage import fetch, naming_urls
 from logitmix.serving.directory.format import PROGRAMS
 from logitmix.serving.directory.reader import checked_extra, read_manifest
 
@@ -30,9 +30,9 @@ def load_program(path: str | Path, name: str, trust: bool = False) -> Program:
             f"{name} is native code or unpickled, so to load it is to run what its author wrote: give trust=True if "
             "you trust whoever made this export"
         )
-    file = checked_extra(fetched(path), f"{PROGRAMS}/{name}.pt2")
+    file = checked_extra(fetch(path), f"{PROGRAMS}/{name}.pt2")
     if name.endswith(".aoti"):
-        _check_cpu(file, read_manifest(fetched(path))["files"][f"{PROGRAMS}/{name}.pt2"]["cpu"])
+        _check_cpu(file, read_manifest(fetch(path))["files"][f"{PROGRAMS}/{name}.pt2"]["cpu"])
         program = torch._inductor.aoti_load_package(str(file))
         # What was compiled takes every tensor for a contiguous one.
         return lambda **given: program(**{key: of.contiguous() for key, of in given.items()})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.storage import fetched, naming_urls
+from logitmix.common.storage import fetch, naming_urls
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, finite, require_finite, too_large
@@ -96,7 +96,7 @@ class Retriever:
         found: list[Contents] = []
 
         def reading() -> str:
-            found.append(read(fetched(path), of_ranks.rank, of_ranks.size))
+            found.append(read(fetch(path), of_ranks.rank, of_ranks.size))
             return found[0].digest
 
         devices = of_ranks.all(lambda: _devices(device))[of_ranks.rank]

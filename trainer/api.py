@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from logitmix.common.mappings import nearest, require
 from logitmix.common.plugins import load_plugins
-from logitmix.common.storage import fetched_run, naming_urls, path_of, say, shown
+from logitmix.common.storage import fetch_run, naming_urls, path_of, say, shown
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop
@@ -83,7 +83,7 @@ def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", thr
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
     if there is one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
-    results = evaluation.evaluate_run(fetched_run(run), split, None, None, "auto", threads)
+    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
 
 
@@ -125,4 +125,4 @@ def export(
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
     known = not isinstance(extras, str) and all(name in there for name in extras)
     require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
-    return exporting.export(fetched_run(run), path_of(out), overwrite, precision=precision, extras=extras)
+    return exporting.export(fetch_run(run), path_of(out), overwrite, precision=precision, extras=extras)

@@ -17,7 +17,7 @@ from stores import Memory
 
 from logitmix.common import storage
 from logitmix.common.checked import fields_of
-from logitmix.common.storage import fetch, fetch_names, fetch_run, fetched, fetched_run, path_of, place_of, push, shown
+from logitmix.common.storage import fetch, fetch_names, fetch_run, path_of, place_of, push, shown
 from logitmix.trainer import cli
 
 URL = "memory://bucket/a"
@@ -42,11 +42,11 @@ def content(path: Path) -> dict[str, str]:
 
 def test_ordinary_paths_are_left_alone(memory: Memory, tmp_path: Path) -> None:
     path = write(tmp_path / "data", x="1")
-    for each in (path, str(path)):
-        assert path_of(each) == fetched(each) == fetched_run(each) == path
     with memory.watched() as done:
-        for action in (fetch, fetch_run, fetch_names, push):
-            action(path)
+        for each in (path, str(path)):
+            assert path_of(each) == fetch(each) == fetch_run(each) == path
+        fetch_names(path)
+        push(path)
     assert not done and content(path) == {"x": "1"}
     assert not (tmp_path / "cache-here").exists()
 
@@ -55,14 +55,14 @@ def test_what_is_written_here_is_read_elsewhere(memory: Memory) -> None:
     push(write(path_of(URL), dataset_json="{}", sequences__part="1"))
     assert memory.files("bucket/a") == {"dataset.json": b"{}", "sequences/part": b"1"}
     memory.host("elsewhere")
-    assert content(fetched(f"{URL}/")) == {"dataset.json": "{}", "sequences/part": "1"}
+    assert content(fetch(f"{URL}/")) == {"dataset.json": "{}", "sequences/part": "1"}
 
 
 def test_only_what_differs_is_moved(memory: Memory) -> None:
     path = write(path_of(URL), x="1", y="1")
     push(path)
     memory.host("elsewhere")
-    other = fetched(URL)
+    other = fetch(URL)
     write(other, y="22")
     (other / "x").unlink()
     with memory.watched() as done:
@@ -75,7 +75,7 @@ def test_only_what_differs_is_moved(memory: Memory) -> None:
     ]
     memory.host("here")
     with memory.watched() as done:
-        assert content(fetched(URL)) == content(fetched(URL)) == {"y": "22"}
+        assert content(fetch(URL)) == content(fetch(URL)) == {"y": "22"}
     assert done == ["find /bucket/a", "get_file /bucket/a/y", "find /bucket/a", "find /bucket/a"]
 
 
@@ -161,10 +161,10 @@ def test_an_upload_that_fails_anywhere_is_not_taken_for_whole(memory: Memory, at
     assert len(done) == at + 1
     memory.host("elsewhere")
     if memory.files("bucket/a") in (before, after):
-        assert {name: text.encode() for name, text in content(fetched(URL)).items()} == memory.files("bucket/a")
+        assert {name: text.encode() for name, text in content(fetch(URL)).items()} == memory.files("bucket/a")
     else:
         with pytest.raises(ValueError, match=f"^an upload to {URL} has not ended; wait for it, or run again"):
-            fetched(URL)
+            fetch(URL)
         # Who writes anew finds nothing that is in the way.
         fetch_names(path_of(URL))
         assert content(path_of(URL)) == {}
@@ -186,14 +186,14 @@ def test_these_are_all_operations_of_an_upload(memory: Memory) -> None:
 def test_a_fetch_that_fails_anywhere_is_made_up_for(memory: Memory, at: int) -> None:
     path = changed(memory)
     memory.host("elsewhere")
-    fetched(URL)
+    fetch(URL)
     memory.host("here")
     push(path)
     memory.host("elsewhere")
     with memory.watched(lambda number, *_: number == at) as done, pytest.raises(OSError, match=URL):
-        fetched(URL)
+        fetch(URL)
     assert len(done) > at
-    assert content(fetched(URL)) == {"manifest.json": "222", "x": "22", "z": "2"}
+    assert content(fetch(URL)) == {"manifest.json": "222", "x": "22", "z": "2"}
     assert not list(path_of(URL).parent.glob("fetched"))
 
 
@@ -202,9 +202,9 @@ def test_a_fetch_that_was_interrupted_goes_on(memory: Memory, monkeypatch: pytes
     memory.host("elsewhere")
     monkeypatch.setattr(storage, "RECORD_SECONDS", 0.0)
     with memory.watched(lambda number, name, file: file.endswith("/c")), pytest.raises(OSError, match=URL):
-        fetched(URL)
+        fetch(URL)
     with memory.watched() as done:
-        assert content(fetched(URL)) == {"a": "1", "b": "1", "c": "1"}
+        assert content(fetch(URL)) == {"a": "1", "b": "1", "c": "1"}
     assert [of for of in done if of.startswith("get_file")] == ["get_file /bucket/a/c"]
 
 
@@ -220,7 +220,7 @@ def test_what_changes_while_it_is_fetched_is_fetched_again(memory: Memory) -> No
 
     memory.host("elsewhere")
     with memory.watched(replace):
-        assert content(fetched(URL)) == {"a": "2", "c": "1"}
+        assert content(fetch(URL)) == {"a": "2", "c": "1"}
 
 
 def test_a_store_that_changes_all_the_time(memory: Memory) -> None:
@@ -234,7 +234,7 @@ def test_a_store_that_changes_all_the_time(memory: Memory) -> None:
     memory.host("elsewhere")
     said = f"^{URL} has changed 20 times while it was fetched; try again$"
     with memory.watched(replace), pytest.raises(OSError, match=said):
-        fetched(URL)
+        fetch(URL)
 
 
 def test_processes_of_one_host_fetch_once(memory: Memory) -> None:
@@ -242,7 +242,7 @@ def test_processes_of_one_host_fetch_once(memory: Memory) -> None:
     memory.host("elsewhere")
     path_of(URL)
     with memory.watched() as done, ThreadPoolExecutor(4) as threads:
-        for path in threads.map(fetched, [URL] * 4):
+        for path in threads.map(fetch, [URL] * 4):
             assert len(content(path)) == 20
     assert sum(of.startswith("get_file") for of in done) == 20
 
@@ -252,12 +252,12 @@ def test_a_folder_of_the_disk_as_a_store(memory: Memory, tmp_path: Path) -> None
     push(write(path_of(url), x="1", y__z="1"))
     assert content(tmp_path / "there" / "a") == {"x": "1", "y/z": "1"}
     memory.host("elsewhere")
-    path = fetched(url)
+    path = fetch(url)
     assert content(path) == {"x": "1", "y/z": "1"}
     (path / "y" / "z").unlink()
     push(path)
     memory.host("here")
-    assert content(fetched(url)) == {"x": "1"}
+    assert content(fetch(url)) == {"x": "1"}
 
 
 def test_a_copy_whose_upload_was_interrupted_is_read_here_and_ended_by_the_next(memory: Memory) -> None:
@@ -265,10 +265,10 @@ def test_a_copy_whose_upload_was_interrupted_is_read_here_and_ended_by_the_next(
     here = content(path)
     with memory.watched(lambda number, name, file: file.endswith("/z")), pytest.raises(OSError, match=URL):
         push(path)
-    assert content(fetched(URL)) == here
+    assert content(fetch(URL)) == here
     push(path)
     memory.host("elsewhere")
-    assert content(fetched(URL)) == here
+    assert content(fetch(URL)) == here
 
 
 # Runs
@@ -316,7 +316,7 @@ def test_what_another_copy_of_a_run_has_uploaded_since_counts(memory: Memory) ->
     with memory.watched(lambda number, name, file: file.endswith("/y")), pytest.raises(OSError, match=URL):
         push(here)
     memory.host("elsewhere")
-    there = fetched_run(URL)
+    there = fetch_run(URL)
     assert content(there) == {"x": "22"}
     push(write(there, x="333"))
     memory.host("here")
@@ -339,7 +339,7 @@ def test_a_job_may_end_while_a_run_is_looked_at(memory: Memory, monkeypatch: pyt
     push(write(path_of(URL), x="1"))
     memory.host("elsewhere")
     monkeypatch.setattr(storage, "_locks", lambda folder: [folder / ".lock"])
-    assert content(fetched_run(URL)) == {"x": "1"}
+    assert content(fetch_run(URL)) == {"x": "1"}
 
 
 def test_a_run_whose_copy_was_removed_is_fetched(memory: Memory) -> None:
@@ -384,7 +384,7 @@ def test_what_the_copy_of_a_run_lacks_of_its_checkpoints_is_fetched(memory: Memo
     names = [f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in ("checkpoint.json", "part")]
     for name in names:
         memory.write(f"bucket/a/{name}", b"1")
-    path = write(fetched_run(URL), x="1")
+    path = write(fetch_run(URL), x="1")
     shutil.rmtree(path / "checkpoints" / "step-4")
     (path / names[-1]).unlink()
     with memory.watched() as done:
@@ -423,7 +423,7 @@ def test_what_a_failed_upload_has_left_goes_with_the_next(memory: Memory) -> Non
 def test_half_a_checkpoint_is_not_fetched_and_goes_with_the_next_upload(memory: Memory) -> None:
     for name in ("checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part", "checkpoints/step-8/part"):
         memory.write(f"bucket/a/{name}", b"1")
-    path = fetched_run(URL)
+    path = fetch_run(URL)
     assert set(content(path)) == {"checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part"}
     push(write(path, x="1"))
     assert set(memory.files("bucket/a")) == {"checkpoints/step-4/checkpoint.json", "checkpoints/step-4/part", "x"}
@@ -470,7 +470,7 @@ def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memor
         memory.write(f"bucket/a/{name}", b"1")
     memory.write("bucket/ab", b"1")
     memory.write("bucket/a/b/x..y", b"1")
-    path = fetched(URL)
+    path = fetch(URL)
     assert content(path) == {"b/x..y": "1"}
     assert not list(tmp_path.rglob("x"))
     push(write(path, **{".lock": "1", "y": "1"}))
@@ -581,9 +581,9 @@ def test_a_protocol_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ValueError, match=r"^gs://b/x: Please install gcsfs .*: pip install gcsfs$"):
-        fetched("gs://b/x")
+        fetch("gs://b/x")
     with pytest.raises(ValueError, match=r"^foo://b/x: fsspec knows no such protocol; it knows s3, gs, abfs, file"):
-        fetched("foo://b/x")
+        fetch("foo://b/x")
 
 
 def test_what_a_driver_lacks_when_it_is_used(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +592,7 @@ def test_what_a_driver_lacks_when_it_is_used(memory: Memory, monkeypatch: pytest
 
     monkeypatch.setattr(MemoryFileSystem, "find", lacks)
     with pytest.raises(OSError, match=f"^{URL}: No module named 'snappy'$"):
-        fetched(URL)
+        fetch(URL)
 
 
 def test_fsspec_is_loaded_where_a_url_is_used() -> None:

@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 from small_data import small_config, write_dataset
 
-from logitmix.common.storage import fetched_run, path_of, push
+from logitmix.common.storage import fetch_run, path_of, push
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import api
 from logitmix.trainer.cli import main
@@ -155,7 +155,7 @@ def test_a_killed_job_goes_on_elsewhere(
     elsewhere(tmp_path, monkeypatch, "there")
     jobs.run(words, tmp_path, processes=2, torchrun=torchrun)
     elsewhere(tmp_path, monkeypatch, "third")
-    run, undisturbed = fetched_run(RUN), tmp_path / "undisturbed"
+    run, undisturbed = fetch_run(RUN), tmp_path / "undisturbed"
     assert jobs.metrics(run) == jobs.metrics(undisturbed)
     assert jobs.results(run) == jobs.results(undisturbed)
     assert jobs.digests(run) == jobs.digests(undisturbed)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import fetched_run, say
+from logitmix.common.storage import fetch_run, say
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     OF_THE_RUN,
@@ -46,7 +46,7 @@ def run(words: list[str]) -> None:
     from logitmix.trainer.run.results import cold_targets
     from logitmix.trainer.run.stages import final_run
 
-    path, split = fetched_run(arguments.run), arguments.split
+    path, split = fetch_run(arguments.run), arguments.split
     results = evaluate_run(
         path, split, arguments.exclude_history, arguments.users, arguments.device, arguments.threads_of_rank
     )

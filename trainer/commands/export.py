@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetched_run, path_of
+from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse
@@ -50,7 +50,7 @@ def run(words: list[str]) -> None:
         require(arguments.programs, "--programs-cpu", "avx2", "native without --programs")
         extras[extras.index("programs")] = "programs_avx2"
     manifest = export(
-        fetched_run(arguments.run),
+        fetch_run(arguments.run),
         path_of(arguments.out),
         arguments.overwrite,
         arguments.checkpoint,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from logitmix.common.storage import fetched_run, show
+from logitmix.common.storage import fetch_run, show
 from logitmix.trainer.commands.words import parse
 
 
@@ -25,5 +25,5 @@ def run(words: list[str]) -> None:
     arguments = parse(Arguments, "report", words)
     from logitmix.trainer.commands.report_page import write_report
 
-    write_report([fetched_run(place) for place in arguments.runs], Path(arguments.out))
+    write_report([fetch_run(place) for place in arguments.runs], Path(arguments.out))
     show(arguments.out)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from logitmix.common.files import from_json
-from logitmix.common.storage import fetched
+from logitmix.common.storage import fetch
 from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
 AUTO = "auto"
@@ -65,7 +65,7 @@ def load_sized(name: str, data_path: str = "") -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name != AUTO:
         return recipe, {}
-    file = fetched(data_path or recipe.data.path) / "dataset.json"
+    file = fetch(data_path or recipe.data.path) / "dataset.json"
     if not file.is_file():
         return recipe, {}
     try:

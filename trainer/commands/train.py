@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from logitmix.common.storage import fetched_run, path_of, say
+from logitmix.common.storage import fetch_run, path_of, say
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption
@@ -58,7 +58,7 @@ def _words_of_refit(words: list[str]) -> list[str]:
     """`--refit RUN …` as the words that resume the run with train.refit."""
     _, equals, path = words[0].partition("=")
     path, others = (path, words[1:]) if equals else ("".join(words[1:2]), words[2:])
-    if not path or not (config := fetched_run(path) / "config.toml").is_file():
+    if not path or not (config := fetch_run(path) / "config.toml").is_file():
         raise ValueError(f"--refit needs a run directory, and {path!r} is none: logitmix train --refit RUN")
     if last_value(others, "--run"):
         raise ValueError(f"--run has no place beside --refit: the refit's directory is in that of the run, {path}")

@@ -83,7 +83,7 @@ import pyarrow.parquet as pq
 
 from logitmix.common.checked import entry_of, fields_of
 from logitmix.common.files import from_json
-from logitmix.common.storage import fetched
+from logitmix.common.storage import fetch
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Schema
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
@@ -241,7 +241,7 @@ def load_dataset(path: str | Path) -> Dataset:
     that are not parallel; also if it does not fit into memory. A dataset.json without digests is accepted; then a
     damage that leaves the format intact is not noticed.
     """
-    path = fetched(path)
+    path = fetch(path)
     description = read_description(path)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with reading(path, "dataset.json"):

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from logitmix.common.storage import fetched_run, place_of
+from logitmix.common.storage import fetch_run, place_of
 from logitmix.trainer.config import Config, with_settings, with_start
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
 from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
@@ -52,7 +52,7 @@ def refit_config(run: Path, epochs: float) -> Config:
         first = _without_validation(replace(first, train=train), path, epochs_of_refit(path))
         # Said even where they are those of the run itself, which may be trained on.
         return with_settings(with_start(refit, first), {"start.train.epochs": first.train.epochs})
-    return replace(refit, warm_start=place_of(final_run(fetched_run(config.warm_start))) if config.warm_start else "")
+    return replace(refit, warm_start=place_of(final_run(fetch_run(config.warm_start))) if config.warm_start else "")
 
 
 def _without_validation(config: Config, run: Path, epochs: float) -> Config:
@@ -64,7 +64,7 @@ def _without_validation(config: Config, run: Path, epochs: float) -> Config:
 def source_of(run: Path, config: Config) -> Path | None:
     """The run whose weights a run with these settings starts from; None if it starts from random ones."""
     if config.warm_start:
-        return fetched_run(config.warm_start)
+        return fetch_run(config.warm_start)
     return start_path(run) if config.first else None
 
 

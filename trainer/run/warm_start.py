@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
-from logitmix.common.storage import fetched, path_of
+from logitmix.common.storage import fetch, path_of
 from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, changed, flatten
@@ -111,7 +111,7 @@ def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
 
 
 def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
-    path = fetched(saved.config.data.path)
+    path = fetch(saved.config.data.path)
     there = path / "dataset.json"
     if not there.is_file() or there.read_text(encoding="utf-8") != recorded_dataset(run):
         raise ValueError(
@@ -131,7 +131,7 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) ->
             f"give --data.split {before.data.split}"
         )
     if now.data.split == "time":
-        path = fetched(before.data.path)
+        path = fetch(before.data.path)
         trained_to = _held_out_since(before, dataset if path == dataset.path else load_dataset(path))
         if trained_to > (since := _held_out_since(now, dataset)):
             raise ValueError(

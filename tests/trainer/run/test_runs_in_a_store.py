@@ -24,7 +24,7 @@ from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common import storage
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch, fetched_run, path_of, push, shown
+from logitmix.common.storage import fetch, fetch_run, path_of, push, shown
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
@@ -118,7 +118,7 @@ def test_a_run_goes_on_elsewhere_bit_equal(
     results = train(config(), path_of(RUN))
     assert f"continuing {RUN} after step 8" in capsys.readouterr().err.replace("\n", "")
     memory.host("third")
-    run = fetched_run(RUN)
+    run = fetch_run(RUN)
     assert json.loads((run / "results.json").read_text()) == results
     assert 'path = "memory://bucket/data/small"' in (run / "config.toml").read_text()
     # The first rows came without a log, see above.
@@ -141,7 +141,7 @@ def test_a_store_that_takes_nothing_from_start_to_end(
     assert said.count(at_the_end) == 2 and said[-1] == at_the_end and memory.files("bucket/runs/a") == {}
     assert train(settings, path_of(RUN))["mrr"] == results["mrr"]
     memory.host("elsewhere")
-    run = fetched_run(RUN)
+    run = fetch_run(RUN)
     assert (run / "results.json").exists() and load_saved(final_run(run)).step == results["step"]
 
 
@@ -175,7 +175,7 @@ def test_uploads_in_the_background(memory: Memory, local: Path, step_by_step: No
         "MainThread",
     ]
     memory.host("elsewhere")
-    ended_as(local / "run", fetched_run(RUN))
+    ended_as(local / "run", fetch_run(RUN))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -200,7 +200,7 @@ def test_what_could_not_be_uploaded_is_with_the_next_upload(
         assert not any("step-8" in name for name in memory.files("bucket/runs/a"))
         train(config(), path_of(RUN))
     memory.host("elsewhere")
-    ended_as(local / "run", fetched_run(RUN))
+    ended_as(local / "run", fetch_run(RUN))
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
     assert f"{RUN}/checkpoints/step-12/{PART} is damaged (its SHA-256" in said
     assert f"(kept in {RUN}/checkpoints/damaged-step-12), and training continues from step 8" in said
     memory.host("third")
-    run = fetched_run(RUN)
+    run = fetch_run(RUN)
     assert (run / "checkpoints" / "damaged-step-12" / PART).read_bytes() == bytes(content)
     ended_as(local / "run", run)
 
@@ -357,10 +357,10 @@ def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
         (run / "new").write_text("")
         memory.write("bucket/runs/a/metrics.jsonl", b"another host's")
         # Others read what there is.
-        assert fetched_run(RUN) == run and (run / "new").exists()
+        assert fetch_run(RUN) == run and (run / "new").exists()
         with pytest.raises(ValueError, match="another job is training"), run_lock(run, ranks):
             pass
-    assert fetched_run(RUN) == run and not (run / "new").exists()
+    assert fetch_run(RUN) == run and not (run / "new").exists()
 
 
 def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +466,7 @@ def test_a_signal_saves_there(memory: Memory, local: Path, monkeypatch: pytest.M
     with pytest.raises(Stopped, match=rf"after step \d, which is saved in {RUN}$"):
         train(config(), path_of(RUN))
     memory.host("elsewhere")
-    assert load_saved(fetched_run(RUN), "last").step in (1, 2)
+    assert load_saved(fetch_run(RUN), "last").step in (1, 2)
 
 
 def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
@@ -509,7 +509,7 @@ def test_a_server_takes_over_what_is_exported_there(
     assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
     monkeypatch.setattr(live, "fetch", look)
     memory.host("elsewhere")
-    exporting.export(fetched_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
+    exporting.export(fetch_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
     until(export.refresh)
     assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
     assert export._found() == export.retriever.digest
@@ -544,11 +544,11 @@ def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None
     memory.host("elsewhere")
     found = api.compare(DATA, compared, minutes=0.002, methods=["dot"])
     assert found["dataset"] == DATA
-    run = fetched_run(compared) / "dot"
+    run = fetch_run(compared) / "dot"
     assert f'path = "{DATA}"' in (run / "config.toml").read_text()
     for name in ("dot", "popularity"):
-        assert len(read_test_users(fetched_run(compared) / name)) == found["users"]
-    write_report([fetched_run(f"{compared}/dot")], tmp_path / "report.html")
+        assert len(read_test_users(fetch_run(compared) / name)) == found["users"]
+    write_report([fetch_run(f"{compared}/dot")], tmp_path / "report.html")
     assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
 
 
@@ -570,7 +570,7 @@ def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: 
     train(config(**settings), path_of(RUN))
     assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
     memory.host("a third one")
-    run = fetched_run(RUN)
+    run = fetch_run(RUN)
     assert load_saved(final_run(run)).step == 4 and load_saved(run / "refit" / "start").step in (4, 8)
     assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
 
@@ -578,9 +578,9 @@ def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: 
 def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None:
     run = put(local / "run", RUN)
     remove_run(run)
-    assert not fetched_run(RUN).exists()
+    assert not fetch_run(RUN).exists()
     memory.host("elsewhere")
-    assert not (fetched_run(RUN) / "config.toml").exists()
+    assert not (fetch_run(RUN) / "config.toml").exists()
 
 
 def test_a_refit_there(
@@ -599,7 +599,7 @@ def test_a_refit_there(
     said = capsys.readouterr().err
     assert said.startswith(f"training {RUN}/config.toml on {DATA} with 1 process, run directory {RUN}\n")
     memory.host("elsewhere")
-    assert load_saved(final_run(fetched_run(RUN))).step == 4
+    assert load_saved(final_run(fetch_run(RUN))).step == 4
 
 
 def test_what_one_rank_fetches_the_others_wait_for_at_length(
