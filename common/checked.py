@@ -31,14 +31,19 @@ class Checked:
     kind: str
     version: int
 
-    def sealed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields with kind, version and digest."""
-        whole = {"kind": self.kind, "format_version": self.version, **content}
-        return whole | {"sha256": json_digest({name: of for name, of in whole.items() if name != "sha256"})}
-
     def text(self, content: Mapping[str, Any]) -> str:
-        """The file's text. ASCII with escapes preserves every text, even unpaired surrogates."""
-        return json.dumps(self.sealed(content), indent=1) + "\n"
+        """The text of a file with these fields, and with kind, version and digest. ASCII with escapes preserves every
+        text, even unpaired surrogates."""
+        whole = {"kind": self.kind, "format_version": self.version, **content}
+        digest = json_digest({name: of for name, of in whole.items() if name != "sha256"})
+        return json.dumps(whole | {"sha256": digest}, indent=1) + "\n"
+
+    def write(self, file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a file with these fields; returns what `read` returns of it."""
+        text = self.text(content)
+        file.write_text(text, encoding="ascii")
+        found: dict[str, Any] = json.loads(text)
+        return found
 
     def read(self, file: Path) -> dict[str, Any]:
         """All fields of a file. ValueError if it is not as it was written, or of another kind or version."""

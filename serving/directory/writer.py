@@ -99,8 +99,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
     }
     if needed := plugins_of(about.model, about.schema):
         fields["plugins"] = needed
-    (staging / MANIFEST).write_text(FORMAT.text(fields), encoding="ascii")
-    return FORMAT.sealed(fields)
+    return FORMAT.write(staging / MANIFEST, fields)
 
 
 def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:

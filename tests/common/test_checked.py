@@ -4,17 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from logitmix.common.checked import Checked, check_file, entry_of, entry_of_bytes, fields_of, json_digest
+from logitmix.common.checked import (
+    Checked,
+    check_file,
+    entry_of,
+    entry_of_bytes,
+    fields_of,
+    json_digest,
+    require_entry,
+)
 
 FORMAT = Checked("test", 2)
 CONTENT = {"text": "ü\ud800", "number": 1e-05, "files": {"a": {"bytes": 3, "sha256": "0"}}}
 
 
-def test_every_changed_bit_is_found(tmp_path: Path) -> None:
-    file = tmp_path / "test.json"
-    file.write_text(FORMAT.text(CONTENT), encoding="ascii")
-    whole = file.read_bytes()
-    assert fields_of(FORMAT.read(file)) == CONTENT
+def test_every_changed_bit_is_found() -> None:
+    whole = FORMAT.text(CONTENT).encode()
+    assert fields_of(FORMAT.parse(whole, "here")) == CONTENT
     for bit in range(8 * len(whole)):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -40,11 +46,13 @@ def test_what_is_another_is_refused(text: str, said: str) -> None:
         FORMAT.parse(text.encode(), "here")
 
 
-def test_the_digest_is_that_of_the_other_fields() -> None:
-    sealed = FORMAT.sealed(CONTENT)
-    assert FORMAT.sealed(sealed) == sealed and json.loads(FORMAT.text(sealed)) == sealed
-    digest = sealed.pop("sha256")
-    assert digest == json_digest(dict(random.Random(0).sample(list(sealed.items()), len(sealed))))
+def test_what_is_written_is_read_and_has_the_digest_of_its_other_fields(tmp_path: Path) -> None:
+    file = tmp_path / "test.json"
+    written = FORMAT.write(file, CONTENT)
+    assert written == FORMAT.read(file) == json.loads(file.read_text())
+    assert file.read_text() == FORMAT.text(CONTENT) == FORMAT.text(written)
+    digest = written.pop("sha256")
+    assert digest == json_digest(dict(random.Random(0).sample(list(written.items()), len(written))))
 
 
 def test_a_file_that_is_another_is_told(tmp_path: Path) -> None:
@@ -57,6 +65,29 @@ def test_a_file_that_is_another_is_told(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=rf"^{file} is damaged \({said}\)$"):
             check_file(file, entry, "all.json")
+    file.write_bytes(b"abd")
+    check_file(file, entry, "all.json", content=False)
     file.unlink()
     with pytest.raises(ValueError, match=r"^it is missing$"):
         check_file(file, entry, "all.json", "it")
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"^it is a folder, not a file$"):
+        check_file(file, entry, "all.json", "it")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ([3], "of a is [3], not a mapping"),
+        ({"bytes": 3}, "of a has no field sha256"),
+        ({"bytes": 3, "sha256": "0", "x": 1}, "of a has a field x that this logitmix does not know"),
+        ({"bytes": "3", "sha256": "0"}, "of a.bytes is '3', not a number of bytes"),
+        ({"bytes": -1, "sha256": "0"}, "of a.bytes is -1, not a number of bytes"),
+        ({"bytes": 2**63, "sha256": "0"}, "of a.bytes is 9223372036854775808, not a number of bytes"),
+        ({"bytes": 3, "sha256": None}, "of a.sha256 is None, not a text"),
+    ],
+)
+def test_what_is_no_entry_of_a_file_is_refused(entry: object, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        require_entry(entry, "of a")
+    assert str(error.value) == said

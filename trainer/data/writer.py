@@ -78,8 +78,7 @@ def write_dataset(
         },
     }
     # Last, because it makes the directory a dataset.
-    (directory / "dataset.json").write_text(FORMAT.text(description), encoding="utf-8")
-    return FORMAT.sealed(description)
+    return FORMAT.write(directory / "dataset.json", description)
 
 
 def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
