@@ -196,15 +196,14 @@ def whole_directory(out: Path) -> Iterator[Path]:
     """Yields an empty hidden directory beside `out` to be filled. At the end it replaces `out` and its content; on an
     error it is removed, and `out` is unchanged. If the process is killed it stays, until `clean_up` removes it."""
     staging = staging_path(out)
-    with ExitStack() as held:
-        try:
-            staging.mkdir(parents=True)
-            held.enter_context(held_alone(staging))
+    try:
+        staging.mkdir(parents=True)
+        with held_alone(staging):
             yield staging
             publish(staging, out)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def clean_up(out: Path) -> None:

@@ -32,8 +32,8 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
     dataclasses that differ in a field `kind`; the first one is the default. ValueError that names `source` and the key,
     for an unknown or missing key, a value of the wrong type, or a value that a class refuses.
     """
-    hints = typing.get_type_hints(cls)
-    others = next((entry.name for entry in _fields(cls) if entry.metadata == OTHER_SECTIONS), None)
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
+    others = next((entry.name for entry in fields if entry.metadata == OTHER_SECTIONS), None)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if others and isinstance(value, Mapping) and (key == others or key not in hints):
@@ -42,7 +42,7 @@ def from_mapping(cls: type[T], tree: Mapping[str, Any], source: str, prefix: str
         if key not in hints or key == others:
             raise ValueError(f"{source}: unknown key {prefix}{key:.80}{nearest(key, list(hints))}")
         values[key] = _convert(hints[key], value, source, prefix + key)
-    for entry in _fields(cls):
+    for entry in fields:
         if entry.name not in tree and entry.default is entry.default_factory is dataclasses.MISSING:
             raise ValueError(f"{source}: {prefix}{entry.name} is missing")
     try:
@@ -63,10 +63,6 @@ def to_mapping(config: Any) -> dict[str, Any]:
         else:
             tree[entry.name] = list(value) if isinstance(value, tuple) else value
     return tree
-
-
-def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls)
 
 
 def _convert(hint: Any, value: Any, source: str, key: str) -> Any:

@@ -9,7 +9,7 @@ Axes: B queries, N keys of each.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -54,10 +54,10 @@ class Group:
         """Rank 0 acts for all: its result, or its ValueError, on every rank."""
         if self.size == 1:
             return action()
-        box = [_outcome(action) if self.rank == 0 else None]
+        box: list[Any] = [_outcome(action) if self.rank == 0 else None]
         with self.in_step():
             dist.broadcast_object_list(box, group_src=0, group=self._group, device=_CPU)
-        return _results(box)[0]
+        return _result(box[0])
 
     def next(self) -> Any:
         """What rank 0 gives to its next `first` that has a result, for a rank that does nothing but follow."""
@@ -69,11 +69,11 @@ class Group:
         """Every rank acts: the results of all, or the ValueError of the first that has one, on every rank."""
         if self.size == 1:
             return [action()]
-        outcomes: list[tuple[T, None] | tuple[None, ValueError] | None] = [None] * self.size
+        outcomes: list[Any] = [None] * self.size
         outcome = _outcome(action)
         with self.in_step():
             dist.all_gather_object(outcomes, outcome, group=self._group)
-        return _results(outcomes)
+        return list(map(_result, outcomes))
 
     def gather(self, keys_BN: Tensor, width: int) -> Tensor:
         """Every rank's keys side by side, in the order of the ranks; each has at most `width`."""
@@ -99,19 +99,14 @@ def part_of(whole: range, part: int, parts: int) -> range:
     return whole[len(whole) * part // parts : len(whole) * (part + 1) // parts]
 
 
-def _outcome(action: Callable[[], T]) -> tuple[T, None] | tuple[None, ValueError]:
+def _outcome(action: Callable[[], T]) -> T | ValueError:
     try:
-        return action(), None
+        return action()
     except ValueError as error:
-        return None, error
+        return error
 
 
-def _results(outcomes: Sequence[tuple[T, None] | tuple[None, ValueError] | None]) -> list[T]:
-    results = []
-    for outcome in outcomes:
-        assert outcome is not None
-        result, error = outcome
-        if error is not None:
-            raise error
-        results.append(result)
-    return results  # type: ignore[return-value]
+def _result(outcome: T | ValueError) -> T:
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return outcome
