@@ -32,6 +32,8 @@ class Shard(Protocol):
     """Consecutive items, indexed by their place in the shard; on one device, with a tower there."""
 
     tower: Tower
+    most: int | None
+    """Most items whose sides are requested at once."""
 
     def __len__(self) -> int: ...
 
@@ -47,6 +49,8 @@ class Shard(Protocol):
 
 class CachedShard:
     """Items whose vectors and sides for the similarity are stored."""
+
+    most: int | None = None
 
     def __init__(self, tensors: Mapping[str, Tensor], tower: Tower) -> None:
         """By the names of `stored_items`."""
@@ -135,6 +139,7 @@ class ComputedShard:
 
     def __init__(self, inputs: ItemInputs, tower: Tower, tables: Mapping[str, Pieces]) -> None:
         self.inputs, self.tower, self.tables = inputs, tower, tables
+        self.most: int | None = COMPUTED_CHUNK
 
     def __len__(self) -> int:
         return len(self.inputs.own_RW)
@@ -162,44 +167,26 @@ class ComputedShard:
         return self.inputs.take(index_N).embed(self.tower, self.tables)
 
 
+def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: Mapping[str, Pieces]) -> Shard:
+    """From the tensors of a shard of an export."""
+    if cached:
+        return CachedShard(tensors, tower)
+    return ComputedShard(ItemInputs.of_tensors(tensors, tower.schema), tower, tables)
+
+
 class Items:
     """The items' vectors and their sides of both stages."""
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        dim: int,
-        device: torch.device,
-        most: int | None = None,
-        own: range | None = None,
-    ) -> None:
-        """`shards` of consecutive items with vectors of width `dim`; at most `most` items are requested from a shard at
-        once. Of those that are not `own` (by number), only single rows are read: another process ranks them."""
-        self.shards, self.dim, self.device, self.most = shards, dim, device, most
+    def __init__(self, shards: Sequence[Shard], device: torch.device, own: range | None = None) -> None:
+        """`shards` of consecutive items, which may be on several devices; inputs and results are on `device`. Of those
+        that are not `own` (by number), only single rows are read: another process ranks them."""
+        self.shards, self.device = shards, device
         self.starts = torch.tensor([0, *map(len, shards)]).cumsum(0)
         self._own = range(len(shards)) if own is None else own
 
-    @classmethod
-    def of_tensors(
-        cls, shards: Sequence[Mapping[str, Tensor]], cached: bool, tower: Tower, tables: Mapping[str, Pieces]
-    ) -> "Items":
-        """From the tensors of an export's shards."""
-        dim, device = tower.config.dim, next(tower.parameters()).device
-        if cached:
-            return cls([CachedShard(shard, tower) for shard in shards], dim, device)
-        inputs = [ItemInputs.of_tensors(shard, tower.schema) for shard in shards]
-        return cls([ComputedShard(each, tower, tables) for each in inputs], dim, device, COMPUTED_CHUNK)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Items"], device: torch.device, own: range) -> "Items":
-        """The items of several, one after the other, whose shards may be on several devices. Inputs and results are on
-        `device`; `own` are the numbers of the shards that are ranked here."""
-        shards = [shard for part in parts for shard in part.shards]
-        return cls(shards, parts[0].dim, device, parts[0].most, own)
-
     def rows(self, index_T: Tensor) -> Tensor:
         """Vectors [T, D] of items in any order."""
-        row_TD = torch.empty(len(index_T), self.dim, device=self.device)
+        row_TD = torch.empty(len(index_T), self.shards[0].tower.config.dim, device=self.device)
 
         def read(number: int, index_N: Tensor) -> Tensor:
             shard = self.shards[number]
@@ -231,11 +218,11 @@ class Items:
 
     def _ranges(self, chunk: int) -> Iterator[tuple[Shard, int, int, Tensor]]:
         """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""
-        chunk = min(chunk, self.most or chunk)
         for number in self._own:
             shard, start = self.shards[number], int(self.starts[number])
-            for first in range(0, len(shard), chunk):
-                stop = min(first + chunk, len(shard))
+            size = min(chunk, shard.most or chunk)
+            for first in range(0, len(shard), size):
+                stop = min(first + size, len(shard))
                 yield shard, first, stop, torch.arange(start + first, start + stop, device=self.device)
 
     def scores(self, query: Side, index_BK: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.group import Group, part_of
-from logitmix.serving.items import Items
+from logitmix.serving.items import Items, shard_of
 from logitmix.serving.model import CORPUS, scales_of
 from logitmix.serving.pieces import Pieces
 from logitmix.serving.request import Options
@@ -63,10 +63,10 @@ class Ranker:
         self._shards = [{name: of.to(device_of[n]) for name, of in shard.items()} for n, shard in enumerate(shards)]
         cached = contents.about.item_cache
         items = [
-            Items.of_tensors([shard], cached, towers[device], tables[device])
+            shard_of(shard, cached, towers[device], tables[device])
             for shard, device in zip(self._shards, device_of.values(), strict=True)
         ]
-        self.items = Items.joined(items, devices[0], own)
+        self.items = Items(items, devices[0], own)
         self.scales = scales_of(self._shards[0])
         self._largest_part = max(
             len(self.items.of_shards(part_of(numbers, rank, group.size))) for rank in range(group.size)

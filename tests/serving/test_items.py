@@ -2,9 +2,10 @@
 
 import torch
 from small_models import small_model
+from torch.nn import functional as F
 
 from logitmix.modules.features import Embedded
-from logitmix.serving.items import Items
+from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.model import Scales, stored_items
 
 
@@ -24,10 +25,30 @@ def test_each_shard_of_int8_components_has_a_scale_of_its_own() -> None:
     query = tower.similarity.query(torch.randn(3, 16, generator=torch.Generator().manual_seed(1)), torch.arange(3))
     expected_BX = tower.similarity.all_pairs(query, exact)
 
-    items = Items.of_tensors(shards, True, tower, {})
+    items = Items([CachedShard(shard, tower) for shard in shards], torch.device("cpu"))
     found_BX = torch.cat([score_BN for _, score_BN in items.all_scores(query, 64)], 1)
     torch.testing.assert_close(found_BX, expected_BX, rtol=0, atol=1e-4)
     sides = [side for _, side in items.all("similarity", 64)]
     torch.testing.assert_close(torch.cat([of for of, *_ in sides]), exact[0])
     found_BK = items.scores(query, torch.arange(48).expand(3, -1))
     torch.testing.assert_close(found_BK, expected_BX, rtol=0, atol=0.05)
+
+
+def test_items_are_found_in_their_shards() -> None:
+    table = F.pad(torch.arange(20.0).view(10, 2), (0, 14))
+    shards = [
+        {"table": rows, "similarity.0": rows.bfloat16(), "similarity.1": -rows} for rows in table.split([1, 5, 4])
+    ]
+    tower = small_model("dot", 1).tower
+    items = Items([CachedShard(shard, tower) for shard in shards], torch.device("cpu"))
+    index = torch.tensor([9, 0, 5, 6, 5, 1])
+    assert torch.equal(items.rows(index), table[index])
+    for chunk in (1, 2, 100):
+        chunks = list(items.all("similarity", chunk))
+        assert torch.cat([index for index, _ in chunks]).tolist() == list(range(10))
+        assert torch.equal(torch.cat([side[1] for _, side in chunks]), -table)
+        assert max(len(index) for index, _ in chunks) == min(chunk, 5)
+    query = (F.pad(torch.tensor([[1.0, 0.0], [0.0, -2.0], [1.0, 1.0]]), (0, 14)), torch.zeros(3, 2))
+    index_BK = torch.tensor([[0, 2, 9], [4, -1, -1], [-1, -1, -1]])
+    expected = torch.tensor([[0.0, 4.0, 18.0], [-18.0, *[-torch.inf] * 2], [-torch.inf] * 3])
+    assert torch.equal(items.scores(query, index_BK), expected)

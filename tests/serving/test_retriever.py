@@ -507,6 +507,7 @@ def test_items_may_be_computed_when_they_are_ranked(
 
 
 def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 100)
     model = small_model("mol", X, schema=ITEM_FEATURES)
     retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
     counts, embed = [], items_module.ItemInputs.embed
@@ -516,7 +517,6 @@ def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeyp
         return embed(inputs, *arguments)
 
     monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
-    monkeypatch.setattr(retriever._ranker.items, "most", 100)
     retriever.retrieve([[3, 1, 4]], 10)
     assert counts == [3, 100, 100, 100]
     counts.clear()

@@ -2,13 +2,11 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_models import in_order, small_model
+from small_models import in_order
 
 from logitmix.serving import texts as texts_module
-from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.texts import ABSENT, Texts
 
 
@@ -52,23 +50,3 @@ def test_texts_are_found_by_parts_in_either_case(texts: list[str], part: str, st
 def test_signs_of_patterns_are_letters_like_others() -> None:
     assert list(Texts.of(["a.b", "axb", "(*"]).containing("A.B", 0, 3)) == [0]
     assert list(Texts.of(["a.b", "axb", "(*"]).containing("(*", 0, 3)) == [2]
-
-
-def test_items_are_found_in_their_shards() -> None:
-    table = torch.arange(20.0).view(10, 2)
-    shards = [
-        {"table": rows, "similarity.0": rows.bfloat16(), "similarity.1": -rows} for rows in table.split([1, 5, 4])
-    ]
-    tower = small_model("dot", 1).tower
-    items = Items([CachedShard(shard, tower) for shard in shards], 2, torch.device("cpu"))
-    index = torch.tensor([9, 0, 5, 6, 5, 1])
-    assert torch.equal(items.rows(index), table[index])
-    for chunk in (1, 2, 100):
-        chunks = list(items.all("similarity", chunk))
-        assert torch.cat([index for index, _ in chunks]).tolist() == list(range(10))
-        assert torch.equal(torch.cat([side[1] for _, side in chunks]), -table)
-        assert max(len(index) for index, _ in chunks) == min(chunk, 5)
-    query = (torch.tensor([[1.0, 0.0], [0.0, -2.0], [1.0, 1.0]]), torch.zeros(3, 2))
-    index_BK = torch.tensor([[0, 2, 9], [4, -1, -1], [-1, -1, -1]])
-    expected = torch.tensor([[0.0, 4.0, 18.0], [-18.0, *[-torch.inf] * 2], [-torch.inf] * 3])
-    assert torch.equal(items.scores(query, index_BK), expected)

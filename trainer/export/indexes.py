@@ -5,10 +5,12 @@ Axes: N items of a chunk.
 
 from pathlib import Path
 
+import torch
+
 from logitmix.modules.config import ModelConfig
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import Contents, Entries
-from logitmix.serving.items import Items, Stage
+from logitmix.serving.items import Items, Stage, shard_of
 from logitmix.serving.model import trained_tower
 
 CHUNK_ITEMS = 2**16
@@ -35,7 +37,8 @@ def write_indexes(staging: Path, contents: Contents) -> Entries:
 
     about = contents.about
     tower = trained_tower(about.model, about.schema, contents.weights)
-    items = Items.of_tensors(contents.shards, about.item_cache, tower, contents.tables)
+    shards = [shard_of(shard, about.item_cache, tower, contents.tables) for shard in contents.shards]
+    items = Items(shards, torch.device("cpu"))
     entries = Entries()
     for stage in _stages(about.model):
         index = None
