@@ -200,12 +200,19 @@ def expected_tensors(found: Mapping[str, Mapping[str, Any]], about: About) -> di
     """By file, its tensors as a manifest has them: those that follow from the model and the number of items, with as
     many rows, ids in bags and bytes of texts as found. LookupError, ValueError or RuntimeError where there are none."""
     expected = {name: items_tensors(found[name], about) for name in numbered(items_file, found)}
-    expected |= {name: _tables_tensors(found[name], about) for name in numbered(tables_file, found)}
-    return expected | {
-        WEIGHTS: _float32(weight_shapes(about.model, about.schema)),
-        IDS: _ids_tensors(found[IDS], about.num_items),
-        VOCABULARIES: _vocabularies_tensors(found[VOCABULARIES], about.schema),
-    }
+    shapes = row_shapes(about.model, about.schema)
+    for name in numbered(tables_file, found):
+        there = found[name]
+        expected[name] = _float32({of: [there[of]["shape"][0], W] for of, (_, W) in shapes.items() if of in there})
+    expected[WEIGHTS] = _float32(weight_shapes(about.model, about.schema))
+    expected[IDS] = _texts_tensors(found[IDS], "raw_ids", about.num_items)
+    if "titles.data" in found[IDS]:
+        expected[IDS] |= _texts_tensors(found[IDS], "titles", about.num_items, ordered=False)
+    expected[VOCABULARIES] = {}
+    for table in about.schema.tables:
+        if table.name != ITEM:
+            expected[VOCABULARIES] |= _texts_tensors(found[VOCABULARIES], table.name, table.rows)
+    return expected
 
 
 def row_tensor(about: About) -> str:
@@ -231,37 +238,14 @@ def items_tensors(found: Mapping[str, Any], about: About) -> dict[str, Any]:
     return expected
 
 
-def _ids_tensors(found: Mapping[str, Any], X: int) -> dict[str, Any]:
-    """The tensors of the ids file, with the data as long as found."""
-    expected = _texts_of(found, "raw_ids", X) | _order_of("raw_ids", X)
-    return expected | (_texts_of(found, "titles", X) if "titles.data" in found else {})
-
-
-def _vocabularies_tensors(found: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """The tensors of the vocabularies' file, with the data as long as found."""
-    expected: dict[str, Any] = {}
-    for table in schema.tables:
-        if table.name != ITEM:
-            expected |= _texts_of(found, table.name, table.rows) | _order_of(table.name, table.rows)
-    return expected
-
-
-def _tables_tensors(found: Mapping[str, Any], about: About) -> dict[str, Any]:
-    """The tensors of a file of tables: pieces with as many rows as found."""
-    shapes = row_shapes(about.model, about.schema)
-    return _float32({name: [found[name]["shape"][0], W] for name, (_, W) in shapes.items() if name in found})
-
-
 def _float32(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}
 
 
-def _texts_of(found: Mapping[str, Any], name: str, count: int) -> dict[str, Any]:
-    return {
+def _texts_tensors(found: Mapping[str, Any], name: str, count: int, ordered: bool = True) -> dict[str, Any]:
+    """Those of some texts, as long as found."""
+    expected = {
         f"{name}.bounds": {"dtype": "I64", "shape": [count + 1]},
         f"{name}.data": {"dtype": "U8", "shape": [int(found[f"{name}.data"]["shape"][0])]},
     }
-
-
-def _order_of(name: str, count: int) -> dict[str, Any]:
-    return {f"{name}.order": {"dtype": "I64", "shape": [count]}}
+    return expected | ({f"{name}.order": {"dtype": "I64", "shape": [count]}} if ordered else {})

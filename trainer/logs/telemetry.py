@@ -34,14 +34,10 @@ from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.step.pipeline import Pipeline
 
 SPIKE, LEAST_LOSSES = 6, 30
-
-
 DEVIATIONS_A_MAD = 1.4826
 """Of a normal distribution: the standard deviation as a multiple of the median absolute deviation."""
 SECONDS_BETWEEN_LINES = 15.0
 """At least, without a terminal to show a bar on."""
-
-
 NOTEBOOK_SECONDS = 0.5
 """Between two states of the bar in a notebook."""
 
