@@ -18,14 +18,14 @@ from logitmix.serving.directory.format import About
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import ItemInputs, Items
 from logitmix.serving.model import Scales, stored_items
-from logitmix.serving.pieces import Pieces, fetch_rows
 from logitmix.serving.request import UNKNOWN, Asked
+from logitmix.serving.stored_table import StoredTable, fetch_rows
 
 
 class Encoder:
     """The towers, with the tables and vocabularies of their features."""
 
-    def __init__(self, tower: Tower, tables: Mapping[str, Pieces], reader: FeatureReader, items: Items) -> None:
+    def __init__(self, tower: Tower, tables: Mapping[str, StoredTable], reader: FeatureReader, items: Items) -> None:
         """`tables` are on the tower's device; `items` have the vectors of the histories."""
         self._tower, self._tables, self._reader, self._items = tower, tables, reader, items
         self._unknown_1D = self._item_inputs([{}], ["an unknown item"]).embed(tower, tables).vector_RD

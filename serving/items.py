@@ -18,7 +18,7 @@ from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.similarity.base import Side
 from logitmix.modules.towers import Tower
 from logitmix.serving.model import OWN_ROW, TABLE, side_of
-from logitmix.serving.pieces import Pieces, fetch_rows, gather
+from logitmix.serving.stored_table import StoredTable, fetch_rows, gather
 
 Stage = Literal["similarity", "hindexer"]
 Chunk = tuple[Tensor, Side]
@@ -103,7 +103,7 @@ class ItemInputs:
         """The inputs of some items, by place."""
         return ItemInputs(self.own_RW[index_N], {name: of.take(index_N) for name, of in self.values.items()})
 
-    def embed(self, tower: Tower, tables: Mapping[str, Pieces]) -> Embedded:
+    def embed(self, tower: Tower, tables: Mapping[str, StoredTable]) -> Embedded:
         rows, values = fetch_rows(tables, tower.schema, self.values)
         features = Features(values=values).to(self.own_RW.device)
         embedded: Embedded = tower.item_tower(rows | {ITEM: self.own_RW}, features)
@@ -137,7 +137,7 @@ def stored_type(feature: Feature, schema: Schema) -> torch.dtype:
 class ComputedShard:
     """Items that pass through the tower on each access."""
 
-    def __init__(self, inputs: ItemInputs, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+    def __init__(self, inputs: ItemInputs, tower: Tower, tables: Mapping[str, StoredTable]) -> None:
         self.inputs, self.tower, self.tables = inputs, tower, tables
         self.most: int | None = COMPUTED_CHUNK
 
@@ -167,7 +167,7 @@ class ComputedShard:
         return self.inputs.take(index_N).embed(self.tower, self.tables)
 
 
-def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: Mapping[str, Pieces]) -> Shard:
+def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: Mapping[str, StoredTable]) -> Shard:
     """From the tensors of a shard of an export."""
     if cached:
         return CachedShard(tensors, tower)

@@ -4,7 +4,7 @@ processes and devices that share the items.
 Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k'), H h-indexer width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,6 @@ from logitmix.serving.directory.format import Contents
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
 from logitmix.serving.model import CORPUS, scales_of
-from logitmix.serving.pieces import Pieces
 from logitmix.serving.request import Options
 from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
 
@@ -59,7 +58,7 @@ class Ranker:
             device_of |= dict.fromkeys(part, device)
         used = set(device_of.values())
         towers = {of: tower if of == devices[0] else deepcopy(tower).to(of) for of in used}
-        tables = {of: moved(contents.tables, of) for of in used}
+        tables = {of: {name: table.to(of) for name, table in contents.tables.items()} for of in used}
         self._shards = [{name: of.to(device_of[n]) for name, of in shard.items()} for n, shard in enumerate(shards)]
         cached = contents.about.item_cache
         items = [
@@ -171,10 +170,6 @@ class Ranker:
             torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
             for of_part, (_, corpus) in zip(rows, self.corpora, strict=True)
         ]
-
-
-def moved(tables: Mapping[str, Pieces], device: torch.device) -> dict[str, Pieces]:
-    return {name: Pieces([piece.to(device) for piece in of.pieces]) for name, of in tables.items()}
 
 
 def each(query: Sides, change: Callable[[Tensor], Tensor]) -> Sides:

@@ -23,7 +23,7 @@ from logitmix.serving.encoding import Encoder, require_finite
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
-from logitmix.serving.ranking import Ranker, Task, each, moved
+from logitmix.serving.ranking import Ranker, Task, each
 from logitmix.serving.request import STAGE_1, Asked, Options, Request, RequestReader, UnknownIds
 from logitmix.serving.topk import NOTHING, split_keys
 
@@ -68,7 +68,8 @@ class Retriever:
         self._reader = RequestReader(contents)
         self._ranker = Ranker(contents, self.tower, devices, group or Group())
         features = FeatureReader(about.schema, contents.vocabularies)
-        self._encoder = Encoder(self.tower, moved(contents.tables, devices[0]), features, self._ranker.items)
+        tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
+        self._encoder = Encoder(self.tower, tables, features, self._ranker.items)
 
     @classmethod
     @naming_urls()

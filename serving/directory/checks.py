@@ -98,8 +98,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _row_counts(files: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Rows of each table's pieces, all together."""
+    """Rows of each table in all files."""
     counts: Counter[str] = Counter()
     for found in files:
-        counts.update({name: piece["shape"][0] for name, piece in found.items()})
+        counts.update({name: rows["shape"][0] for name, rows in found.items()})
     return counts

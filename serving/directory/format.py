@@ -15,9 +15,9 @@
                          an h-indexer, its vectors in INT8: corpus (U8 [R / 16, H / 4, 16, 4], see Int8Corpus in
                          modules/stage1.py) and corpus.scale [1], the same in all files
     tables-00000-of-000NN.safetensors
-                         consecutive rows: TABLE [any number, W], a piece of each table that has rows in this file. A
-                         table's pieces, file after file, are all of its rows; of the item table, only the row of
-                         unknown items is here
+                         TABLE [any number, W]: consecutive rows of each table that has some in this file. Those of all
+                         files, one after the other, are the table; of the item table, only the row of unknown items is
+                         here
     vocabularies.safetensors
                          the values of each table of features by row: TABLE.data, TABLE.bounds and TABLE.order, in the
                          format of the raw ids below
@@ -69,7 +69,7 @@ from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.serving.items import stored_type
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, Precision, item_types, row_shapes, weight_shapes
-from logitmix.serving.pieces import Pieces
+from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 
 FORMAT = Checked("logitmix serving directory", 4)
@@ -122,7 +122,7 @@ class Contents:
     about: About
     weights: Mapping[str, Tensor]
     """Weights of the towers."""
-    tables: Mapping[str, Pieces]
+    tables: Mapping[str, StoredTable]
     """[rows, W] for each table of features; [1, W] for the item table, the unknown item's row."""
     vocabularies: Mapping[str, Texts]
     """For each table of features, the values by row, with their order."""

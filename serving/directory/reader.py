@@ -31,7 +31,7 @@ from logitmix.serving.group import part_of
 from logitmix.serving.items import ItemInputs
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.model import CORPUS_SCALE
-from logitmix.serving.pieces import Pieces
+from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 
 
@@ -85,10 +85,9 @@ def checked_extra(path: Path, name: str) -> Path:
     return path / name
 
 
-def read_tables(path: Path, entries: Entries) -> dict[str, Pieces]:
+def read_tables(path: Path, entries: Entries) -> dict[str, StoredTable]:
     """Tables from files that were all just written: mapped, and not checked."""
-    files = [_read_tensors(path / name, entries[name]["tensors"]) for name in numbered(tables_file, entries)]
-    return _pieces(files)
+    return _tables([_read_tensors(path / name, entries[name]["tensors"]) for name in numbered(tables_file, entries)])
 
 
 @contextmanager
@@ -135,7 +134,7 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     return Contents(
         about=about,
         weights=found[WEIGHTS],
-        tables=_pieces([found[name] for name in numbered(tables_file, found)]),
+        tables=_tables([found[name] for name in numbered(tables_file, found)]),
         vocabularies={name: _texts(path / VOCABULARIES, vocabularies, name) for name in names},
         shards=list(shards.values()),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
@@ -158,10 +157,10 @@ def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"{file} is not a safetensors file ({error})") from None
 
 
-def _pieces(files: Sequence[Mapping[str, Tensor]]) -> dict[str, Pieces]:
-    """The tables that have pieces in the files, in order."""
+def _tables(files: Sequence[Mapping[str, Tensor]]) -> dict[str, StoredTable]:
+    """The tables that have rows in the files, in order."""
     names = {name: None for of_file in files for name in of_file}
-    return {name: Pieces([of_file[name] for of_file in files if name in of_file]) for name in names}
+    return {name: StoredTable([of_file[name] for of_file in files if name in of_file]) for name in names}
 
 
 def _texts(file: Path, tensors: Mapping[str, Tensor], name: str) -> Texts:

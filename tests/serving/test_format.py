@@ -34,7 +34,7 @@ from logitmix.serving.directory.writer import (
     write_weights,
 )
 from logitmix.serving.model import CORPUS_SCALE, item_types, row_shapes, weight_shapes
-from logitmix.serving.pieces import Pieces
+from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 from logitmix.trainer.export import export as export_module
 
@@ -88,7 +88,7 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
         for types in (item_types(config, SCHEMA, R) for R in sizes)
     ]
     about = About(config, SOURCE, len(ids), exclude_history=False, schema=SCHEMA)
-    tables = {"item": Pieces([rows["item"]]), "brand": Pieces(rows["brand"].split([1, 2]))}
+    tables = {"item": StoredTable([rows["item"]]), "brand": StoredTable(rows["brand"].split([1, 2]))}
     vocabularies = {"brand": in_order(["", "é", "17"])}
     shown = None if titles is None else Texts.of(titles)
     return Contents(about, weights, tables, vocabularies, shards, in_order(ids), shown)
@@ -97,8 +97,8 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
 def write(contents: Contents, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True)
     entries = write_weights(out, contents.about, contents.weights)
-    files = [{name: of.pieces[0] for name, of in contents.tables.items()}]
-    files += [{name: piece} for name, of in contents.tables.items() for piece in of.pieces[1:]]
+    files = [{name: of.parts[0] for name, of in contents.tables.items()}]
+    files += [{name: part} for name, of in contents.tables.items() for part in of.parts[1:]]
     for number, rows in enumerate(files):
         entries |= write_tables(out, contents.about, number, len(files), rows)
     entries |= write_vocabularies(out, contents.about, contents.vocabularies)
@@ -115,7 +115,7 @@ def assert_same(left: Contents, right: Contents) -> None:
     assert {name: list(of) for name, of in left.vocabularies.items()} == {
         name: list(of) for name, of in right.vocabularies.items()
     }
-    rows = [{f"{name}.{n}": t for name, p in of.tables.items() for n, t in enumerate(p.pieces)} for of in (left, right)]
+    rows = [{f"{name}.{n}": t for name, p in of.tables.items() for n, t in enumerate(p.parts)} for of in (left, right)]
     parts = [(of.weights, rows_of, *of.shards) for of, rows_of in zip((left, right), rows, strict=True)]
     for a, b in zip(*parts, strict=True):
         assert a.keys() == b.keys()

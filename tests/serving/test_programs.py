@@ -29,9 +29,9 @@ from logitmix.modules.towers import Sides
 from logitmix.serving import programs as loaded_programs
 from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.model import Precision, named
-from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
+from logitmix.serving.stored_table import StoredTable
 from logitmix.trainer.export import programs
 from logitmix.trainer.export.export import Extra
 from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
@@ -72,9 +72,9 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-def tables_of(model: SmallModel) -> dict[str, Pieces]:
-    """In several pieces, as in an export."""
-    return {name: Pieces([table[:2], table[2:]]) for name, table in model.others.items()}
+def tables_of(model: SmallModel) -> dict[str, StoredTable]:
+    """In several parts, as in an export."""
+    return {name: StoredTable([table[:2], table[2:]]) for name, table in model.others.items()}
 
 
 def given_to(feature: Feature, schema: Schema, rows: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:

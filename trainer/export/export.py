@@ -34,7 +34,7 @@ from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, stored_type
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
-from logitmix.serving.pieces import Pieces
+from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -359,7 +359,7 @@ def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict
 def items_of(
     tower: Tower,
     inputs: ItemInputs,
-    tables: Mapping[str, Pieces],
+    tables: Mapping[str, StoredTable],
     precision: Precision,
     cached: bool,
     scales: Scales,

@@ -44,9 +44,9 @@ from logitmix.modules.towers import NO_ROWS, Sides, Tower
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import ONNX, PROGRAMS, Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower
-from logitmix.serving.pieces import Pieces
 from logitmix.serving.programs import capabilities
 from logitmix.serving.request import STAGE_1
+from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.quiet import quietly
 
@@ -114,7 +114,7 @@ class _Program(nn.Module, ABC):
 class QueryProgram(_Program):
     """Histories -> the sides of their queries."""
 
-    def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+    def __init__(self, tower: Tower, tables: Mapping[str, StoredTable]) -> None:
         most, dim = tower.config.encoder.max_length, tower.config.dim
         B = {0: Dim("batch", min=1)}
         BL = B | ({1: Dim("length", min=1, max=most)} if most > 1 else {})
@@ -143,7 +143,7 @@ class QueryProgram(_Program):
 class ItemProgram(_Program):
     """Items -> their vectors and sides."""
 
-    def __init__(self, tower: Tower, tables: Mapping[str, Pieces]) -> None:
+    def __init__(self, tower: Tower, tables: Mapping[str, StoredTable]) -> None:
         V = {0: Dim("items", min=1)}
         inputs = {OWN_ROW: _Input(torch.zeros(2, tower.schema.dims(tower.config.dim)[ITEM]), V)}
         for feature in tower.schema.of("item"):
@@ -227,9 +227,9 @@ class _Rows(Packing):
             self.time_T, self.asked_T = times_BL.flatten(), asked_BL.flatten()
 
 
-def _tables_of(features: Sequence[Feature], tables: Mapping[str, Pieces]) -> dict[str, Tensor]:
+def _tables_of(features: Sequence[Feature], tables: Mapping[str, StoredTable]) -> dict[str, Tensor]:
     names = {of.table: None for of in features if of.sparse}
-    return {name: torch.cat(list(tables[name].pieces)) for name in names}
+    return {name: torch.cat(list(tables[name].parts)) for name in names}
 
 
 def _name(feature: Feature) -> str:
