@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -199,35 +198,6 @@ def test_a_flipped_bit_is_seen(served: Path, name: str, flips: int, monkeypatch:
         assert_refused(served, str(served / name))
 
 
-def test_files_in_each_others_place_are_seen(original: Path, served: Path) -> None:
-    for one, other in combinations(sorted(file.name for file in original.iterdir()), 2):
-        content = {name: (original / name).read_bytes() for name in (one, other)}
-        (served / one).write_bytes(content[other])
-        (served / other).write_bytes(content[one])
-        with pytest.raises(ValueError, match=f"{served}/({one}|{other}) is "):
-            read(served)
-        for name in content:
-            (served / name).write_bytes(content[name])
-    assert_same(read(served), read(original))
-
-
-def test_files_of_another_export_are_seen(
-    original: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the same shape. Where the manifest is the other's, what it does not fit is named."""
-    monkeypatch.setattr(export_module, "SHARD_BYTES", SHARD_BYTES)
-    another, alike = export_small(small_model("mol", X, seed=1), tmp_path / "another"), []
-    for file in sorted(another.iterdir()):
-        content = (original / file.name).read_bytes()
-        if file.read_bytes() == content:
-            alike.append(file.name)
-            continue
-        (served / file.name).write_bytes(file.read_bytes())
-        assert_refused(served, f"{served}/" if file.name == "manifest.json" else f"{served / file.name} is damaged")
-        (served / file.name).write_bytes(content)
-    assert alike == ["ids.safetensors", "tables-00000-of-00001.safetensors", "vocabularies.safetensors"]
-
-
 @pytest.mark.parametrize("moment", ["_manifest", "check_file", "_read_tensors"])
 def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
     original: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -250,35 +220,29 @@ def test_an_export_that_is_replaced_while_it_is_read_is_no_damage(
     assert_same(found, read(served))
 
 
-@pytest.mark.parametrize(("before", "after"), [('"step": 12', '"step": 13'), ('"run": "small"', '"run": "smell"')])
-def test_a_changed_manifest_is_seen_where_nothing_else_depends_on_it(served: Path, before: str, after: str) -> None:
-    text = (served / "manifest.json").read_text()
-    assert before in text
-    (served / "manifest.json").write_text(text.replace(before, after))
-    assert_refused(served, "manifest.json is damaged (its sha256 is not that of its content)")
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("length", [0, 8, -1])
-def test_a_truncated_file_is_seen(served: Path, name: str, length: int) -> None:
-    (served / name).write_bytes((served / name).read_bytes()[:length])
-    assert_refused(served, f"{served / name} is damaged", "" if name == "manifest.json" else "bytes")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_seen(served: Path, name: str) -> None:
-    (served / name).unlink()
-    assert_refused(served, str(served), "no manifest.json" if name == "manifest.json" else f"{name} is missing")
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    assert_refused(tmp_path / "served", "no serving directory at")
-
-
-def test_a_pipe_in_place_of_a_file_does_not_block(served: Path) -> None:
-    (served / "ids.safetensors").unlink()
-    os.mkfifo(served / "ids.safetensors")
-    assert_refused(served, "ids.safetensors is a pipe, not a file")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.write_bytes(b""), "is damaged"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
+        (Path.unlink, "is missing"),
+        (_pipe, "is a pipe, not a file"),
+    ],
+)
+def test_a_file_that_is_cut_missing_or_none_is_seen(
+    served: Path, name: str, change: Callable[[Path], object], said: str
+) -> None:
+    change(served / name)
+    if name == "manifest.json" and said != "is damaged":
+        assert_refused(served, f"no serving directory at {served} (it has no manifest.json)")
+    else:
+        assert_refused(served, f"{served / name} {said}")
 
 
 def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,13 +262,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "format_version is 1, and this logitmix reads 4": lambda m: m.update(format_version=1),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
-    "unknown key model.encoder.surprise": lambda m: m["model"]["encoder"].update(surprise=1),
     "files has a field surprise that": lambda m: m["files"].update(surprise={}),
-    "files.ids.safetensors has a field surprise that": lambda m: m["files"]["ids.safetensors"].update(surprise=1),
     "files.README.md has no field sha256": lambda m: m["files"].update({"README.md": {"bytes": 1}}),
-    "files.README.md has a field tensors that": lambda m: m["files"].update(
-        {"README.md": {"bytes": 1, "sha256": "", "tensors": {}}}
-    ),
     "no field torch": lambda m: m.pop("torch"),
     "files has no field ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
     "files.tower.safetensors has no field tensors": lambda m: m["files"]["tower.safetensors"].pop("tensors"),
@@ -345,7 +304,6 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "item_cache is None; it must be of type bool": lambda m: m.update(item_cache=None),
     "the tensors of its files are not those of its model ('own_row')": lambda m: m.update(item_cache=False),
     "precision is 'fp8'; it must be one of fp32, ": lambda m: m.update(precision="fp8"),
-    "precision is []; it must be one of fp32, ": lambda m: m.update(precision=[]),
     "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
@@ -383,9 +341,6 @@ def test_every_field_of_a_manifest_edited(served: Path, count: int) -> None:
     ("change", "said"),
     [
         (lambda entry: entry.update(tensors=[1]), "tensors is [1], not a mapping"),
-        (lambda entry: entry.update(bytes="1"), "bytes is '1', not a number of bytes"),
-        (lambda entry: entry.update(bytes=10**400), "bytes is 1000"),
-        (lambda entry: entry.update(sha256=None), "sha256 is None, not a text"),
         (lambda entry: entry["tensors"].update(x=1), "tensors.x is 1, not a mapping"),
         (
             lambda entry: entry["tensors"].update(x={"dtype": "F32"}),
@@ -410,11 +365,6 @@ def test_a_field_that_a_newer_configuration_adds_has_its_default(served: Path) -
     before = read(served)
     reseal(served, lambda manifest: manifest["model"]["loss"].pop("kind"))
     assert_same(read(served), before)
-
-
-def test_no_nesting_breaks_the_reader(served: Path) -> None:
-    (served / "manifest.json").write_text("[" * 100_000)
-    assert_refused(served, "manifest.json", "nested too deep")
 
 
 @pytest.mark.parametrize(

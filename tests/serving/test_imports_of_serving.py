@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from small_models import LENGTH, export_small, random_histories, small_model
 
+from logitmix.serving.retriever import Retriever
+
 HIDING = """
 import sys, warnings
 
@@ -16,7 +18,8 @@ class Hiding:
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in {hidden} else self.finder.find_spec(name, path, target)
+        hidden = {{name.partition(".")[0], ".".join(name.split(".")[:2])}} & {hidden}
+        return None if hidden else self.finder.find_spec(name, path, target)
 
 sys.meta_path[:] = map(Hiding, sys.meta_path)
 """
@@ -31,19 +34,30 @@ def python(words: str, hidden: set[str], *arguments: str) -> subprocess.Complete
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
 
 
-def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) -> None:
-    model = small_model("mol", 50)
-    folder = export_small(model, tmp_path / "served")
-    history = random_histories(50, [LENGTH])
-    words = (
-        "warnings.simplefilter('error'); import json; from pathlib import Path; "
-        "from logitmix.serving.retriever import Retriever; found = Retriever.load(Path(sys.argv[1])).retrieve("
-        "json.loads(sys.argv[2]), 3); print(found.items.tolist())"
-    )
-    others = {"docstring_parser", "fsspec", "matplotlib", "packaging", "requests", "yaml"}
-    result = python(words, COMMAND_LINE | TRAINING | SERVER | others, str(folder), json.dumps(history))
+RETRIEVE = """
+import json, torch
+from logitmix.serving.retriever import Retriever
+
+warnings.simplefilter("error")
+print(Retriever.load(sys.argv[1]).retrieve(json.loads(sys.argv[2]), 3).items.tolist())
+assert not torch.distributed.is_initialized()
+"""
+OTHERS = {"docstring_parser", "fsspec", "matplotlib", "packaging", "requests", "yaml"}
+OTHERS |= {"logitmix.trainer", "logitmix.comm", "logitmix.launch"}
+
+
+@pytest.mark.parametrize("kind", ["dot", "mlp", "mol"])
+def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path, kind: str) -> None:
+    served = export_small(small_model(kind, 50), tmp_path / "served")
+    histories = random_histories(50, [LENGTH, 1])
+    result = python(RETRIEVE, COMMAND_LINE | TRAINING | SERVER | OTHERS, str(served), json.dumps(histories))
     assert (result.returncode, result.stderr) == (0, "")
-    assert len(json.loads(result.stdout)[0]) == 3
+    assert json.loads(result.stdout) == Retriever.load(served).retrieve(histories, 3).items.tolist()
+
+
+def test_what_is_hidden_cannot_be_imported() -> None:
+    result = python("import logitmix.trainer.loop", {"logitmix.trainer"})
+    assert "ModuleNotFoundError: No module named 'logitmix.trainer'" in result.stderr
 
 
 @pytest.mark.parametrize(

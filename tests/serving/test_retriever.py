@@ -525,49 +525,6 @@ def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeyp
     assert counts == [3, 40]
 
 
-def test_retrieves_without_torchrec_fbgemm_and_process_group(tmp_path: Path) -> None:
-    histories = random_histories(X, [1, 4, 20])
-    served = [export_small(small_model(kind, X), tmp_path / kind) for kind in ("dot", "mlp", "mol")]
-    result = subprocess.run(
-        [sys.executable, "-c", RETRIEVE_ALONE, json.dumps(histories), *served], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    for line, path in zip(result.stdout.splitlines(), served, strict=True):
-        items, scores = json.loads(line)
-        here = Retriever.load(path).retrieve(histories, 5)
-        assert items == here.items.tolist()
-        torch.testing.assert_close(torch.tensor(scores), here.scores)
-
-
-def test_the_blocker_of_the_test_above_blocks() -> None:
-    blocked = RETRIEVE_ALONE.replace("from logitmix.serving.retriever", "from logitmix.modules.model")
-    result = subprocess.run([sys.executable, "-c", blocked, "[]"], capture_output=True, text=True)
-    assert result.returncode != 0 and "ImportError: torchrec is not for serving" in result.stderr
-
-
-RETRIEVE_ALONE = """
-import importlib.abc, json, sys
-
-FORBIDDEN = ("torchrec", "fbgemm_gpu", "logitmix.trainer", "logitmix.comm.")
-
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith(FORBIDDEN):
-            raise ImportError(f"{name} is not for serving")
-
-sys.meta_path.insert(0, Blocker())
-
-import torch
-from logitmix.serving.retriever import Retriever
-
-for path in sys.argv[2:]:
-    found = Retriever.load(path).retrieve(json.loads(sys.argv[1]), 5)
-    print(json.dumps([found.items.tolist(), found.scores.tolist()]))
-assert not [name for name in sys.modules if name.startswith(FORBIDDEN)]
-assert not torch.distributed.is_initialized()
-"""
-
-
 def test_a_forked_process_answers(tmp_path: Path) -> None:
     """As after gunicorn's preload: OpenMP's threads, and a thread that is in the middle of an answer, are the parent's
     alone."""

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,27 +66,31 @@ class Running:
 
     def ask(self, body: bytes | dict[str, Any], method: str = "POST", path: str = "/retrieve") -> tuple[int, Any]:
         """Status and content of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
             connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
             response = connection.getresponse()
             return response.status, json.loads(response.read())
-        finally:
-            connection.close()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def send(self, *parts: bytes) -> bytes:
         """All that comes back before the server closes the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as client:
+        with self.connect() as client:
             for part in parts:
                 client.sendall(part)
             return read_all(client)
 
+    def get(self, path: str) -> tuple[str, Message]:
+        """Text and headers of an answer."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.read().decode(), response.headers
+
     def metric(self, name: str) -> float:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        connection.close()
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+        lines = self.get("/metrics")[0].splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @contextmanager
@@ -172,19 +177,46 @@ def one_by_one(retriever: Retriever, of: Question) -> ROWS:
     return retriever.answer([of.request], of.options)[0]
 
 
-def in_batches(retriever: Retriever, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
+@asynccontextmanager
+async def batching(retriever: Any = None, wait: float = 0.01) -> AsyncIterator[tuple[Batcher, list[int]]]:
+    """A batcher at work, and the sizes of its batches."""
+    sizes: list[int] = []
+    batcher = Batcher(lambda: retriever, wait, sizes.append)
+    task = asyncio.create_task(batcher.run())
+    yield batcher, sizes
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def at_once(
+    batcher: Batcher, of: Sequence[Question], clients: Sequence[batcher_module.Client | None] = ()
+) -> list[Any]:
+    """The answers to questions, or exceptions."""
+    clients = clients or [None] * len(of)
+    return await asyncio.gather(*map(batcher.ask, of, clients), return_exceptions=True)
+
+
+def in_batches(retriever: Retriever | None, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
     """Answers to questions asked at once, and the sizes of the batches."""
 
     async def asked() -> tuple[list[Any], list[int]]:
-        sizes: list[int] = []
-        batcher = Batcher(lambda: retriever, 0.01, sizes.append)
-        task = asyncio.create_task(batcher.run())
-        found = await asyncio.gather(*map(batcher.ask, of), return_exceptions=True)
-        task.cancel()
-        await asyncio.wait([task])
-        return found, sizes
+        async with batching(retriever) as (batcher, sizes):
+            return await at_once(batcher, of), sizes
 
     return asyncio.run(asked())
+
+
+@pytest.fixture
+def nothing_found(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Answers without items; the k's of each batch."""
+    batches: list[list[int]] = []
+
+    def answer(_: object, asked: Sequence[Question]) -> list[ROWS]:
+        batches.append([of.options.k for of in asked])
+        return [[] for _ in asked]
+
+    monkeypatch.setattr(batcher_module, "answer", answer)
+    return batches
 
 
 def test_batches_answer_like_the_retriever(server: Running) -> None:
@@ -240,30 +272,26 @@ def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatc
         raise RuntimeError("broken")
 
     async def asked() -> None:
-        batcher = Batcher(lambda: server.export.retriever, 0.01, lambda size: None)
-        task = asyncio.create_task(batcher.run())
-        with pytest.raises(RuntimeError, match="broken"):
-            await batcher.ask(questions()[0])
-        assert (await batcher.ask(questions()[0])).rows
-        task.cancel()
+        async with batching(server.export.retriever) as (batcher, _):
+            with pytest.raises(RuntimeError, match="broken"):
+                await batcher.ask(questions()[0])
+            assert (await batcher.ask(questions()[0])).rows
 
     monkeypatch.setattr(Retriever, "answer", broken)
     asyncio.run(asked())
 
 
-def test_one_client_does_not_wait_and_several_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nothing_found")
+def test_one_client_does_not_wait_and_several_wait_for_each_other() -> None:
     """A batch begins when it is as large as the last one, or after the wait."""
-    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked])
 
     async def asked() -> list[tuple[int, bool]]:
-        sizes: list[int] = []
-        batcher = Batcher(lambda: None, 0.3, sizes.append)  # type: ignore[arg-type,return-value]
-        task, seen = asyncio.create_task(batcher.run()), []
-        for count in (1, 1, 3, 3, 2, 2, 1, 1):
-            start = time.monotonic()
-            await asyncio.gather(*(batcher.ask(question({})) for _ in range(count)))
-            seen.append((sizes[-1], time.monotonic() - start >= 0.3))
-        task.cancel()
+        seen = []
+        async with batching(wait=0.3) as (batcher, sizes):
+            for count in (1, 1, 3, 3, 2, 2, 1, 1):
+                start = time.monotonic()
+                await at_once(batcher, [question({})] * count)
+                seen.append((sizes[-1], time.monotonic() - start >= 0.3))
         assert len(sizes) == len(seen)
         return seen
 
@@ -271,21 +299,10 @@ def test_one_client_does_not_wait_and_several_wait_for_each_other(monkeypatch: p
     assert asyncio.run(asked()) == waited
 
 
-def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_does_not_hold_too_many_rows(nothing_found: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "ROWS", 10)
-    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked])
-
-    async def asked() -> list[int]:
-        sizes: list[int] = []
-        batcher = Batcher(lambda: None, 0.01, sizes.append)  # type: ignore[arg-type,return-value]
-        waiting = [asyncio.create_task(batcher.ask(question({}, k))) for k in (4, 4, 4, 20, 1)]
-        await asyncio.sleep(0)
-        task = asyncio.create_task(batcher.run())
-        await asyncio.gather(*waiting)
-        task.cancel()
-        return sizes
-
-    assert asyncio.run(asked()) == [2, 1, 1, 1]
+    in_batches(None, [question({}, k) for k in (4, 4, 4, 20, 1)])
+    assert nothing_found == [[4, 4], [4], [20], [1]]
 
 
 def test_large_k_is_answered_apart() -> None:
@@ -334,49 +351,35 @@ MALFORMED = [
     b"",
     b"{",
     b"null",
-    b"3",
-    b'"text"',
     b"[]",
     b"{} {}",
-    b"{'history': []}",
     b"\xff\xfe\x00",
     b'{"history": ["\xff"]}',
-    b"\x00" * 1000,
     b"[" * 100_000,
-    b'{"a":' * 100_000,
     NESTED,
     b'{"k": NaN}',
     b'{"user": {"age": Infinity}}',
-    b'{"user": {"age": 1e999}}',
     b'{"user": {"age": 3e38}}',
     b'{"user": {"age": 1' + b"0" * 400 + b"}}",
     b'{"k": 1' + b"0" * 5000 + b"}",
     b'{"k": 1' + b"0" * 400 + b"}",
     b'{"history": "id 7"}',
     b'{"history": {"id 7": 1}}',
-    b'{"history": 7}',
     b'{"history": [1.5]}',
     b'{"history": [true]}',
-    b'{"history": [null]}',
-    b'{"history": [["id 7"]]}',
     b'{"history": [1' + b"0" * 40 + b"]}",
     b'{"history": ["new"], "unknown": "refuse"}',
     b'{"history": ["id 7", "\\udc00"], "unknown": "refuse"}',
     b'{"history": ["id 7"], "unknown": "no"}',
-    b'{"history": ["id 7"], "unknown": null}',
     b'{"history": ["id 7"], "histroy": []}',
     b'{"history": ["id 7"], "\\ud800": []}',
     b'{"history": ["id 7"], "' + b"a\\n" * 10_000 + b'": []}',
     b'{"history": ["id 7"], "k": 0}',
-    b'{"history": ["id 7"], "k": -1}',
     b'{"history": ["id 7"], "k": 10001}',
-    b'{"history": ["id 7"], "k": "3"}',
     b'{"history": ["id 7"], "k": 3.0}',
     b'{"history": ["id 7"], "k": true}',
-    b'{"history": ["id 7"], "k": [3]}',
     b'{"history": ["id 7"], "stage1": 9}',
     b'{"history": ["id 7"], "stage1": 10000000}',
-    b'{"history": ["id 7"], "exclude_history": "yes"}',
     b'{"history": ["id 7"], "exclude_history": 1}',
     b'{"history": ["id 7"], "timestamps": [1.5]}',
     b'{"history": ["id 7"], "timestamps": [1' + b"0" * 30 + b"]}",
@@ -387,12 +390,10 @@ MALFORMED = [
     b'{"history": ["id 7"], "events": [1]}',
     b'{"history": ["id 7"], "events": [{}, {}]}',
     b'{"history": ["id 7"], "events": [{"device": [1]}]}',
-    b'{"history": ["id 7"], "events": {"device": 1}}',
     b'{"history": ["id 7"], "user": []}',
     b'{"history": ["id 7"], "user": {"height": 1}}',
     b'{"history": ["id 7"], "user": {"age": "old"}}',
     b'{"history": ["id 7"], "user": {"country": 1.5}}',
-    b'{"history": ["id 7"], "user": {"country": {"a": 1}}}',
     b'{"history": ["id 7"], "user": {"country": ["' + b"a" * 10_000 + b'"]}}',
     b'{"history": ["id 7"], "user": {"age": NaN}}',
     b'{"history": ["id 7"], "allowed": "id 7"}',
@@ -449,10 +450,9 @@ def test_answers_are_those_that_are_described(server: Running, path: str, body: 
     _, described = server.ask(b"", "GET", "/openapi.json")
     responses = described["paths"][path.partition("?")[0]][method.lower()]["responses"]
     assert "422" not in responses
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request(method, path, body)
-    answer = connection.getresponse()
-    connection.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
     status = "4XX" if 400 <= answer.status < 500 else str(answer.status)
     assert answer.headers.get_content_type() in responses[status]["content"]
 
@@ -543,7 +543,7 @@ def test_a_client_that_asks_first_need_not_send_a_huge_body(silent: Running) -> 
 
 def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "DISCARDED", 2 * MAX_BODY)
-    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+    with silent.connect() as client:
         client.sendall(head(10**12))
         with pytest.raises(ConnectionError):
             for _ in range(10_000):
@@ -560,7 +560,7 @@ def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPat
     )
     assert silent.send(b"POST /retr") == silent.send() == b""
     # With a byte now and then.
-    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+    with silent.connect() as client:
         start = time.monotonic()
         with pytest.raises(ConnectionError):
             for byte in b"GET /" + b"a" * 1000:
@@ -572,7 +572,7 @@ def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPat
 def test_who_goes_on_after_the_answer_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a wrong path does not wait for the body."""
     monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
-    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+    with silent.connect() as client:
         client.sendall(head(10**9, "/nothing"))
         assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
         with pytest.raises(ConnectionError):
@@ -583,22 +583,21 @@ def test_who_goes_on_after_the_answer_is_cut_off(silent: Running, monkeypatch: p
 
 def test_a_connection_that_is_in_use_stays(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
-    connection = http.client.HTTPConnection("127.0.0.1", silent.port, timeout=10)
-    connection.connect()
-    socket_of_it = connection.sock
-    for _ in range(3):
-        connection.request("POST", "/retrieve", b'{"history": ["id 7"]}')
-        assert connection.getresponse().read()
-        time.sleep(0.3)
-    assert connection.sock is socket_of_it
-    connection.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", silent.port, timeout=10)) as connection:
+        connection.connect()
+        socket_of_it = connection.sock
+        for _ in range(3):
+            connection.request("POST", "/retrieve", b'{"history": ["id 7"]}')
+            assert connection.getresponse().read()
+            time.sleep(0.3)
+        assert connection.sock is socket_of_it
 
 
 def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: silent.metric("process_open_fds") > 0)
     monkeypatch.setattr(server_module, "CONNECTIONS", 2)
     monkeypatch.setattr(server_module, "SPARE", 1)
-    held = [socket.create_connection(("127.0.0.1", silent.port), timeout=10) for _ in range(3)]
+    held = [silent.connect() for _ in range(3)]
     try:
         refused = silent.send()
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
@@ -668,11 +667,11 @@ def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
 
 def test_who_has_ended_their_side_is_answered(silent: Running) -> None:
     for before in (b"", head(2) + b"{}"):
-        with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+        with silent.connect() as client:
             client.sendall(before + head(21) + b'{"history": ["id 7"]}')
             client.shutdown(socket.SHUT_WR)
             assert b"HTTP/1.1 200 " in read_all(client)
-    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+    with silent.connect() as client:
         client.sendall(head(21) + b'{"history"')
         client.shutdown(socket.SHUT_WR)
         assert read_all(client) == b""
@@ -680,7 +679,7 @@ def test_who_has_ended_their_side_is_answered(silent: Running) -> None:
 
 def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> None:
     chunked = b"POST /nothing HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", silent.port), timeout=10) as client:
+    with silent.connect() as client:
         client.sendall(chunked + b"2\r\n{}\r\n")
         received = b""
         while not received.endswith(b"}"):
@@ -720,21 +719,13 @@ class FakeClient:
     half_closed: bool = False
 
 
-def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[list[int]] = []
-
-    def compute(_: object, asked: Sequence[Question]) -> list[ROWS]:
-        batches.append([of.options.k for of in asked])
-        return [[] for _ in asked]
-
+def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
+    nothing_found: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def asked() -> list[Any]:
-        batcher = Batcher(lambda: None, 0.01, lambda size: None)  # type: ignore[arg-type,return-value]
         clients = [FakeClient(), FakeClient(gone=True), FakeClient(half_closed=True), FakeClient(), FakeClient()]
-        waiting = [asyncio.create_task(batcher.ask(question({}, k), of)) for k, of in enumerate(clients, start=1)]
-        await asyncio.sleep(0)
-        running = asyncio.create_task(batcher.run())
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        running.cancel()
+        async with batching() as (batcher, _):
+            found = await at_once(batcher, [question({}, k) for k in range(1, 6)], clients)
         monkeypatch.setattr(batcher_module, "QUEUE", 2)
         full = [asyncio.create_task(batcher.ask(question({}), of)) for of in (clients[2], clients[3])]
         await asyncio.sleep(0)
@@ -748,9 +739,8 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pyte
         return found
 
     monkeypatch.setattr(batcher_module, "BATCH", 2)
-    monkeypatch.setattr(batcher_module, "answer", compute)
     found = asyncio.run(asked())
-    assert batches == [[1, 4], [5, 3]]
+    assert nothing_found == [[1, 4], [5, 3]]
     assert [type(of) for of in found] == [batcher_module.Answer, ClientGone, *[batcher_module.Answer] * 3]
 
 
@@ -795,7 +785,7 @@ def test_files_that_are_written_to_while_they_are_served(
 def test_clients_that_leave_are_not_missed(silent: Running) -> None:
     whole = head(21) + b'{"history": ["id 7"]}'
     for sent in (whole[:20], whole[:-5], whole, whole * 3):
-        client = socket.create_connection(("127.0.0.1", silent.port), timeout=10)
+        client = silent.connect()
         client.sendall(sent)
         # A reset, and not just an end.
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -852,12 +842,9 @@ def test_the_item_of_the_very_id_comes_first() -> None:
 
 
 def test_the_page_needs_nothing_else(server: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request("GET", "/")
-    response = connection.getresponse()
-    page, policy = response.read().decode(), response.headers["Content-Security-Policy"]
-    connection.close()
-    assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+    page, headers = server.get("/")
+    policy = headers["Content-Security-Policy"]
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 2
     # No address but its own, and nothing from data becomes markup.
     assert re.findall(r"https?:|//\w|<link(?! rel=\"icon\" href=\"data:,\")|<img|@import", page) == []
