@@ -101,10 +101,6 @@ def rank_scores(
     return rank_corpus(Embedder(cast(Tower, tower), {ITEM: rows}), len(item_XD), ranking_users, users, True)
 
 
-def ranked(scores: list[list[float]], targets: list[int], histories: list[list[int]], ranks: Ranks) -> list[int]:
-    return rank_scores([scores], targets, histories, ranks).similarity_U.tolist()
-
-
 VALUES = st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0, INF, NAN])
 
 
@@ -121,27 +117,6 @@ def test_ranks_are_those_counted_by_hand_with_ties_infinities_and_nan(
     expected = [[plain_rank(*user) for user in zip(scores, targets, histories, strict=True)] for scores in stages]
     assert found.hindexer_U is not None
     assert [found.similarity_U.tolist(), found.hindexer_U.tolist()] == expected
-
-
-def test_a_rank_counts_what_stands_above(ranks: Ranks) -> None:
-    scores = [[0.1, 0.9, 0.5, 0.7]] * 4
-    assert ranked(scores, [1, 3, 2, 0], [[], [], [], []], ranks) == [1, 2, 3, 4]
-    # Items of the history do not count, not even twice, and those of other users do.
-    assert ranked(scores, [2, 2, 0, 0], [[1], [1, 1, 3], [2], [1, 2]], ranks) == [2, 1, 3, 2]
-
-
-def test_a_target_that_is_excluded_is_not_served(ranks: Ranks) -> None:
-    scores = [[0.1, 0.9, 0.5]] * 3
-    assert ranked(scores, [2, 1, 2], [[2], [0, 1, 1], [1]], ranks) == [NOT_SERVED, NOT_SERVED, 1]
-
-
-def test_a_model_that_knows_nothing_or_breaks_gets_the_last_place(ranks: Ranks) -> None:
-    history = [1, 2, 2, 9]
-    for scores in ([0.0] * 20, [NAN] * 20, [-INF] * 20, [INF] * 20, [1.0] * 5 + [NAN] + [0.0] * 14):
-        assert ranked([scores], [5], [history], ranks) == [20 - 3]
-        assert ranked([scores], [5], [[]], ranks) == [20]
-    # What is not a number stands above the target, too.
-    assert ranked([[NAN, 1.0, 0.0, NAN]], [1], [[]], ranks) == [3]
 
 
 def tower_of(kind: str, hindexer: bool = True) -> Tower:

@@ -18,7 +18,6 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import file_digest
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.serving.directory.reader import read
 from logitmix.serving.model import item_types
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
@@ -189,15 +188,6 @@ def test_a_run_must_be_there(tmp_path: Path) -> None:
         export(tmp_path / "nothing", tmp_path / "served")
 
 
-def test_what_is_there_is_kept_unless_told(run: Path, tmp_path: Path) -> None:
-    export(run, tmp_path / "served")
-    with pytest.raises(ValueError, match="--overwrite"):
-        export(run, tmp_path / "served", which="last")
-    assert Retriever.load(tmp_path / "served").source.step == 3
-    export(run, tmp_path / "served", overwrite=True, which="last")
-    assert Retriever.load(tmp_path / "served").source.step == 6
-
-
 def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Path) -> None:
     items = pq.read_table(tmp_path / "data" / "items.parquet")
     note_dataset(run, forget_digests(tmp_path / "data"))
@@ -260,12 +250,3 @@ def test_what_one_rank_cannot_write_none_does(run: Path, tmp_path: Path, among: 
     message = f"{name} holds NaN or infinity: the training diverged; export another checkpoint"
     assert two_ranks.run(fail_on_the_second_rank, run, tmp_path / "served", among) == [message] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "the-run"]
-
-
-def test_items_are_cached_in_chunks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(run, tmp_path / "whole")
-    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 16)
-    export(run, tmp_path / "parts")
-    (whole,), (parts,) = (read(tmp_path / name).shards for name in ("whole", "parts"))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(parts[name], tensor)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -117,40 +118,38 @@ def assert_entries_fit(served: Path) -> None:
         assert entry["bytes"] == (served / name).stat().st_size
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_without_faiss_nothing_is_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
-    if overwrite:
-        export(run, tmp_path / "served")
-    before = read_manifest(tmp_path / "served") if overwrite else None
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ValueError, match="not installed: pip install faiss-cpu"):
-        export(run, tmp_path / "served", overwrite, extras=["faiss"])
-    assert_as_before(tmp_path, before)
-
-
-def assert_as_before(folder: Path, before: object) -> None:
-    assert [path.name for path in folder.iterdir()] == (["served"] if before else [])
-    assert not before or read_manifest(folder / "served") == before
+def full(index: object, path: str) -> None:
+    Path(path).write_bytes(b"half")
+    raise RuntimeError("write error: No space left on device")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_index_that_cannot_be_written_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+@pytest.mark.parametrize(
+    ("found", "error", "said"),
+    [
+        (None, ValueError, "not installed: pip install faiss-cpu"),
+        (
+            SimpleNamespace(write_index=full, IndexFlatIP=faiss.IndexFlatIP),
+            OSError,
+            "faiss cannot be written: write er",
+        ),
+    ],
+)
+def test_without_indexes_nothing_is_written(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: Any,
+    error: type[Exception],
+    said: str,
+    overwrite: bool,
 ) -> None:
-    if overwrite:
-        export(run, tmp_path / "served")
-    before = read_manifest(tmp_path / "served") if overwrite else None
-
-    def full(index: object, path: str) -> None:
-        Path(path).write_bytes(b"half")
-        raise RuntimeError("write error: No space left on device")
-
-    monkeypatch.setattr(faiss, "write_index", full)
-    with pytest.raises(OSError, match=r"similarity\.faiss cannot be written: write error: No space left"):
+    before = export(run, tmp_path / "served") if overwrite else None
+    monkeypatch.setitem(sys.modules, "faiss", found)
+    with pytest.raises(error, match=said):
         export(run, tmp_path / "served", overwrite, extras=["faiss"])
-    assert_as_before(tmp_path, before)
+    assert [path.name for path in tmp_path.iterdir()] == (["served"] if before else [])
+    assert not before or read_manifest(tmp_path / "served") == before
 
 
 def test_a_model_without_vectors_is_refused() -> None:
