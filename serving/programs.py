@@ -30,9 +30,10 @@ def load_program(path: str | Path, name: str, trust: bool = False) -> Program:
             f"{name} is native code or unpickled, so to load it is to run what its author wrote: give trust=True if "
             "you trust whoever made this export"
         )
-    file = checked_extra(fetch(path), f"{PROGRAMS}/{name}.pt2")
+    path, inside = fetch(path), f"{PROGRAMS}/{name}.pt2"
+    file = checked_extra(path, inside)
     if name.endswith(".aoti"):
-        _check_cpu(file, read_manifest(fetch(path))["files"][f"{PROGRAMS}/{name}.pt2"]["cpu"])
+        _check_cpu(file, read_manifest(path)["files"][inside]["cpu"])
         program = torch._inductor.aoti_load_package(str(file))
         # What was compiled takes every tensor for a contiguous one.
         return lambda **given: program(**{key: of.contiguous() for key, of in given.items()})

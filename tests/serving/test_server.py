@@ -744,19 +744,6 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
     assert [type(of) for of in found] == [batcher_module.Answer, ClientGone, *[batcher_module.Answer] * 3]
 
 
-def test_without_one_of_its_processes_the_server_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
-    with running(folder) as server:
-
-        def lost(*_: object) -> ROWS:
-            server.export._group.lost = True
-            raise RuntimeError("Connection closed by peer")
-
-        monkeypatch.setattr(batcher_module, "answer", lost)
-        status, found = server.ask({"history": ["id 7"]})
-        assert (status, found) == (503, {"error": "another process of this server is gone, so it stops"})
-
-
 def test_files_that_are_written_to_while_they_are_served(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -866,14 +853,9 @@ def test_metrics(folder: Path) -> None:
         assert server.metric("process_resident_memory_bytes") > 0
 
 
-def replaced(folder: Path, seed: int, broken: bool = False) -> Retriever:
-    """Publishes another model in a folder; `broken` as if the disk had failed."""
+def replaced(folder: Path, seed: int) -> Retriever:
+    """Publishes another model in a folder."""
     made = export_small(small_model("mol", X, seed=seed), folder.with_name(f"seed {seed}"))
-    if broken:
-        weights = made / "tower.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-        publish(made, folder)
-        return Retriever.load(folder.with_name("seed 1"))
     kept = shutil.copytree(made, folder.with_name(f"kept {seed}"))
     publish(made, folder)
     return Retriever.load(kept)
@@ -909,12 +891,19 @@ def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypa
     assert server.said == [f"new export: {X} items of demo, step 12 of run small"] * 2
 
 
-def test_a_server_without_one_of_its_processes_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_one_of_its_processes_says_so_and_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[int] = []
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     with running(folder) as server:
-        server.export._group.lost = True
+
+        def lost(*_: object) -> ROWS:
+            server.export._group.lost = True
+            raise RuntimeError("Connection closed by peer")
+
+        monkeypatch.setattr(batcher_module, "answer", lost)
+        said = {"error": "another process of this server is gone, so it stops"}
+        assert server.ask({"history": ["id 7"]}) == (503, said)
         until(lambda: signal.SIGTERM in raised)
 
 

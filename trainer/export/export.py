@@ -26,19 +26,19 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
 from logitmix.common.storage import alone, fetch_names, say
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.features import Embedded, Values
-from logitmix.modules.schema import ITEM, USER, Schema
+from logitmix.modules.features import Embedded
+from logitmix.modules.schema import ITEM, USER
 from logitmix.modules.stage1 import LANES
 from logitmix.modules.towers import Tower
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
-from logitmix.serving.items import ItemInputs, stored_type
+from logitmix.serving.items import ItemInputs
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
 from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.lookups import Ints, values_of
+from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
 from logitmix.trainer.export.indexes import check_indexes, write_indexes
@@ -299,7 +299,8 @@ def _write_items(
 
 
 def _inputs(model: SavedModel, about: About, dataset: DatasetItems, start: int, stop: int) -> ItemInputs:
-    values = _values(about.schema, dataset.features, np.arange(start, stop))
+    columns = {of.name: dataset.features[of.name].take(np.arange(start, stop)) for of in about.schema.of("item")}
+    values = {name: values_of(column, column.values) for name, column in columns.items()}
     return ItemInputs(model.read_rows(ITEM, start, stop), values)
 
 
@@ -343,16 +344,6 @@ def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
     # Whole blocks of the INT8 corpus.
     rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
     return [*range(0, about.num_items, rows), about.num_items]
-
-
-def _values(schema: Schema, columns: Mapping[str, Column], item_R: Ints) -> dict[str, Values]:
-    """The items' features, with ids that are rows of whole tables."""
-    values = {}
-    for feature in schema.of("item"):
-        taken = columns[feature.name].take(item_R)
-        found = values_of(taken, taken.values)
-        values[feature.name] = replace(found, values=found.values.to(stored_type(feature, schema)))
-    return values
 
 
 @torch.inference_mode()
