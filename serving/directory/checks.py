@@ -1,7 +1,7 @@
 """What the manifest of a serving directory must be; ValueError that names the file and the field for all else."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
     return about
 
 
-def tensors_of(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]]:
-    """The tensors of all files, as in the manifest: those that follow from the model and the number of items."""
+def data_files(file: Path, files: Any) -> list[str]:
+    """The names of all files but the extras, as in the manifest."""
     if not isinstance(files, dict):
         raise ValueError(f"{file}: files is {brief(files)}, not a mapping")
     extras = {name: entry for name, entry in files.items() if is_extra(name)}
@@ -59,12 +59,18 @@ def tensors_of(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]
     require_fields(others, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), f"{file}: files")
     for name, entry in others.items():
         require_entry(entry, f"{file}: files.{name}", ["tensors"])
-        _require_tensors(entry["tensors"], f"{file}: files.{name}.tensors")
-    tensors = {name: entry["tensors"] for name, entry in others.items()}
+    return list(others)
+
+
+def require_model_tensors(file: Path, tensors: Mapping[str, dict[str, Any]], about: About) -> None:
+    """ValueError if the tensors of the files, described, are not those that follow from the model and the number of
+    items."""
     try:
-        rows = [tensors[name][row_tensor(about)]["shape"][0] for name in shards]
+        rows = [tensors[name][row_tensor(about)]["shape"][0] for name in numbered(items_file, tensors)]
         expected = expected_tensors(tensors, about)
-        table_rows = _row_counts([tensors[name] for name in tables])
+        table_rows = Counter[str]()
+        for name in numbered(tables_file, tensors):
+            table_rows.update({table: of["shape"][0] for table, of in tensors[name].items()})
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{file}: the tensors of its files are not those of its model ({first_line(error)})") from None
     if sum(rows) != about.num_items:
@@ -79,27 +85,3 @@ def tensors_of(file: Path, files: Any, about: About) -> dict[str, dict[str, Any]
             raise ValueError(
                 f"{file}: its files have {table_rows[name]} rows of table {name}, and its model has {count}"
             )
-    return tensors
-
-
-def _require_tensors(tensors: Any, where: str) -> None:
-    if not isinstance(tensors, dict):
-        raise ValueError(f"{where} is {brief(tensors)}, not a mapping")
-    for name, of in tensors.items():
-        require_fields(of, ("dtype", "shape"), f"{where}.{name:.80}")
-        if not isinstance(of["dtype"], str):
-            raise ValueError(f"{where}.{name:.80}.dtype is {brief(of['dtype'])}, not a text")
-        if not isinstance(of["shape"], list) or not all(map(_is_size, of["shape"])):
-            raise ValueError(f"{where}.{name:.80}.shape is {brief(of['shape'])}, not a list of sizes")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _row_counts(files: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Rows of each table in all files."""
-    counts: Counter[str] = Counter()
-    for found in files:
-        counts.update({name: rows["shape"][0] for name, rows in found.items()})
-    return counts

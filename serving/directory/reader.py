@@ -13,8 +13,9 @@ from logitmix.common.files import require_tensors
 from logitmix.common.mappings import brief
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM
-from logitmix.serving.directory.checks import FIELDS, about_of, tensors_of
+from logitmix.serving.directory.checks import FIELDS, about_of, data_files, require_model_tensors
 from logitmix.serving.directory.format import (
+    DTYPES,
     FORMAT,
     IDS,
     MANIFEST,
@@ -22,6 +23,7 @@ from logitmix.serving.directory.format import (
     WEIGHTS,
     Contents,
     Entries,
+    described,
     is_extra,
     items_file,
     numbered,
@@ -113,16 +115,16 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Contents:
-    file = path / MANIFEST
-    about = about_of(file, manifest)
-    tensors = tensors_of(file, manifest["files"], about)
-    of_items = numbered(items_file, tensors)
+    file, entries = path / MANIFEST, manifest["files"]
+    about, data = about_of(file, manifest), data_files(file, entries)
+    of_items = numbered(items_file, data)
     own = {of_items[number] for number in part_of(range(len(of_items)), part, parts)}
-    own.update([name for name in tensors if name not in of_items][part::parts])
-    for name in tensors:
-        check_file(path / name, manifest["files"][name], MANIFEST, content=name in own)
-    files = MappedFiles({path / name: manifest["files"][name]["sha256"] for name in tensors})
-    found = {name: _read_tensors(path / name, of_file) for name, of_file in tensors.items()}
+    own.update([name for name in data if name not in of_items][part::parts])
+    for name in data:
+        check_file(path / name, entries[name], MANIFEST, content=name in own)
+    files = MappedFiles({path / name: entries[name]["sha256"] for name in data})
+    found = {name: _read_tensors(path / name, entries[name]["tensors"]) for name in data}
+    require_model_tensors(file, {name: described(tensors) for name, tensors in found.items()}, about)
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)
     names = [table.name for table in about.schema.tables if table.name != ITEM]
     shards = {name: found[name] for name in of_items}
@@ -149,8 +151,9 @@ def _read_tensors(file: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
     require_tensors(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
-            if {name: {"dtype": t.get_dtype(), "shape": t.get_shape()} for name, t in found.items()} != expected:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+            found = {name: {"dtype": of.get_dtype(), "shape": of.get_shape()} for name, of in slices.items()}
+            if found != expected or not {of["dtype"] for of in found.values()} <= {*DTYPES.values()}:
                 raise ValueError(f"{file}: its tensors are not those of the manifest")
             return {name: tensors.get_tensor(name) for name in found}
     except SafetensorError as error:
