@@ -19,11 +19,15 @@ from logitmix.modules.batch import Bags
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data import writer
+from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.description import DIGESTS
+from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.writer import DatasetContents, repeated_targets
+from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
+from logitmix.trainer.run.checkpoint import load_saved
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallel.parallelize import ParallelModel
@@ -269,3 +273,14 @@ def gather_table(model: "ParallelModel", name: str = ITEM) -> Tensor:
     """A whole table [rows, D] on every rank."""
     sharded = model.shards()[name]
     return ShardedRows.of_shards(sharded, model.ranks).fetch(torch.arange(sharded.size()[0]))
+
+
+@torch.no_grad()
+def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
+    """Of each user with each item, by the trained model from its tables."""
+    model = load_saved(run)
+    with process_group("cpu", 60) as ranks:
+        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
+        queries = model.tower.query_sides(embedder.queries(users))
+        items = model.tower.item_sides(embedder.items(np.arange(dataset.num_items)))
+    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)

@@ -200,6 +200,11 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
             lambda r: r.recommend([{"history": ["id 7"], "timestamps": 5}], 3),
             "request 0: timestamps is 5; it must be",
         ),
+        (lambda r: r.recommend([{"historie": []}], 3), "request 0 has the entry 'historie'; there are: history, times"),
+        (
+            lambda r: r.recommend([{"history": ["a", "b"], "timestamps": [5, 4]}], 3),
+            "request 0: its timestamps fall, from 5 to 4; they must be oldest first",
+        ),
         (
             lambda r: r.answer([{"history": ["x"]}], Options(3, "refuse"), first=9),
             "request 9: no item of demo has the id 'x'",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -83,9 +82,7 @@ class Telemetry:
             self.trace.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *others: object) -> None:
         if self.main:
             if self.trace:
                 self.trace.stop()

@@ -8,22 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import small_config
+from small_data import small_config, trained_scores
 from torch import Tensor
 
-from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Schema
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
-from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
-from logitmix.trainer.run.checkpoint import load_saved
 
 ITEMS, L = 12, 8
 
@@ -101,17 +97,6 @@ def requests_of(dataset: Dataset, users: RankingUsers) -> list[Request]:
         times = dataset.timestamps_flat[first : place + 1].tolist()
         requests.append({"history": history, "timestamps": times[:-1], "time": times[-1]})
     return requests
-
-
-@torch.no_grad()
-def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
-    """Of each user with each item, by the trained model from its tables."""
-    model = load_saved(run)
-    with process_group("cpu", 60) as ranks:
-        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
-        queries = model.tower.query_sides(embedder.queries(users))
-        items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
-    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
 
 
 def scores(retriever: Retriever, requests: list[Request]) -> Tensor:

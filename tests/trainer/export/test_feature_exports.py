@@ -15,7 +15,7 @@ import pytest
 import torch
 import two_ranks
 from rich.console import Console
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, small_config, trained_scores, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -95,17 +95,6 @@ def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
 
 def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
     return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in dataset.schema.of("item")}
-
-
-@torch.no_grad()
-def trained_scores(run: Path, dataset: Dataset, users: RankingUsers) -> Tensor:
-    """Of each user with each item, by the trained model from its tables."""
-    model = load_saved(run)
-    with process_group("cpu", 60) as ranks:
-        embedder = Embedder(model.tower, model.sharded_rows(ranks), columns_of(dataset, model.tower.schema))
-        queries = model.tower.query_sides(embedder.queries(users))
-        items = model.tower.item_sides(embedder.items(np.arange(ITEMS)))
-    return model.tower.similarity.all_pairs(queries.similarity, items.similarity)
 
 
 def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Dataset, served: Path) -> None:
@@ -212,25 +201,6 @@ def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path
     assert kept != expected
     with pytest.raises(ValueError, match=r"^request 0: no item of \w+ has the id 'new'"):
         retriever.recommend([mixed], 5, unknown="refuse")
-
-
-@pytest.mark.parametrize(
-    ("request_", "said"),
-    [
-        ({"historie": []}, "request 0 has the entry 'historie'; there are: history, timestamps, time, user, events"),
-        ({"history": ["item-1"], "events": [{}, {}]}, "request 0 has 2 events for 1 items of its history"),
-        ({"history": ["a", "b"], "timestamps": [5]}, "request 0 has 1 timestamps for 2 items of its history"),
-        ({"history": ["a", "b"], "timestamps": [5, 4]}, "request 0: its timestamps fall, from 5 to 4; they must be"),
-        ({"history": ["a"], "timestamps": [0.5]}, "request 0: one of its timestamps is "),
-        ({"history": ["a"], "timestamps": [2**63]}, "request 0: one of its timestamps is "),
-        ({"user": {"aeg": 3}}, "request 0: the model has no user feature 'aeg' (did you mean age?)"),
-        ({"history": ["item-1"], "events": [{"rating": "x"}]}, "request 0, an event: feature rating is 'x'; it must"),
-    ],
-)
-def test_a_wrong_request_is_told_in_one_line(served: Path, request_: Request, said: str) -> None:
-    with pytest.raises(ValueError) as error:
-        Retriever.load(served).recommend([request_], 5)
-    assert str(error.value).startswith(said)
 
 
 def csv_of(records: dict[str, dict[str, Any]]) -> str:

@@ -102,19 +102,13 @@ def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(
     assert failing.calls[-1][:2] == ("train", 3) and recorder.calls[-1][0] == "end"
 
 
-def test_a_run_that_is_stopped_has_no_results(config: Config, tmp_path: Path) -> None:
-    recorder = Recorder()
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "run", [recorder, Interrupting(3)])
-    assert recorder.calls[-1] == ("end", None)
-
-
 def test_no_row_comes_twice(config: Config, tmp_path: Path) -> None:
     """Steps 5 and 6 are trained again after the interruption, and the test of a finished run is made again."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, whole, recorder = tmp_path / "run", tmp_path / "whole", Recorder()
     train(config, whole)
     with pytest.raises(KeyboardInterrupt):
-        train(config, run, [Interrupting(7)])
+        train(config, run, [recorder, Interrupting(7)])
+    assert recorder.calls[-1] == ("end", None)
     for _ in range(2):
         train(config, run)
         assert [(row["kind"], row["step"]) for row in read_rows(run)] == [
