@@ -1,10 +1,9 @@
 import dataclasses
 import json
-import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import file_digest
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.serving.model import item_types
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
 from logitmix.trainer.data import writer
@@ -196,38 +194,6 @@ def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Pa
     with pytest.raises(ValueError, match="the dataset's raw_ids name an item twice; prepare it again"):
         export(run, tmp_path / "served")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "the-run"]
-
-
-def export_in_parts(run: Path, out: Path, shard_bytes: int) -> tuple[dict[str, Any], int]:
-    """The manifest, and the most rows that this rank read at once."""
-    export_module.SHARD_BYTES = shard_bytes
-    read_rows, most = checkpoint._read_rows, [0]
-
-    def counted(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> torch.Tensor:
-        most[0] = max(most[0], stop - start)
-        return read_rows(tensors, schema, prefix, table, start, stop)
-
-    checkpoint._read_rows = counted
-    return export(run, out), most[0]
-
-
-def test_ranks_export_together_what_one_does_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = item_types(read_config(run).model, Schema.of_ids(1), 16).values()
-    shard_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) + 16
-    monkeypatch.setattr(export_module, "SHARD_BYTES", shard_bytes)
-    alone = export(run, tmp_path / "alone")
-    shards = [name for name in alone["files"] if name.startswith("items-")]
-    assert shards == [f"items-{number:05}-of-00004.safetensors" for number in range(4)]
-    for exported, most in two_ranks.run(export_in_parts, run, tmp_path / "together", shard_bytes):
-        assert exported == alone and most == 16
-    histories = [[3, 49, 7, 12, 12], [0, 25], [49]]
-    monkeypatch.setattr(export_module, "SHARD_BYTES", 2**28)
-    assert "items-00000-of-00001.safetensors" in export(run, tmp_path / "whole")["files"]
-    expected, found = (Retriever.load(tmp_path / name) for name in ("whole", "together"))
-    for stage1 in (None, 20):
-        left, right = (each.retrieve(histories, 10, stage1=stage1) for each in (expected, found))
-        assert torch.equal(left.items, right.items)
-        torch.testing.assert_close(left.scores, right.scores)
 
 
 def fail_on_the_second_rank(run: Path, out: Path, among: str) -> str:
