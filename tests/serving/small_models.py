@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from small_data import random_column
+from small_data import FEATURES, random_column
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -24,7 +24,7 @@ from logitmix.modules.config import (
     SASRecConfig,
     SimilarityConfig,
 )
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Tower
@@ -104,6 +104,11 @@ def small_model(
     random = np.random.default_rng(seed)
     features = {feature.name: random_column(feature, schema, num_items, random) for feature in schema.of("item")}
     return SmallModel(config, item_XD, tower.eval(), others, features)
+
+
+def every_feature(num_items: int) -> Schema:
+    """A feature of each owner and kind."""
+    return replace(FEATURES, tables=(Table(ITEM, num_items + 1), *FEATURES.tables[1:]))
 
 
 def in_order(texts: list[str]) -> Texts:

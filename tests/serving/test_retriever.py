@@ -16,7 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import one_of_each
-from small_models import LENGTH, SmallModel, brute_force, export_small, in_order, random_histories, raw_ids, small_model
+from small_models import (
+    LENGTH,
+    SmallModel,
+    brute_force,
+    every_feature,
+    export_small,
+    in_order,
+    random_histories,
+    raw_ids,
+    small_model,
+)
 from torch import Tensor
 
 from logitmix.modules.features import Embedded
@@ -34,17 +44,6 @@ from logitmix.serving.topk import merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
 
 X = 300
-ITEM_FEATURES = Schema(
-    (
-        Feature("item", "item", "id", "item"),
-        Feature("brand", "item", "id", "brand"),
-        Feature("tags", "item", "ids", "tags"),
-        Feature("alike", "item", "ids", "brand"),
-        Feature("price", "item", "number", mean=0.5, deviation=2.0),
-        Feature("image", "item", "vector", width=3),
-    ),
-    (Table("item", X + 1), Table("brand", 30, dim=8), Table("tags", 50)),
-)
 LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
 """More histories than are ranked at once, some longer than the model sees."""
 
@@ -118,12 +117,13 @@ def test_what_is_not_left_is_minus_one(tmp_path: Path, stage1: int | None) -> No
 
 
 def test_a_notebook_shows_what_answers(tmp_path: Path) -> None:
-    of = small_model("mol", X, schema=ITEM_FEATURES)
+    of = small_model("mol", X, schema=every_feature(X))
+    names = [feature.name for feature in every_feature(X).features]
     stored_as = {"items in bf16": (True, "bf16"), "items computed for each request": (False, "fp32")}
     for stored, (item_cache, precision) in stored_as.items():
         path = export_small(of, tmp_path / f"served{item_cache}", item_cache=item_cache, precision=precision)
         assert repr(Retriever.load(path)) == (
-            f"<Retriever: {X} items of demo, step 12 of run small; features: item, brand, tags, alike, price, image; "
+            f"<Retriever: {X} items of demo, step 12 of run small; features: {', '.join(names)}; "
             f"stages: h-indexer, mol; {stored}>"
         )
     plain = load(small_model("dot", 3, hindexer=False), tmp_path)
@@ -224,7 +224,7 @@ NOT_IDS += [torch.tensor(7.0), torch.tensor(True)]
 
 def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
     """In Python as over HTTP."""
-    retriever = load(small_model("dot", 30, schema=Schema(ITEM_FEATURES.features[:1], (Table("item", 31),))), tmp_path)
+    retriever = load(small_model("dot", 30), tmp_path)
     for entry in ("history", "allowed", "blocked"):
         for wrong in NOT_IDS:
             with pytest.raises(ValueError, match=f"request 0: {entry} has an id that is .*; it must be text or"):
@@ -421,7 +421,7 @@ def test_devices_that_share_the_items_answer_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item_cache: bool
 ) -> None:
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
-    path = export_small(small_model("mol", X, schema=ITEM_FEATURES), tmp_path / "served", item_cache=item_cache)
+    path = export_small(small_model("mol", X, schema=every_feature(X)), tmp_path / "served", item_cache=item_cache)
     one, several = Retriever.load(path), Retriever.load(path, ["cpu"] * 3)
     assert [len(part) for part in several._ranker.parts] != [len(one._ranker.parts[0])]
     assert len(several._ranker.corpora) == 3
@@ -497,7 +497,7 @@ def test_items_may_be_computed_when_they_are_ranked(
     """From shards and chunks of a few items; without features, fewer bytes hold them."""
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
     monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 70)
-    model = small_model(kind, X, schema=ITEM_FEATURES if features else None)
+    model = small_model(kind, X, schema=every_feature(X) if features else None)
     cached, computed = (
         export_small(model, tmp_path / name, item_cache=name == "cached") for name in ("cached", "computed")
     )
@@ -513,7 +513,7 @@ def test_items_may_be_computed_when_they_are_ranked(
 
 def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 100)
-    model = small_model("mol", X, schema=ITEM_FEATURES)
+    model = small_model("mol", X, schema=every_feature(X))
     retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
     counts, embed = [], items_module.ItemInputs.embed
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from small_models import export_small, in_order, random_histories, raw_ids, small_model
+from small_models import every_feature, export_small, in_order, random_histories, raw_ids, small_model
 
 from logitmix.common.files import publish
 from logitmix.common.storage import alone, path_of
@@ -45,15 +45,6 @@ from logitmix.trainer.commands.words import parse
 
 X = 60
 ALLOWED = Allowed(hosts=("here",))
-FEATURES = Schema(
-    (
-        Feature("item", "item", "id", "item"),
-        Feature("country", "user", "id", "country"),
-        Feature("age", "user", "number", mean=30.0, deviation=10.0),
-        Feature("device", "event", "id", "device"),
-    ),
-    (Table("item", X + 1), Table("country", 9, dim=8), Table("device", 5, dim=8)),
-)
 ROWS = list[Row]
 
 
@@ -141,7 +132,7 @@ def assert_alike(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_small(small_model("mol", X, schema=FEATURES), tmp_path_factory.mktemp("server") / "served")
+    return export_small(small_model("mol", X, schema=every_feature(X)), tmp_path_factory.mktemp("server") / "served")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +225,7 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         (question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
         (question({"history": ids[:3], "user": {"age": "old"}}), "the request: feature age is 'old'"),
         (question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
-        (question({"history": ids[:1], "events": [{"device": 1.5}]}), "the request, an event: feature device is 1.5"),
+        (question({"history": ids[:1], "events": [{"action": 1.5}]}), "the request, an event: feature action is 1.5"),
         (question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
         (
             question({"history": ids[:1], "timestamps": [2**70]}),
@@ -389,7 +380,7 @@ MALFORMED = [
     b'{"history": ["id 7"], "timestamps": [2], "time": 1}',
     b'{"history": ["id 7"], "events": [1]}',
     b'{"history": ["id 7"], "events": [{}, {}]}',
-    b'{"history": ["id 7"], "events": [{"device": [1]}]}',
+    b'{"history": ["id 7"], "events": [{"action": [1]}]}',
     b'{"history": ["id 7"], "user": []}',
     b'{"history": ["id 7"], "user": {"height": 1}}',
     b'{"history": ["id 7"], "user": {"age": "old"}}',

@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from small_models import LENGTH, export_small, random_histories, raw_ids, small_model
+from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
 from logitmix.common.storage import path_of
-from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import live
 from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.group import Group, part_of
@@ -35,15 +34,6 @@ from logitmix.serving.retriever import Retriever, Row
 from logitmix.trainer.export import export as export_module
 
 X = 300
-SCHEMA = Schema(
-    (
-        Feature("item", "item", "id", "item"),
-        Feature("brand", "item", "id", "brand"),
-        Feature("tags", "item", "ids", "tags"),
-        Feature("age", "user", "number", mean=30.0, deviation=10.0),
-    ),
-    (Table("item", X + 1), Table("brand", 30, dim=8), Table("tags", 50)),
-)
 HISTORIES = random_histories(X, [1, 2, LENGTH - 1, LENGTH, 40, *[3, 5] * 14])
 """More than are ranked at once."""
 
@@ -61,7 +51,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ("int8", "mol", 5000, {"precision": "int8"}),
         ):
             patch.setattr(export_module, "SHARD_BYTES", size)
-            model = small_model(kind, X, hindexer=name != "one stage", schema=SCHEMA)
+            model = small_model(kind, X, hindexer=name != "one stage", schema=every_feature(X))
             found[name] = export_small(model, folder / name, **options)  # type: ignore[arg-type]
     assert len(list(found["two shards"].glob("items-*"))) == 2
     assert all(len(list(path.glob("items-*"))) > 6 for name, path in found.items() if name != "two shards")
