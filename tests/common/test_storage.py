@@ -535,7 +535,7 @@ WITHOUT = [
 
 
 @pytest.mark.parametrize("url", WITH_SECRETS)
-def test_secrets_of_urls_are_refused_and_never_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_of_urls_are_refused_and_never_shown(url: str) -> None:
     with pytest.raises(ValueError, match=r"AWS_ACCESS_KEY_ID .* ~/\.config/fsspec") as caught:
         path_of(url)
     said = [str(caught.value), str(caught.value.__cause__)]

@@ -300,9 +300,7 @@ def test_large_k_is_answered_apart() -> None:
     assert question({}, 10).group == question({}, 8).group != question({}, 16).group
 
 
-def test_a_full_queue_says_so_and_the_rest_goes_on(
-    silent: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin, compute = threading.Event(), threading.Event(), batcher_module.answer
 
     def waiting(*arguments: Any) -> Any:

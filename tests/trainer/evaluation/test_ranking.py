@@ -59,8 +59,6 @@ def plain_rank(scores: list[float], target: int, history: list[int]) -> int:
 class GivenScores(nn.Module):
     """User u's score of an item is entry `first` + u of the item's row."""
 
-    pair_numbers = 1
-
     def __init__(self, first: int) -> None:
         super().__init__()
         self.first = first
@@ -73,11 +71,6 @@ class GivenScores(nn.Module):
 
     def all_pairs(self, query: tuple[Tensor], item: tuple[Tensor]) -> Tensor:
         return item[0][:, self.first + query[0][:, 0].long()].t()
-
-
-def numbered(users: int, dim: int) -> Embedded:
-    """Queries that are their own numbers."""
-    return Embedded(torch.arange(users).float()[:, None].expand(-1, dim))
 
 
 def rank_scores(
