@@ -1,22 +1,21 @@
 """`logitmix serve`: a serving directory behind HTTP. docs/serving.md describes it to those who use it.
 
-A request's way: a body within its limits -> a question (body.py) -> a batch (batcher.py) -> an answer from the last
-intact export (live.py). What a client does wrong ends as a status from 400 to 499 with {"error": one line}.
+A request's way: a body within its limits (connection.py) -> a question (body.py) -> a batch (batcher.py) -> an answer
+from the last intact export (live.py). What a client does wrong ends as a status from 400 to 499 with {"error": one
+line}.
 """
 
 import asyncio
 import base64
 import contextlib
-import ctypes
 import errno
 import hashlib
 import ipaddress
-import json
 import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,7 +23,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import h11
 import torch
 import uvicorn
 from fastapi import FastAPI, Query
@@ -38,33 +36,31 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed import ProcessGroup
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from logitmix.common.mappings import require
 from logitmix.common.storage import say
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
+from logitmix.serving.connection import (
+    BUSY,
+    CLOSE,
+    CONNECTIONS,
+    WATCHED,
+    BodyRefused,
+    Connection,
+    Unread,
+    error_response,
+    json_response,
+    read_body,
+)
 from logitmix.serving.group import Group
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 
-MAX_BODY = 2**20
-"""Bytes of a request's body."""
-DISCARDED = 2**26
-"""Bytes of a larger body that are read and dropped, so that a client that sends all of it can read the answer."""
-PATIENCE_SECONDS = 10.0
-"""Time that a client has to send the head of a request, and then to send its body."""
-READ_RATE = 2**18
-"""Bytes a second, at least, that a client reads of its answer, after PATIENCE_SECONDS."""
 UNREAD = 2**26
 """Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
-TRIMMED = 2**23
-"""Bytes of unread answers whose memory is given back when they have been read."""
 KEEP_ALIVE_SECONDS = 30
 MOST_THREADS = 1024
-CONNECTIONS = 512
-SPARE = 32
-"""Connections beyond these, for /healthz and /metrics alone."""
 SEARCHES = 16
 """Most searches for items that wait."""
 POLL_SECONDS = 1.0
@@ -72,8 +68,6 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 30
 """Time for requests in flight when the server stops."""
 
-WATCHED = ("/healthz", "/metrics")
-"""Paths of those who watch the server, which cost little."""
 PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/retrieve")
 ERROR: dict[str, Any] = {
     "description": "What is wrong, in one line",
@@ -85,8 +79,6 @@ ERROR: dict[str, Any] = {
 }
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": ERROR, 503: ERROR}
 """What /openapi.json says of the answers that are not 200."""
-BUSY = {"Retry-After": "1"}
-CLOSE = {"Connection": "close"}
 
 
 @dataclass(frozen=True)
@@ -193,26 +185,6 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-@dataclass
-class Unread:
-    """Bytes of answers that clients have not read yet."""
-
-    size: int = 0
-    largest: int = 0
-    """Since `give_back`."""
-
-    def add(self, size: int) -> None:
-        self.size += size
-        self.largest = max(self.largest, self.size)
-
-    def give_back(self) -> None:
-        """The memory of many answers that have been read: the C library keeps it otherwise."""
-        if self.size == 0 and self.largest > TRIMMED:
-            self.largest = 0
-            with contextlib.suppress(AttributeError):  # another C library than glibc
-                ctypes.CDLL(None).malloc_trim(0)
-
-
 def make_server(export: LiveExport, wait: float, allowed: Allowed) -> uvicorn.Server:
     """The server, for sockets that listen already; `wait` as for `make_app`."""
     unread = Unread()
@@ -270,30 +242,28 @@ def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) 
     async def retrieve(request: Request) -> Response:
         """The best items for a history."""
         if unread.size > UNREAD:
-            return _error(503, "too many answers wait to be read; try again later", BUSY)
+            return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
         try:
-            answer = await batcher.ask(parse(await _body(request)), state)
+            answer = await batcher.ask(parse(await read_body(request)), state)
         except ValueError as error:
-            return _error(400, str(error))
-        except TooLarge:
-            return _error(413, f"the body is larger than {MAX_BODY:,} bytes", CLOSE)
-        except TimeoutError:
-            return _error(408, f"the body did not arrive within {PATIENCE_SECONDS:g} seconds", CLOSE)
+            return error_response(400, str(error))
+        except BodyRefused as error:
+            return error_response(error.status, str(error), CLOSE)
         except QueueFull:
-            return _error(503, "too many requests wait already; try again later", BUSY)
+            return error_response(503, "too many requests wait already; try again later", BUSY)
         except (ClientDisconnect, ClientGone):
             return Response(status_code=499)  # for the metrics; nobody reads it
         except asyncio.CancelledError:
-            return _error(503, "the server stops", CLOSE)
+            return error_response(503, "the server stops", CLOSE)
         except Exception:
             if not export.lost:
                 raise
-            return _error(503, "another process of this server is gone, so it stops", CLOSE)
+            return error_response(503, "another process of this server is gone, so it stops", CLOSE)
         source = answer.retriever.source
-        found = _json({"items": answer.rows, "run": source.run, "step": source.step})
+        found = json_response({"items": answer.rows, "run": source.run, "step": source.step})
         if unread.size + len(found.body) > UNREAD:
-            return _error(503, "too many answers wait to be read; try again later", BUSY)
+            return error_response(503, "too many answers wait to be read; try again later", BUSY)
         return found
 
     @app.get("/items", responses=ERRORS)
@@ -302,17 +272,17 @@ def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) 
     ) -> Response:
         """Items with the query in their id or title."""
         if searches.locked() or unread.size > UNREAD:
-            return _error(503, "too many searches wait already; try again later", BUSY)
+            return error_response(503, "too many searches wait already; try again later", BUSY)
         async with searches:
             loop = asyncio.get_running_loop()
-            return _json(await loop.run_in_executor(searcher, search, export.retriever, query, limit))
+            return json_response(await loop.run_in_executor(searcher, search, export.retriever, query, limit))
 
     @app.get("/healthz")
     async def healthz() -> Response:
         """Which export answers."""
         of = export.retriever
         of.files.check()
-        return _json({"status": "ok", **vars(of.source), "num_items": of.num_items})
+        return json_response({"status": "ok", **vars(of.source), "num_items": of.num_items})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
@@ -339,54 +309,20 @@ def _answer_errors(app: FastAPI) -> None:
             404: f"there is no {path:.100}; there are: {', '.join(PATHS)}",
             405: f"{path} takes no {request.method}",
         }
-        return _error(error.status_code, said.get(error.status_code, error.detail), error.headers)
+        return error_response(error.status_code, said.get(error.status_code, error.detail), error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return _error(400, f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}")
+        return error_response(400, f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
     @app.exception_handler(WrittenInPlace)
     async def damaged(_: Request, error: WrittenInPlace) -> Response:
-        return _error(503, str(error), BUSY)
+        return error_response(503, str(error), BUSY)
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
-        return _error(500, "an error of the server; its log says more")
-
-
-class TooLarge(Exception):
-    """A body of more than MAX_BODY."""
-
-
-async def _body(request: Request) -> bytes:
-    """The body, of which no more than MAX_BODY is ever held. Raises TooLarge, TimeoutError and ClientDisconnect."""
-    if "expect" in request.headers and int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise TooLarge  # before the client sends it
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= MAX_BODY:
-                    body += part
-                elif size > DISCARDED:
-                    break
-    except TimeoutError:
-        if size <= MAX_BODY:
-            raise
-    if size > MAX_BODY:
-        raise TooLarge
-    return bytes(body)
-
-
-def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    # ASCII with escapes, because raw ids and titles may hold what UTF-8 cannot.
-    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
-
-
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return _json({"error": " ".join(message.split())[:500]}, status, headers)
+        return error_response(500, "an error of the server; its log says more")
 
 
 @cache
@@ -467,132 +403,15 @@ class Guarding:
 
     def _refusal(self, path: str, headers: Headers) -> Response | None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            return _error(400, "the request has Content-Length and Transfer-Encoding; it must have one of them", CLOSE)
+            return error_response(
+                400, "the request has Content-Length and Transfer-Encoding; it must have one of them", CLOSE
+            )
         host = headers.get("host", "localhost")
         if not self.allowed.host(host):
-            return _error(
+            return error_response(
                 421, f"{host:.100} is no name of this server; logitmix serve --allow-host NAME adds one", CLOSE
             )
         if path not in ("/", *WATCHED) and not self.allowed.origin(headers):
             origin = headers.get("origin", "another site")
-            return _error(403, f"pages of {origin:.100} may not ask; --allow-origin ORIGIN lets them", CLOSE)
+            return error_response(403, f"pages of {origin:.100} may not ask; --allow-origin ORIGIN lets them", CLOSE)
         return None
-
-
-class Connection(H11Protocol):
-    """Closes connections whose clients are slow with the head of a request, or to read an answer, or go on to send
-    after it, and those beyond CONNECTIONS. One answer at a time waits to be read."""
-
-    _deadline: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
-    _size = 0
-    _finished = False
-    """Whether the answer that is being read is complete."""
-    half_closed = False
-    """Whether the client has ended its side: it may read, or be gone."""
-
-    def __init__(self, unread: Unread, *arguments: Any, **others: Any) -> None:
-        super().__init__(*arguments, **others)
-        self.unread, self._patience = unread, PATIENCE_SECONDS
-        self.app_state = {**self.app_state, "connection": self}
-
-    @property
-    def gone(self) -> bool:
-        """Whether nobody can read an answer."""
-        return self.transport.is_closing()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # So that `resume_writing` says that all has been sent.
-        transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > CONNECTIONS + SPARE:
-            self._refuse("503 Service Unavailable", TOO_MANY, "Retry-After: 1\r\n")
-        elif len(self.connections) > CONNECTIONS:
-            self.app, self._patience = partial(_for_watchers, self.app), min(1.0, PATIENCE_SECONDS)
-        self._update_deadline()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._update_deadline()
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent a whole request is answered, for it may still read."""
-        self.half_closed = True
-        if self.cycle is None or (self.cycle.response_complete and not self._finished):
-            return False
-        if self.cycle.more_body:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            return False
-        self.cycle.keep_alive = False
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._cancel_deadline()
-        self._stop_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stop_reading()
-        self._size = self.transport.get_write_buffer_size()
-        self.unread.add(self._size)
-        patience = PATIENCE_SECONDS + self._size / READ_RATE
-        self._reading = self.loop.call_later(patience, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_reading()
-        if self._finished:
-            self._finished = False
-            self.on_response_complete()
-
-    def on_response_complete(self) -> None:
-        """Goes on with the next request of the connection when the client has read the answer to this one."""
-        if self.flow.write_paused and not self.transport.is_closing():
-            self._finished = True
-            return
-        super().on_response_complete()
-        if self.half_closed and self.cycle.response_complete:
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            self._refuse("400 Bad Request", "this is no valid HTTP request")
-        else:
-            self.transport.close()
-
-    def _refuse(self, status: str, message: str, lines: str = "") -> None:
-        body = _error(500, message).body
-        head = f"HTTP/1.1 {status}\r\n{lines}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self.transport.write(b"".join([head.encode(), b"Connection: close\r\n\r\n", body]))
-        self.transport.close()
-
-    def _stop_reading(self) -> None:
-        self.unread.size -= self._size
-        self._size = 0
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-    def _update_deadline(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel_deadline()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(min(self._patience, PATIENCE_SECONDS), self.transport.close)
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
-TOO_MANY = f"more than {CONNECTIONS} connections are open; try again later"
-
-
-async def _for_watchers(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a spare connection."""
-    if scope["path"] in WATCHED:
-        await app(scope, receive, send)
-    else:
-        await _error(503, TOO_MANY, BUSY | CLOSE)(scope, receive, send)

@@ -31,14 +31,16 @@ from logitmix.common.files import publish
 from logitmix.common.storage import alone, path_of
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import batcher as batcher_module
+from logitmix.serving import connection as connection_module
 from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
+from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
-from logitmix.serving.server import MAX_BODY, Allowed, make_server
+from logitmix.serving.server import Allowed, make_server
 from logitmix.trainer import cli
 from logitmix.trainer.commands import serve
 from logitmix.trainer.commands.words import parse
@@ -470,7 +472,7 @@ def test_answers_are_those_that_are_described(server: Running, path: str, body: 
     ],
 )
 def test_what_is_not_http_is_refused(silent: Running, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.2)
     received = silent.send(sent)
     assert received == b"" or re.match(rb"HTTP/1.1 4\d\d ", received), received
     assert received == b"" or list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
@@ -531,7 +533,7 @@ def test_a_client_that_asks_first_need_not_send_a_huge_body(silent: Running) -> 
 
 
 def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "DISCARDED", 2 * MAX_BODY)
+    monkeypatch.setattr(connection_module, "DISCARDED", 2 * MAX_BODY)
     with silent.connect() as client:
         client.sendall(head(10**12))
         with pytest.raises(ConnectionError):
@@ -540,7 +542,7 @@ def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.M
 
 
 def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
     start = time.monotonic()
     received = silent.send(head(100), b"{")
     assert 0.2 < time.monotonic() - start < 5
@@ -560,7 +562,7 @@ def test_slow_clients_are_cut_off(silent: Running, monkeypatch: pytest.MonkeyPat
 
 def test_who_goes_on_after_the_answer_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a wrong path does not wait for the body."""
-    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
     with silent.connect() as client:
         client.sendall(head(10**9, "/nothing"))
         assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
@@ -571,7 +573,7 @@ def test_who_goes_on_after_the_answer_is_cut_off(silent: Running, monkeypatch: p
 
 
 def test_a_connection_that_is_in_use_stays(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.2)
     with closing(http.client.HTTPConnection("127.0.0.1", silent.port, timeout=10)) as connection:
         connection.connect()
         socket_of_it = connection.sock
@@ -584,8 +586,8 @@ def test_a_connection_that_is_in_use_stays(silent: Running, monkeypatch: pytest.
 
 def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: silent.metric("process_open_fds") > 0)
-    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
-    monkeypatch.setattr(server_module, "SPARE", 1)
+    monkeypatch.setattr(connection_module, "CONNECTIONS", 2)
+    monkeypatch.setattr(connection_module, "SPARE", 1)
     held = [silent.connect() for _ in range(3)]
     try:
         refused = silent.send()
@@ -680,7 +682,7 @@ def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> No
 
 def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers that a client asked for at once are made one by one, as it reads them."""
-    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
     made: list[int] = []
     page = server_module._page
     monkeypatch.setattr(server_module, "_page", lambda: made.append(1) or page())
@@ -781,7 +783,7 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     }
     (found,) = batcher_module.answer(retriever, [question({"history": ["new"]})])
     assert str(found) == "the request names no known item; give at least one"
-    shown = server_module._json({"items": [{"id": "\ud800"}]})
+    shown = json_response({"items": [{"id": "\ud800"}]})
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
     status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
     assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
