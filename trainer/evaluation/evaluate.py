@@ -130,8 +130,10 @@ class Evaluation:
     def with_ranks(
         self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]
     ) -> tuple[dict[str, float], np.ndarray]:
-        """The metrics of a split, equal on all ranks, and the rank of each user's target [U]. Collective."""
-        users, batch_size = self.users(split), self.config.evaluate.batch_size
+        """The metrics of both stages over all users, and the share of them whose target is in their history; on the
+        test part also the share of targets without a training action, and how popular the best 10 are. Beside them the
+        rank of each user's target [U]. Collective, and equal on all ranks."""
+        users, num_items = self.users(split), self.dataset.num_items
         with counting(split, len(users), self.ranks.rank == 0) as count:
 
             def advance(more: int) -> None:
@@ -139,9 +141,15 @@ class Evaluation:
                 count(more)
 
             columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
+            batch_size, best = self.config.evaluate.batch_size, RECOMMENDED if split == "test" else 0
             embedder = Embedder(tower, tables, columns)
-            counts = self.training_counts if split == "test" else None
-            return evaluate(embedder, self.dataset.num_items, users, batch_size, self.exclude_history, advance, counts)
+            rankings = rank_corpus(embedder, num_items, users, batch_size, self.exclude_history, advance, best)
+        metrics = metrics_of(rankings, num_items)
+        metrics |= {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+        if rankings.best_UK is not None:
+            metrics["targets/cold"] = _cold(users, self.training_counts)
+            metrics |= how_popular(rankings.best_UK.numpy(), users.target, self.training_counts)
+        return metrics, rankings.similarity_U.numpy()
 
     @cached_property
     def training_counts(self) -> np.ndarray:
@@ -183,29 +191,6 @@ class Evaluation:
         """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
-
-
-def evaluate(
-    embedder: Embedder,
-    num_items: int,
-    users: RankingUsers,
-    batch_size: int,
-    exclude_history: bool,
-    advance: Callable[[int], None] = lambda users: None,
-    count_X: np.ndarray | None = None,
-) -> tuple[dict[str, float], np.ndarray]:
-    """The metrics of both stages over all users, and the share of them whose target is in their history; with counts of
-    the items' training actions, also the share of targets that have none, and how popular the best 10 are. Beside them
-    the ranks of the targets [U]. Collective, and equal on all ranks."""
-    rankings = rank_corpus(
-        embedder, num_items, users, batch_size, exclude_history, advance, RECOMMENDED if count_X is not None else 0
-    )
-    about = {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
-    if count_X is not None:
-        about["targets/cold"] = _cold(users, count_X)
-    if count_X is not None and rankings.best_UK is not None:
-        about |= how_popular(rankings.best_UK.numpy(), users.target, count_X)
-    return metrics_of(rankings, num_items) | about, rankings.similarity_U.numpy()
 
 
 def _cold(users: RankingUsers, count_X: np.ndarray) -> float:
