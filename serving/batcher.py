@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
-from typing import Protocol
 
+from logitmix.serving.connection import Connection
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 
@@ -52,20 +52,10 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Client(Protocol):
-    """Who waits for an answer."""
-
-    @property
-    def gone(self) -> bool: ...
-    @property
-    def half_closed(self) -> bool:
-        """Whether it has ended its side of the connection, as one that is gone has too."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     question: Question
-    client: Client | None
+    client: Connection | None
     answer: asyncio.Future[Answer]
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -87,7 +77,7 @@ class Batcher:
         """Questions that wait."""
         return len(self._waiting)
 
-    async def ask(self, question: Question, client: Client | None = None) -> Answer:
+    async def ask(self, question: Question, client: Connection | None = None) -> Answer:
         """Raises ValueError for a question that cannot be answered, whatever becomes of the others in its batch,
         QueueFull, and ClientGone."""
         if len(self._waiting) >= QUEUE:
@@ -133,7 +123,7 @@ class Batcher:
                     else:
                         of.answer.set_result(Answer(rows, retriever))
 
-    def _drop(self, whose: Callable[[Client], bool]) -> None:
+    def _drop(self, whose: Callable[[Connection], bool]) -> None:
         """Leaves out the questions of these clients."""
         kept = deque[_Waiting]()
         for of in self._waiting:

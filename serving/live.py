@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.directory.reader import read, read_manifest, stamp
@@ -24,15 +24,6 @@ _POLL_SECONDS = 0.1
 """Time between two questions whether all processes have read it."""
 _WINDOW = 2**13
 """Items searched before other threads get a turn, and the clock is looked at."""
-
-
-class Found(TypedDict):
-    """The result of a search for items."""
-
-    items: list[dict[str, str | None]]
-    """Raw ids ("id") and titles ("title")."""
-    more: bool
-    """Whether there may be others."""
 
 
 class LiveExport:
@@ -183,9 +174,9 @@ class LiveExport:
         return retriever
 
 
-def search(retriever: Retriever, query: str, limit: int) -> Found:
-    """Items with the query in their id or title, first the one whose id it is; all items for an empty query. At most
-    `limit`, and what a second suffices for."""
+def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
+    """`items` with the query in their id or title, each as {"id": raw id, "title": title}, first the one whose id it
+    is; all items for an empty query. At most `limit`, and what a second suffices for; whether there may be `more`."""
     retriever.files.check()
     ids, titles, deadline = retriever.raw_ids, retriever.titles, time.monotonic() + SEARCH_SECONDS
     exact = ids.find(query)

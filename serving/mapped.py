@@ -20,7 +20,8 @@ class MappedFiles:
         """`digests`: the SHA-256 of each file."""
         self._digests = digests
         self._open = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in digests}
-        weakref.finalize(self, _close, list(self._open.values()))
+        for file in self._open.values():
+            weakref.finalize(self, os.close, file)
         self._seen = {path: _stamp(file) for path, file in self._open.items()}
         self._lock = Lock()
 
@@ -46,8 +47,3 @@ class MappedFiles:
 def _stamp(file: int) -> tuple[int, int]:
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)

@@ -96,7 +96,7 @@ class Ranker:
         if rows := [row for row, are in enumerate(few) if are]:
             candidates = [sorted(set(task.allowed[row] or ()) - set(task.excluded[row])) for row in rows]
             here = [torch.tensor([item for item in of if item in own], dtype=torch.int64) for of in candidates]
-            best_BK[rows] = self._best_of(_of_rows(query, rows), _padded(here).to(device), k)
+            best_BK[rows] = self._best_of(_of_rows(query, rows), pad_sequence(here, True, -1).to(device), k)
         if rows := [row for row, are in enumerate(few) if not are]:
             of_rows, without = _of_rows(query, rows), [task.excluded[row] for row in rows]
             if two_stages:
@@ -147,13 +147,16 @@ class Ranker:
 
     def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
-        excluded = _Excluded(without, self.items.device)
-        best_BK = torch.full((len(without), k), NOTHING, device=self.items.device)
-        similarity = self._tower.similarity
-        chunk = max(1, NUMBERS[self.items.device.type] // (len(without) * similarity.pair_numbers))
+        device, similarity = self.items.device, self._tower.similarity
+        row_T = torch.tensor([row for row, items in enumerate(without) for _ in items], dtype=torch.int64).to(device)
+        # UNKNOWN is no item's index, so it excludes nothing.
+        item_T = torch.tensor([item for items in without for item in items], dtype=torch.int64).to(device)
+        best_BK = torch.full((len(without), k), NOTHING, device=device)
+        chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
-            keys_BN = rank_keys(score_BN, index_N)
-            excluded.erase(keys_BN, int(index_N[0]))
+            keys_BN, place_T = rank_keys(score_BN, index_N), item_T - int(index_N[0])
+            inside_T = (place_T >= 0) & (place_T < len(index_N))
+            keys_BN[row_T[inside_T], place_T[inside_T]] = NOTHING
             best_BK = merge(best_BK, keys_BN, k)
         return best_BK
 
@@ -181,22 +184,6 @@ def _of_rows(query: Sides, rows: list[int]) -> Sides:
     return each(query, lambda part: part[rows])
 
 
-class _Excluded:
-    """Items to leave out for each history."""
-
-    def __init__(self, histories: list[list[int]], device: torch.device) -> None:
-        lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
-        items = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
-        # UNKNOWN is no item's index, so it excludes nothing.
-        self.row_T = torch.repeat_interleave(lengths).to(device)
-        self.item_T = items.to(device)
-
-    def erase(self, keys_BN: Tensor, start: int) -> None:
-        """Sets the keys of excluded items to NOTHING, where column 0 is item `start`."""
-        inside_T = (self.item_T >= start) & (self.item_T < start + keys_BN.shape[1])
-        keys_BN[self.row_T[inside_T], self.item_T[inside_T] - start] = NOTHING
-
-
 def _bits(only: list[int] | None, without: list[int], start: int, count: int) -> np.ndarray:
     """uint8 [count / 8], the lowest bit first: which of the items from `start` on are among `only` (None: all) and not
     among `without`. Takes time for these and not for every item, of which there are many."""
@@ -215,11 +202,8 @@ def _bits(only: list[int] | None, without: list[int], start: int, count: int) ->
     return bits
 
 
-def _padded(candidates: list[Tensor], nothing: int = -1) -> Tensor:
-    """[B, K] of rows of any lengths, with `nothing` after the last of each."""
-    return pad_sequence(candidates, True, nothing)
-
-
 def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
     """The keys [B, K] that are not below these, in their order, and NOTHING after the last of each row."""
-    return _padded([keys_N[keys_N >= least] for keys_N, least in zip(keys_BN, least_B, strict=True)], NOTHING)
+    return pad_sequence(
+        [keys_N[keys_N >= least] for keys_N, least in zip(keys_BN, least_B, strict=True)], True, NOTHING
+    )

@@ -181,9 +181,7 @@ async def batching(retriever: Any = None, wait: float = 0.01) -> AsyncIterator[t
     await asyncio.wait([task])
 
 
-async def at_once(
-    batcher: Batcher, of: Sequence[Question], clients: Sequence[batcher_module.Client | None] = ()
-) -> list[Any]:
+async def at_once(batcher: Batcher, of: Sequence[Question], clients: Sequence[Any] = ()) -> list[Any]:
     """The answers to questions, or exceptions."""
     clients = clients or [None] * len(of)
     return await asyncio.gather(*map(batcher.ask, of, clients), return_exceptions=True)
@@ -714,7 +712,13 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
     nothing_found: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def asked() -> list[Any]:
-        clients = [FakeClient(), FakeClient(gone=True), FakeClient(half_closed=True), FakeClient(), FakeClient()]
+        clients: list[Any] = [
+            FakeClient(),
+            FakeClient(gone=True),
+            FakeClient(half_closed=True),
+            FakeClient(),
+            FakeClient(),
+        ]
         async with batching() as (batcher, _):
             found = await at_once(batcher, [question({}, k) for k in range(1, 6)], clients)
         monkeypatch.setattr(batcher_module, "QUEUE", 2)

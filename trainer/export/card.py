@@ -9,11 +9,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from logitmix.common.storage import shown
 from logitmix.modules.config import plugins_of
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import CARD, About, Entries, is_extra
 from logitmix.serving.model import weight_shapes
@@ -86,7 +85,8 @@ def _head(about: About) -> str:
 def _use(about: About, raw_ids: Sequence[str]) -> str:
     plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
     ids = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"]
-    inputs = _features(about.schema)
+    features = [[_code(of.name), of.owner, of.kind] for of in about.schema.features if of.name != ITEM]
+    inputs = _table(["feature", "of", "kind"], features)
     plugins = [f"{_code(name)} ({version})" for name, version in plugins_of(about.model, about.schema).items()]
     needs = f"Import its plugins first, or give them with `--import`: {', '.join(plugins)}.\n\n" if plugins else ""
     return (
@@ -94,13 +94,8 @@ def _use(about: About, raw_ids: Sequence[str]) -> str:
         f'retriever = Retriever.load("DIR")  # this directory\nprint(retriever.rows({json.dumps(ids)}, k=10))\n```\n\n'
         f"    logitmix retrieve DIR --history {shlex.quote(','.join(ids))} -k 10\n\n"
         + needs
-        + (f"Features, besides the items' ids:\n\n{inputs}" if inputs else "It uses the items' ids alone.\n")
+        + (f"Features, besides the items' ids:\n\n{inputs}" if features else "It uses the items' ids alone.\n")
     )
-
-
-def _features(schema: Schema) -> str:
-    rows = [[_code(of.name), of.owner, of.kind] for of in schema.features if of.name != ITEM]
-    return _table(["feature", "of", "kind"], rows) if rows else ""
 
 
 def _metrics(facts: Facts) -> str:
@@ -147,17 +142,14 @@ def _settings(facts: Facts) -> str:
 
 def _holdings(about: About, entries: Entries) -> str:
     data = [entry for name, entry in entries.items() if not is_extra(name)]
+    size = sum(entry["bytes"] for entry in data)
     extras = [name for name in sorted(entries) if is_extra(name) and name != CARD]
     cache = f"the item tower's outputs in {about.precision.upper()}" if about.item_cache else "the item tower's inputs"
-    shown = f"{about.num_items:,} items, stored as {cache}: {len(data)} files of {_bytes(data)} bytes.\n"
+    shown = f"{about.num_items:,} items, stored as {cache}: {len(data)} files of {size:,} bytes.\n"
     if extras:
         # Without their sizes: a compiler's output is not always the same.
         shown += f"\nFor other servers: {', '.join(map(_code, extras))}.\n"
     return shown
-
-
-def _bytes(entries: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(entry['bytes'] for entry in entries):,}"
 
 
 def _number(value: float | None) -> str:

@@ -322,7 +322,8 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
         except (InductorError, InvalidCxxCompiler) as error:
             if isinstance(error, InductorError) and not isinstance(error.inner_exception, CppCompileError):
                 raise
-            raise ValueError(f"the C++ compiler cannot compile {name}: {_last_line(str(error))}") from None
+            last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+            raise ValueError(f"the C++ compiler cannot compile {name}: {last}") from None
         # The examples are as large as the corpus.
         exported.example_inputs = None
         try:
@@ -332,10 +333,6 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
         entries |= writer.extra_entry(staging, plain)
         entries |= writer.extra_entry(staging, compiled, cpu or _this_cpu())
     return entries
-
-
-def _last_line(text: str) -> str:
-    return [line for line in text.splitlines() if line.strip()][-1].strip()
 
 
 def check_onnx(model: ModelConfig) -> None:
