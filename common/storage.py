@@ -224,9 +224,10 @@ def fetch_run(place: str | Path) -> Path:
         record, here = copy.record(), copy.here()
         ours = UPLOADING in there and copy.uploader() == record.id
         there = {name: of for name, of in there.items() if name != UPLOADING}
+        recorded = {name: of for name, of in record.files.items() if of[0]}
         # From a copy that somebody has emptied, or that has names alone, an upload would empty the store.
-        is_whole = here and not record.unfetched() & here.keys()
-        if is_whole and (ours or there == record.there()):
+        is_whole = here and not any(size is None for name, (_, size, _) in recorded.items() if name in here)
+        if is_whole and (ours or there == {name: of[0] for name, of in recorded.items()}):
             return copy.mend(record, here, there)
         return copy.take(there)
 
@@ -286,13 +287,6 @@ class _Record:
             # Such a name would lead out of the copy, or cannot be that of a file.
             require(not _hidden(name) and name == plain(name), "files", brief(name), "names in the copy")
             require(_is_entry(of), f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
-
-    def there(self) -> dict[str, str]:
-        return {name: of[0] for name, of in self.files.items() if of[0]}
-
-    def unfetched(self) -> set[str]:
-        """What is in the store, but not in the copy, or as a name alone."""
-        return {name for name, (there, size, _) in self.files.items() if there and size is None}
 
 
 @dataclass(frozen=True)
