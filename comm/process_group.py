@@ -105,8 +105,7 @@ def process_group(
             group = dist.group.WORLD
             assert group is not None
             if chosen.type == "cuda":
-                # At its own time limit, NCCL's watchdog ends the process. A rank that hangs is to be named before.
-                _backend(group, chosen)._set_default_timeout(timedelta(seconds=patience + NAMING))
+                limit_waiting(group, chosen, timeout_seconds)
             yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
             dist.destroy_process_group()
     except BaseException as error:
@@ -118,6 +117,13 @@ def process_group(
         raise
     finally:
         heartbeat.stop()
+
+
+def limit_waiting(group: dist.ProcessGroup, device: torch.device, timeout_seconds: int) -> None:
+    """Has collectives of a group wait so long for the other ranks. On CUDA longer, because at its time limit NCCL's
+    watchdog ends the process, and a rank that hangs is to be named before."""
+    seconds = timeout_seconds if device.type == "cpu" else max(timeout_seconds, SILENT) + NAMING
+    _backend(group, device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTenso
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
-from logitmix.comm.process_group import Ranks
+from logitmix.comm.process_group import Ranks, limit_waiting
 from logitmix.common.mappings import nearest
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
@@ -32,7 +32,7 @@ from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TablesConfig
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
@@ -112,7 +112,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
     """
     model, embedded = unsharded(schema, config, ranks.device)
     plans = plan_tables(embedded, config, Devices.of(ranks), ranks.group)
-    collections = _shard(model.tables, plans, config.tables, ranks)
+    collections = _shard(model.tables, plans, config, ranks)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
     sharded, pooled = [], []
     for each in collections.values():
@@ -202,9 +202,9 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
         )
 
 
-def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks: Ranks) -> nn.ModuleDict:
+def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
-        set_fused_optimizer(weight, config.of(table_name(key)))
+        set_fused_optimizer(weight, config.tables.of(table_name(key)))
     # TorchRec would keep the groups of the ranks of a host from an earlier process group, which has ended.
     torchrec.distributed.comm._INTRA_PG = torchrec.distributed.comm._CROSS_PG = None
     env, sharded = ShardingEnv.from_process_group(ranks.group), nn.ModuleDict()
@@ -214,6 +214,9 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: TablesConfig, ranks
         tables = [table_name(key) for key, _ in each.named_parameters()]
         plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
         sharded[name] = sharder.shard(each, plan, env, ranks.device)
+    for group in (torchrec.distributed.comm._INTRA_PG, torchrec.distributed.comm._CROSS_PG):
+        if group is not None:
+            limit_waiting(group, ranks.device, config.comm.timeout_seconds)
     return sharded
 
 
