@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitmix.common.compiled import in_threads, lazy_library
+from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 
 def derive_key(*parts: int | str) -> int:
@@ -57,7 +57,7 @@ class Noise:
         if rate == 0 or len(x) == 0:
             return x
         key, drop = derive_key(self.key, site), threshold(rate)
-        if x.device.type == "cpu" and x.dtype in _COMPILED and _library() is not None:
+        if x.dtype in _COMPILED and _is_compiled_for(x.device.type):
             return _Dropped.apply(x, rows_R, key, drop)
         width = x[0].numel()
         columns = torch.arange((width + 1) // 2, device=x.device)
@@ -77,8 +77,12 @@ def _scale(drop: int) -> float:
     return 65536 / (65536 - drop)
 
 
+def _is_compiled_for(device_type: str) -> bool:
+    return _library() is not None if device_type == "cpu" else device_type == "cuda" and has_triton()
+
+
 class _Dropped(torch.autograd.Function):
-    """The compiled form of `Noise.dropout`, bit for bit: one pass forward, one backward that makes the mask again."""
+    """The compiled forms of `Noise.dropout`, bit for bit: one pass forward, one backward that makes the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
@@ -93,12 +97,18 @@ class _Dropped(torch.autograd.Function):
 
 
 def _dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-    library = _library()
-    assert library is not None and rows_R.shape == x.shape[:1] and rows_R.dtype == torch.int64
-    x, rows_R = x.contiguous(), rows_R.contiguous()
-    out, R, W = torch.empty_like(x), len(x), x[0].numel()
+    assert rows_R.shape == x.shape[:1] and rows_R.dtype == torch.int64
     # In the type of x, as torch multiplies by it.
     scale = float(torch.tensor(_scale(drop), dtype=x.dtype))
+    if x.is_cuda:
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import noise_triton
+
+        return noise_triton.dropped(x, rows_R, key, drop, scale)
+    library = _library()
+    assert library is not None
+    x, rows_R = x.contiguous(), rows_R.contiguous()
+    out, R, W = torch.empty_like(x), len(x), x[0].numel()
     workers = max(1, min(torch.get_num_threads(), x.numel() // _NUMBERS_A_THREAD))
 
     def work(part: int) -> None:

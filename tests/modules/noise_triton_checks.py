@@ -1,0 +1,86 @@
+"""Holds dropout in Triton to plain torch's, bit for bit: `python noise_triton_checks.py few|all` does it in the
+interpreter.
+
+A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from logitmix.modules import noise, noise_triton
+from logitmix.modules.noise import Noise, derive_key
+
+KEY = derive_key("tests", 1)
+SHAPES = [(7, 3, 5), (300, 64), (3, 1), (70, 511), (5, 513), (2, 1030), (1, 512), (4, 0)]
+ROWS = torch.tensor([0, 1, 129, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 7, 2**62 + 3])
+
+
+def plain(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    with mock.patch.object(noise, "_is_compiled_for", lambda device_type: False):
+        out = Noise(KEY).dropout(x, rate, "here", rows_R)
+    return out.detach(), torch.autograd.grad(out, x, d_out)[0]
+
+
+def fused(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    moved, rows_R, d_out = (tensor.to(device) for tensor in (x, rows_R, d_out))
+    moved.requires_grad_()
+
+    def in_triton(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+        scale = float(torch.tensor(noise._scale(drop), dtype=x.dtype))
+        return noise_triton.dropped(x, rows_R, key, drop, scale)
+
+    # On a GPU it is chosen by itself.
+    with mock.patch.object(noise, "_dropped", noise._dropped if device == "cuda" else in_triton):
+        out = Noise(KEY).dropout(moved, rate, "here", rows_R)
+        return out.detach().cpu(), torch.autograd.grad(out, moved, d_out)[0].cpu()
+
+
+def check_all(device: str, few: bool = False) -> None:
+    random = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in SHAPES[:3] if few else SHAPES:
+            rows_R = ROWS.repeat(40)[: shape[0]]
+            for rate in (0.3,) if few else (1e-4, 0.2, 0.5, 0.999):
+                x, d_out = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
+                for got, should in zip(
+                    fused(x, rate, rows_R, d_out, device), plain(x, rate, rows_R, d_out), strict=True
+                ):
+                    assert got.dtype == dtype and torch.equal(got, should)
+                    assert not got.numel() or rate < 0.1 or bool((got == 0).any())
+        check_layouts(dtype, device)
+        check_not_finite(dtype, device)
+
+
+def check_layouts(dtype: torch.dtype, device: str) -> None:
+    x, rows_R = torch.randn(20, 9, dtype=dtype).t(), torch.arange(36)[::4]
+    for view in (x, x[:, ::2], x[:, None].expand(9, 3, 20)):
+        d_out = torch.randn(view.shape).to(dtype)
+        for got, should in zip(fused(view, 0.5, rows_R, d_out, device), plain(view, 0.5, rows_R, d_out), strict=True):
+            assert torch.equal(got, should)
+
+
+def check_not_finite(dtype: torch.dtype, device: str) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -0.0], dtype=dtype).repeat(50, 1)
+    got, should = (
+        form(x, 0.3, torch.arange(50), torch.ones_like(x), *where)[0]
+        for form, where in ((fused, [device]), (plain, []))
+    )
+    torch.testing.assert_close(got, should, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() & (got == 0), should.signbit() & (should == 0))
+
+
+if __name__ == "__main__":
+    # NumPy says that infinity times 0 is not a number, as is meant.
+    import warnings
+
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+    check_all("cpu", few=sys.argv[1] == "few")
