@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .blockwise import Examples, keep_gradients, kept_gradients
+from .blockwise import Examples, keep_gradients, kept_gradients, sent
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
@@ -29,13 +29,14 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
     return loss
 
 
-_PAIRS = 2**18
-"""Most scores of pieces at once, to fit a core's cache; a single position may have more."""
-_SINGLE = 2**13
+_PAIRS = {"cpu": 2**18, "cuda": 2**26}
+"""Most scores of pieces at once, to fit a core's cache, or to give a GPU few launches; a single position may have
+more."""
+_SINGLE = {"cpu": 2**13, "cuda": 2**20}
 """Most scores at once of single positions, whose scores each have a copied row of an item."""
 _POSITIONS = 256
 """Most positions of a piece."""
-_ALL_PAIRS = 2**22
+_ALL_PAIRS = {"cpu": 2**22, "cuda": 2**26}
 """Most scores at once when all items are scored: products with more positions read the items less often."""
 
 
@@ -66,7 +67,7 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
     (negative_N,) = examples.negatives_GN
     count_V = item_VH.new_zeros(len(item_VH)).index_add_(0, negative_N, item_VH.new_ones(len(negative_N)))
     log_count_V = count_V.log()
-    rows = max(1, _ALL_PAIRS // len(item_VH))
+    rows = max(1, _ALL_PAIRS[item_VH.device.type] // len(item_VH))
     for start in range(0, len(query_TH), rows):
         query_RH, target_R = query_TH[start : start + rows], examples.target_T[start : start + rows, None]
         score_RV = torch.addmm(log_count_V, query_RH, item_VH.t())
@@ -112,8 +113,9 @@ def _rows(of: Tensor, index: Tensor) -> Tensor:
 def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Pieces of groups, as many at once as fit: positions [P, L], 1 or 0 where one is real or padding [P, L], and each
     piece's group [P]."""
-    N = examples.negatives_GN.shape[1]
-    most = max(1, min(_POSITIONS, _PAIRS // max(1, N)))
+    N, device = examples.negatives_GN.shape[1], examples.target_T.device
+    at_once, single = _PAIRS[device.type], _SINGLE[device.type]
+    most = max(1, min(_POSITIONS, at_once // max(1, N)))
     pieces = [
         (start, min(start + most, last), group)
         for group, (first, last) in enumerate(pairwise(examples.bounds))
@@ -123,10 +125,10 @@ def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     pieces.sort(key=lambda piece: piece[1] - piece[0])
     while pieces:
         longest = pieces[-1][1] - pieces[-1][0]
-        pairs = _PAIRS if longest > 1 else min(_PAIRS, _SINGLE)
+        pairs = at_once if longest > 1 else min(at_once, single)
         count = max(1, pairs // (longest * max(1, N)))
-        starts_P, ends_P, group_P = torch.tensor(pieces[-count:]).to(examples.target_T.device).t()
-        at_PL = starts_P[:, None] + torch.arange(longest, device=starts_P.device)
+        starts_P, ends_P, group_P = sent(torch.tensor(pieces[-count:]), device).t()
+        at_PL = starts_P[:, None] + torch.arange(longest, device=device)
         real_PL = at_PL < ends_P[:, None]
         yield at_PL.where(real_PL, starts_P[:, None]), real_PL.float(), group_P
         del pieces[-count:]

@@ -47,9 +47,9 @@ def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: 
     examples, (query, item) = examples_of(lengths, negatives, items), sides(sum(lengths), items)
     if log_q:
         examples = replace(examples, log_q_V=-5 * torch.rand(items, generator=torch.Generator().manual_seed(5)))
-    monkeypatch.setattr(dot_loss, "_PAIRS", limit)
-    monkeypatch.setattr(dot_loss, "_SINGLE", limit)
-    monkeypatch.setattr(dot_loss, "_ALL_PAIRS", limit)
+    monkeypatch.setattr(dot_loss, "_PAIRS", {"cpu": limit})
+    monkeypatch.setattr(dot_loss, "_SINGLE", {"cpu": limit})
+    monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": limit})
     loss = dot_loss.dot_sampled_softmax(query, item, examples)
     plain = blockwise_loss(
         softmax, Dot(WIDTH, DotConfig(normalize=False, temperature=1.0)), (query,), (item,), examples, None, 0.0

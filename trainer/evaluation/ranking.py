@@ -35,8 +35,9 @@ CHUNK_ITEMS = (2**8, 2**13)
 """Fewest and most items whose sides are computed at once."""
 CHUNKS = 64
 """Fewest chunks of a corpus, except small ones: the chunks are divided among the ranks."""
-PAIRS = 2**14
-"""Query-item pairs scored at once: MoL keeps a few hundred numbers for each."""
+PAIRS = {"cpu": 2**14, "cuda": 2**20}
+"""Query-item pairs scored at once, by device: MoL keeps a few hundred numbers for each. More do not fit a CPU's caches;
+with fewer, a GPU waits for launches."""
 ROUND = 2**13
 """Users whose queries are held at once, roughly."""
 
@@ -92,7 +93,7 @@ class _Ranking:
         self.kept = TOP if len(self.stages) > 1 else best
         """Items at the top that are found for each user."""
         self.chunk = _power_of_two(num_items // CHUNKS, *CHUNK_ITEMS)
-        self.block = _power_of_two(PAIRS // batch_size, 1, self.chunk)
+        self.block = _power_of_two(PAIRS[self.ranks.device.type] // batch_size, 1, self.chunk)
 
     def round(
         self, users: RankingUsers, advance: Callable[[int], None]
@@ -193,10 +194,10 @@ class _Ranking:
         """Counts the items above the targets, and keeps the best items."""
         sides = zip(self.stages, batch.query, chunk.items, strict=True)
         score_SBN = torch.stack([self._score(*of_stage, chunk.count) for of_stage in sides])
-        out = batch.excluded_in(chunk)
+        out = batch.excluded.of(chunk)
         above_SBN = ~(score_SBN < batch.score_SB[:, :, None])
         above_SBN[:, *out] = False
-        above_SBN[:, *batch.targets_in(chunk)] = False
+        above_SBN[:, *batch.targets.of(chunk)] = False
         batch.above_SB += above_SBN.sum(2)
         if self.kept:
             key_SBN = rank_keys(score_SBN, chunk.index_N(score_SBN.device))
@@ -210,10 +211,10 @@ class _Ranking:
         for chunk in self._chunks(self.stages[1:]):
             start = 0
             for batch in batches if chunk.count else ():
-                users = slice(start, start := start + len(batch.target_B))
+                users = slice(start, start := start + batch.score_SB.shape[1])
                 score_BN = self._score(self.stages[1], batch.query[1], chunk.items[0], chunk.count)
                 key_BN = rank_keys(score_BN, chunk.index_N(score_BN.device))
-                key_BN[batch.excluded_in(chunk)] = NOTHING
+                key_BN[batch.excluded.of(chunk)] = NOTHING
                 above_UK[users] += _count_above(key_BN, ordered_UK[users])
         rank_UK = torch.empty_like(above_UK).scatter_(1, order_UK, all_reduce_sum(above_UK, self.ranks) + 1)
         return rank_UK.masked_fill(key_UK == NOTHING, NOT_SERVED).cpu()
@@ -241,26 +242,28 @@ class _Batch:
         found."""
         device = score_SB.device
         self.query, self.score_SB = query, score_SB
-        self.target_B = torch.from_numpy(users.target).to(device)
+        self.targets = _Cells(np.arange(len(users)), users.target, device)
         row_E, item_E = np.repeat(np.arange(len(users)), users.seen_lengths), users.seen
-        order_E = np.argsort(item_E) if exclude_history else np.empty(0, np.int64)
-        self.item_E = item_E[order_E]
-        self.excluded = torch.from_numpy(row_E[order_E]).to(device), torch.from_numpy(self.item_E).to(device)
+        self.excluded = _Cells(*((row_E, item_E) if exclude_history else (row_E[:0], item_E[:0])), device)
         self.above_SB = torch.zeros_like(score_SB, dtype=torch.int64)
         """Items above the target so far."""
         self.top_SBK = torch.full((*score_SB.shape, kept), NOTHING, device=device)
         """Keys of the similarity's best items so far, for each stage."""
 
-    def excluded_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-        """Users and places of the items excluded in the chunk."""
-        first, last = np.searchsorted(self.item_E, [chunk.start, chunk.start + chunk.count])
-        row_E, item_E = (of[first:last] for of in self.excluded)
-        return row_E, item_E - chunk.start
 
-    def targets_in(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-        place_B = self.target_B - chunk.start
-        (row,) = ((place_B >= 0) & (place_B < chunk.count)).nonzero(as_tuple=True)
-        return row, place_B[row]
+class _Cells:
+    """Pairs of a user and an item, in the order of the items: a chunk's are a slice, which no device is asked for."""
+
+    def __init__(self, row_E: np.ndarray, item_E: np.ndarray, device: torch.device) -> None:
+        order_E = np.argsort(item_E)
+        self.item_E = item_E[order_E]
+        self.on_device = torch.from_numpy(row_E[order_E]).to(device), torch.from_numpy(self.item_E).to(device)
+
+    def of(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """Users and places of the items in the chunk."""
+        first, last = np.searchsorted(self.item_E, [chunk.start, chunk.start + chunk.count])
+        row_E, item_E = (of[first:last] for of in self.on_device)
+        return row_E, item_E - chunk.start
 
 
 def _taken(of: Embedded, index: Tensor | slice) -> Embedded:

@@ -198,12 +198,12 @@ def test_what_is_not_left_has_no_rank_in_stage_1(ranks: Ranks) -> None:
     assert sorted(found.stage1_UK[0].tolist()) == [1, 2, 3] + [NOT_SERVED] * (TOP - 3)
 
 
-CHUNKS = {"CHUNK_ITEMS": (16, 64), "CHUNKS": 8, "PAIRS": 2**6, "ROUND": 4}
+CHUNKS = {"CHUNK_ITEMS": (16, 64), "CHUNKS": 8, "PAIRS": {"cpu": 2**6}, "ROUND": 4}
 """Small ones: 10 chunks of a corpus of 150 items."""
 
 
 @pytest.mark.parametrize("kind", ["dot", "mol"])
-@pytest.mark.parametrize("changes", [{"PAIRS": 1}, {"CHUNKS": 1}, {"ROUND": 1}, CHUNKS], ids=str)
+@pytest.mark.parametrize("changes", [{"PAIRS": {"cpu": 1}}, {"CHUNKS": 1}, {"ROUND": 1}, CHUNKS], ids=str)
 def test_neither_users_at_once_nor_chunks_of_items_change_a_rank(
     kind: str, changes: dict[str, Any], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +227,7 @@ def test_equal_items_have_equal_scores_wherever_they_stand(
 ) -> None:
     """Half of the corpus are copies of the target: they all tie with it, to the last bit, so it stands below them."""
     items = 1001
-    for name, value in (CHUNKS | {"CHUNK_ITEMS": (64, 64), "PAIRS": 2**7}).items():
+    for name, value in (CHUNKS | {"CHUNK_ITEMS": (64, 64), "PAIRS": {"cpu": 2**7}}).items():
         monkeypatch.setattr(module, name, value)
     tower, item_XD = tower_of(kind), item_table(items)
     item_XD[::2] = item_XD[0]
