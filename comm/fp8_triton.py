@@ -17,6 +17,8 @@ from logitmix.comm import fp8_plain
 from logitmix.comm.fp8_plain import MANTISSA_BITS
 
 ELEMENTS = 2048  # to a program, where a row of a group has no more
+BUDGET = {"_quantize_kernel": (2, 0), "_dequantize_kernel": (2, 0)}
+"""Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 INFINITY_BITS = tl.constexpr(fp8_plain.INFINITY_BITS)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)

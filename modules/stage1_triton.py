@@ -15,7 +15,7 @@ The threshold comes from a sample of blocks, scored by the same kernel. The call
 buffer too small. A buffer has twice as many places as are expected to be needed; large numbers of equal scores, above
 all, can need more.
 
-Run in Triton's interpreter only so far, and compiled for A100 and H100.
+Run in Triton's interpreter only so far, and compiled for A100, H100 and B200.
 """
 
 import torch
@@ -35,6 +35,8 @@ ROOM = 2
 """Places of a buffer for each item that is expected at most."""
 TILES, SLOTS = 64, 16
 """Tiles that a program puts into order, and items of each that it moves at once."""
+BUDGET = {"_scan": (2, 0), "_order": (2, 0)}
+"""Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
 def top(

@@ -11,7 +11,7 @@ all pairs, added atomically to one of S copies, so that programs seldom wait for
 Precision: FP32 has FP32 products, never TF32; BF16 has products of BF16 numbers with FP32 sums, for which the weights
 and their gradients are rounded.
 
-Run in Triton's interpreter only so far, and compiled for A100 and H100.
+Run in Triton's interpreter only so far, and compiled for A100, H100 and B200.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..batch import Packing
-from ..losses.mol_triton import _dot_add, _rounded
+from ..losses.mol_triton import _dot_add
+from ..noise_triton import rounded
 
 TILE = 64
 INTERPRETED_TILE = 16
 COPIES = 64
 WARPS = 4
+BUDGET = {"_forward": (2, 68), "_queries_backward": (2, 868), "_keys_backward": (2, 52)}
+"""Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
 def covers(d: int, dtype: torch.dtype) -> bool:
@@ -156,7 +159,7 @@ def _forward(  # type: ignore[no-untyped-def]
             key = _load(packed, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)
             value = _load(packed, start + j, j < n, g * d, 3 * G * d, d, DP)
             weight, _, _, _ = _pairs(query, key, position, time_bias, asked, time, start, i, j, n, L, TIMES, EMULATED)
-            sum_ = _dot_add(_rounded(weight, dtype, EMULATED), value, sum_, EMULATED)
+            sum_ = _dot_add(rounded(weight, dtype, EMULATED), value, sum_, EMULATED)
         _store(out, sum_, start + i, i < n, g * d, G * d, d, DP)
 
 
@@ -189,7 +192,7 @@ def _queries_backward(  # type: ignore[no-untyped-def]
             tl.atomic_add(d_position + copy * L + (i[:, None] - j[None, :]), d_score, mask=seen, sem="relaxed")
             if TIMES:
                 tl.atomic_add(d_time + copy * K + bucket, d_score, mask=seen, sem="relaxed")
-            sum_ = _dot_add(_rounded(d_score, dtype, EMULATED), key, sum_, EMULATED)
+            sum_ = _dot_add(rounded(d_score, dtype, EMULATED), key, sum_, EMULATED)
         _store(d_packed, sum_, start + i, i < n, (G + g) * d, 3 * G * d, d, DP)
 
 
@@ -218,7 +221,7 @@ def _keys_backward(  # type: ignore[no-untyped-def]
                 query, key, position, time_bias, asked, time, start, i, j, n, L, TIMES, EMULATED
             )
             d_score = slope * _dot_add(d_out_ND, tl.trans(value), tl.zeros((N, N), tl.float32), EMULATED)
-            d_value = _dot_add(tl.trans(_rounded(weight, dtype, EMULATED)), d_out_ND, d_value, EMULATED)
-            d_key = _dot_add(tl.trans(_rounded(d_score, dtype, EMULATED)), query, d_key, EMULATED)
+            d_value = _dot_add(tl.trans(rounded(weight, dtype, EMULATED)), d_out_ND, d_value, EMULATED)
+            d_key = _dot_add(tl.trans(rounded(d_score, dtype, EMULATED)), query, d_key, EMULATED)
         _store(d_packed, d_value, start + j, j < n, g * d, 3 * G * d, d, DP)
         _store(d_packed, d_key, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)

@@ -3,10 +3,9 @@
 Axes: T positions, G groups, N negatives of a group, V unique items, U query components, I item components, C their
 width, M = U * I mixture components, H hidden width of the cross gate; P pairs of a tile, its targets or TT * NT.
 
-A tile is TT positions of one group x NT of its negatives: 16 x 8 on Hopper in BF16. Arrays [P, M] and [P, H] stay on
+A tile is TT positions of one group x NT of its negatives, 4 x 8 with 8 x 8 components. Arrays [P, M] and [P, H] stay on
 chip, and nothing is written per pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
-permuted to pair-major [P, M], which the cross gate's products read. With 8 x 8 components a warp has whole pairs before
-and after, so the permutation is one pass through shared memory, one pair's row at a time.
+permuted to pair-major [P, M], which the cross gate's products read.
 
 Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes remain
 for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
@@ -18,9 +17,13 @@ fixed; they are atomic only so that nothing waits for them. At the end torch sum
 sums differently, by its number of programs. Targets, one pair for each position, have their own kernels. Backward
 allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and multiprocessors together.
 
-Registers are scarce: the gate's gradients take 64 of a thread's 255, and [P, H] in FP32 as many. So backward takes
-hidden units in halves, and computes them again rather than keep their slopes through the softmax. Sums over pairs
-(biases, gating weights) are products with constants, because sums across lanes take several times the instructions.
+Registers are scarce: the gate's gradients, 2 M H numbers in FP32, are a quarter of all of a multiprocessor's, or on
+Blackwell half of its tensor memory. So a backward program has a multiprocessor for itself, and few pairs at once.
+Products of pairs have fewer rows than columns: then Triton divides the columns among the warps, and a warp needs little
+of the weights. With as many rows as columns it would give each warp 16 rows, for which there are too few pairs; warps
+would hold copies of all, and spill thousands of bytes. This is why some products are written as their transposes. Sums
+over pairs (biases, gating weights) are products with constants, because sums across lanes take several times the
+instructions. BUDGET has what a program may take; tests/test_kernels.py compiles for each GPU.
 
 Precision: FP32 inputs have FP32 products, never TF32. In BF16 all sums are FP32; logits, hidden units and gradients are
 rounded where they enter a product, and sigmoids are accurate to 2^-11. Sizes are padded to powers of two: `covers`.
@@ -39,14 +42,13 @@ from torch.nn import functional as F
 from triton.compiler.compiler import max_shared_mem
 
 from ..noise import derive_key, threshold
-from .blockwise import GATES, GateDropout
+from ..noise_triton import hashed_rows, keep_mask, rounded, signed
+from .blockwise import GATES, GateDropout, sent
 
-GOLDEN = tl.constexpr(0x9E3779B9)
-FIRST = tl.constexpr(0x21F0AAAD)
-SECOND = tl.constexpr(0x735A2D97)
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
-"""Rows of the smallest product. A sum over pairs is such a product, with 16 equal rows."""
+"""Columns of the smallest product. A sum over pairs is such a product, with 16 equal columns: those of the sums of the
+transposed pairs, so that the constant is the operand of which a thread holds less."""
 TILE_FIELDS = tl.constexpr(4)
 
 
@@ -56,7 +58,7 @@ def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.dev
     FP32 and BF16; padded to powers of two, up to 64 components (16 on a side), 128 hidden units and a width of 128 in
     BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 32.
     """
-    plan = _plan(U, I, C, H, dtype, device)
+    plan = _plan(U, I, C, H, dtype)
     if dtype not in (torch.float32, torch.bfloat16) or plan.UP * plan.IP > 64 or max(U, I) > 16 or plan.HP > 128:
         return False
     if _shared_memory(device) < A100:
@@ -79,6 +81,13 @@ def mol_sampled_softmax(
 A100, HOPPER = 160 * 1024, 220 * 1024
 """Shared memory of a block on these GPUs, bytes, rounded down."""
 INTERPRETED_PROGRAMS = 3
+BUDGET = {
+    "_target_forward": (1, 0),
+    "_negatives_forward": (1, 0),
+    "_target_backward": (1, 200),
+    "_negatives_backward": (1, 328),
+}
+"""Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +101,19 @@ class _Plan:
     TT: int
     NT: int
     targets: int
-    forward_warps: int
-    backward_warps: int
+    warps: int
 
 
-def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> _Plan:
-    # Products are 16 x 16 at least; hidden units come in halves.
+def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
+    # Products are 16 x 16 at least.
     UP = triton.next_power_of_2(U)
     IP = max(triton.next_power_of_2(I), 16 // UP)
-    CP, HP = max(triton.next_power_of_2(C), 16), max(triton.next_power_of_2(H), 32)
-    # Chosen by the compiler's report of registers and shared memory.
-    if dtype == torch.bfloat16:
-        P = 128 if _shared_memory(device) >= HOPPER else 64
-        targets, forward_warps, backward_warps = 32, P // 16, 8
-    else:
-        P, targets, forward_warps, backward_warps = 32, 16, 16, 16
-    # So that TT * UP and NT * IP are no more than those of 8 x 8 components.
-    NT = 16 if UP > 8 else 4 if IP > 8 else 8
-    return _Plan(UP, IP, CP, HP, P // NT, NT, targets, forward_warps, backward_warps)
+    CP, HP = max(triton.next_power_of_2(C), 16), max(triton.next_power_of_2(H), 16)
+    # Chosen by the compiler's report of registers and shared memory. NT * IP is 64, so that the last product of a tile,
+    # [C, NT * I], has more columns than rows up to a width of 32: the others are divided as it is.
+    NT = min(16, 64 // IP)
+    TT = max(32 // NT, 16 // UP)
+    return _Plan(UP, IP, CP, HP, TT, NT, 16, 8 if dtype == torch.bfloat16 else 16)
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -137,7 +141,7 @@ class _Problem:
 
     @property
     def plan(self) -> _Plan:
-        return _plan(*self.counts, self.inputs[0].dtype, self.target_T.device)
+        return _plan(*self.counts, self.inputs[0].dtype)
 
     @property
     def compiled_for(self) -> dict[str, Any]:
@@ -166,9 +170,9 @@ class _Problem:
         # Program p has tiles p * tiles // programs and on.
         program = ((number + 1) * programs - 1) // max(tiles, 1)
         slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
-        table = torch.stack([start, end, group, slot], 1)
-        device = self.target_T.device
-        return _Tiles(tiles, programs, table.to(device, non_blocking=True), slot_group[1].to(device, non_blocking=True))
+        table = torch.stack([start, end, group, slot], 1).flatten()
+        both = sent(torch.cat([table, slot_group[1]]), self.target_T.device)
+        return _Tiles(tiles, programs, both[: len(table)], both[len(table) :])
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ class _MolLoss(torch.autograd.Function):
         if dropout is not None:
             row_T = dropout.row_T.to(torch.int64).contiguous()
             key = derive_key(dropout.noise.key, GATES)
-            noise = _signed(key), _signed(key >> 32), threshold(dropout.rate)
+            noise = signed(key), signed(key >> 32), threshold(dropout.rate)
         problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, noise)
         tiles = problem.tiles()
         with torch.cuda.device_of(target_T):
@@ -215,12 +219,6 @@ class _MolLoss(torch.autograd.Function):
         return (None, None, None, *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)))
 
 
-def _signed(bits: int) -> int:
-    """The low 32 bits as a signed number, so that Triton gives every value the same type."""
-    bits &= 0xFFFFFFFF
-    return bits - (bits >> 31 << 32)
-
-
 def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     """phi of the targets, and log-sum-exp of phi of the negatives: FP32 [T]."""
     target_T, plan = problem.target_T, problem.plan
@@ -229,11 +227,11 @@ def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     if T:
         _target_forward[(triton.cdiv(T, plan.targets),)](
             *problem.inputs, target_T, problem.row_T, positive_T, T, N, *problem.noise, TT=plan.targets,
-            num_warps=plan.forward_warps, **problem.compiled_for,
+            num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
         _negatives_forward[(tiles.count,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, positive_T, others_T,
-            N, *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.forward_warps, **problem.compiled_for,
+            N, *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
     return positive_T, others_T
 
@@ -261,13 +259,13 @@ def _backward(
         whole_T = torch.logaddexp(positive_T, others_T)
         _target_backward[(target_programs,)](
             *problem.inputs, target_T, problem.row_T, d_positive_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
-            d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.backward_warps,
+            d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.warps,
             **problem.compiled_for,
         )  # fmt: skip
         _negatives_backward[(tiles.programs,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, whole_T, scale,
             d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N, *problem.noise,
-            TT=plan.TT, NT=plan.NT, num_warps=plan.backward_warps, **problem.compiled_for,
+            TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
     d_item_VIC, d_item_VM = (torch.zeros(item.shape, device=device) for item in (item_VIC, item_VM))
     item_of_slot = problem.negatives_GN[tiles.group_of_slot].flatten()
@@ -292,43 +290,12 @@ def _dot_add(a, b, c, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    if EMULATED:  # the interpreter would cut the last bits off
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _sigmoid(x, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
     if COARSE:  # one instruction of the unit that is short of time, not two
         half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
         return 0.5 * half + 0.5
     else:
         return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def _mix(bits):  # type: ignore[no-untyped-def]
-    bits = (bits ^ (bits >> 16)) * FIRST
-    bits = (bits ^ (bits >> 15)) * SECOND
-    return bits ^ (bits >> 15)
-
-
-@triton.jit
-def _row_hash(row, key_low, key_high):  # type: ignore[no-untyped-def]
-    bits = _mix(row.to(tl.uint32) ^ key_low.to(tl.uint32))
-    return _mix(bits ^ (row >> 32).to(tl.uint32) ^ key_high.to(tl.uint32))
-
-
-@triton.jit
-def _kept(row_hash, m, dropped):  # type: ignore[no-untyped-def]
-    """noise.py's mask [P, M]: two gates share a number, the first has its low half; halves are signed."""
-    column_hash = _mix((m >> 1).to(tl.uint32) ^ GOLDEN)
-    bits = _mix(row_hash[:, None] ^ column_hash[None, :])
-    half = (bits >> ((m & 1) * 16).to(tl.uint32)[None, :]) & 0xFFFF
-    return (half ^ 0x8000).to(tl.int32) >= dropped
 
 
 @triton.jit
@@ -343,11 +310,9 @@ def _components(U: tl.constexpr, I: tl.constexpr, UP: tl.constexpr, IP: tl.const
 
 
 @triton.jit
-def _load_gate(  # type: ignore[no-untyped-def]
-    up, down, first, m, exists, M: tl.constexpr, H: tl.constexpr, PART: tl.constexpr
-):
-    """The cross gate's weights of hidden units first..first + PART."""
-    h = first + tl.arange(0, PART)
+def _load_gate(up, down, m, exists, M: tl.constexpr, H: tl.constexpr, HP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cross gate's weights."""
+    h = tl.arange(0, HP)
     up_HM = tl.load(up + h[:, None] * M + m[None, :], mask=(h < H)[:, None] & exists[None, :], other=0.0)
     down_MH = tl.load(down + m[:, None] * H + h[None, :], mask=exists[:, None] & (h < H)[None, :], other=0.0)
     return up_HM, down_MH
@@ -355,13 +320,15 @@ def _load_gate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_gate(  # type: ignore[no-untyped-def]
-    to, first, d_up, d_up_bias, d_down, m, exists, M: tl.constexpr, H: tl.constexpr, PART: tl.constexpr
+    to, d_up, d_up_bias, d_down, d_down_bias, m, exists, M: tl.constexpr, H: tl.constexpr, HP: tl.constexpr
 ):
-    h = first + tl.arange(0, PART)
-    inside = (h < H)[:, None] & exists[None, :]
-    tl.store(to + h[:, None] * M + m[None, :], d_up, mask=inside)
+    """d_up and d_down are [M, H]."""
+    h = tl.arange(0, HP)
+    inside = exists[:, None] & (h < H)[None, :]
+    tl.store(to + h[None, :] * M + m[:, None], d_up, mask=inside)
     tl.store(to + H * M + h, tl.sum(d_up_bias, 0) / ONES, mask=h < H)
-    tl.store(to + H * M + H + m[None, :] * H + h[:, None], d_down, mask=inside)
+    tl.store(to + H * M + H + m[:, None] * H + h[None, :], d_down, mask=inside)
+    tl.store(to + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)
 
 
 @triton.jit
@@ -376,9 +343,11 @@ def _load_components(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_weights(side, row, inside, m, exists, M: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_weights(  # type: ignore[no-untyped-def]
+    side, row, inside, m, exists, M: tl.constexpr, CACHE: tl.constexpr = ""
+):
     at = side + row[:, None] * M + m[None, :]
-    return tl.load(at, mask=inside[:, None] & exists[None, :], other=0.0).to(tl.float32)
+    return tl.load(at, mask=inside[:, None] & exists[None, :], other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
@@ -406,14 +375,12 @@ def _hidden(logit, up_HM, up_H, COARSE: tl.constexpr, EMULATED: tl.constexpr):  
 
 @triton.jit
 def _hidden_back(  # type: ignore[no-untyped-def]
-    logit, d_z, up_HM, up_H, down_MH, d_up, d_up_bias, d_down, d_logit, ones,
-    COARSE: tl.constexpr, EMULATED: tl.constexpr,
-):  # fmt: skip
+    hidden, slope, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones, EMULATED: tl.constexpr
+):
     """The sums so far plus the contribution of the pairs of d_z [P, M] through these hidden units."""
-    hidden, slope = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
-    d_down = _dot_add(tl.trans(_rounded(hidden, logit.dtype, EMULATED)), d_z, d_down, EMULATED)
-    d_hidden = _rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
-    d_up = _dot_add(tl.trans(d_hidden), logit, d_up, EMULATED)
+    d_down = _dot_add(tl.trans(d_z), hidden, d_down, EMULATED)
+    d_hidden = rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
+    d_up = _dot_add(tl.trans(logit), d_hidden, d_up, EMULATED)
     d_up_bias = _dot_add(ones, d_hidden, d_up_bias, EMULATED)
     d_logit = _dot_add(d_hidden, up_HM, d_logit, EMULATED)
     return d_up, d_up_bias, d_down, d_logit
@@ -434,7 +401,7 @@ def _mixture(  # type: ignore[no-untyped-def]
     e = tl.exp(y - tl.max(y, 1)[:, None])
     total = tl.sum(e, 1)
     if DROP:
-        kept = tl.where(_kept(row_hash, m, dropped), e, 0.0)
+        kept = tl.where(keep_mask(row_hash, m, dropped), e, 0.0)
         part = tl.sum(kept, 1)
         # The gates that dropout keeps are scaled, then divided by their sum, clamped to at least LEAST.
         rescale = 65536.0 / (65536 - dropped).to(tl.float32)
@@ -462,7 +429,7 @@ def _negatives_forward(  # type: ignore[no-untyped-def]
     dtype = query.dtype.element_ty
     m, exists = _components(U, I, UP, IP)
     h = tl.arange(0, HP)
-    up_HM, down_MH = _load_gate(up, down, 0, m, exists, M, H, HP)
+    up_HM, down_MH = _load_gate(up, down, m, exists, M, H, HP)
     up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
     down_M = tl.load(down_bias + m, mask=exists, other=0.0)
 
@@ -483,12 +450,12 @@ def _negatives_forward(  # type: ignore[no-untyped-def]
         negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0)
         item_NIC = _load_components(item, negative_NI, i, (ni < N) & (i < I), I, C, CP)
         item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M)
-        logit = _pair_major(_rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP)
-        hidden = _rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
-        weights = (query_TM[:, None, :] * item_NM[None, :, :]).reshape(TT * NT, UP * IP)
-        z = _dot(hidden, tl.trans(down_MH), EMULATED) + (weights + down_M[None, :])
+        logit = _pair_major(rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP)
+        hidden = rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
+        z = _dot(hidden, tl.trans(down_MH), EMULATED)
+        z += (query_TM[:, None, :] * item_NM[None, :, :]).reshape(TT * NT, UP * IP) + down_M[None, :]
         row_P = (row_T[:, None] * (N + 1) + 1 + n[None, :]).reshape(TT * NT)
-        row_hash = _row_hash(row_P, key_low, key_high)
+        row_hash = hashed_rows(row_P, key_low, key_high)
         phi = _mixture(z, logit.to(tl.float32), exists, row_hash, m, dropped, DROP, UP * IP != M, COARSE)[0]
         counts = (negative_N[None, :] != target_T[:, None]) & (n < N)[None, :]
         phi_TN = tl.where(counts, phi.reshape(TT, NT), -float("inf"))
@@ -509,25 +476,21 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
     """whole: log-sum-exp of phi over target and negatives. Adds to d_query*, d_item* (by slot); writes d_gate."""
     M: tl.constexpr = U * I
     MP: tl.constexpr = UP * IP
-    PART: tl.constexpr = HP // 2
     JT: tl.constexpr = max(TT, ONES)
     JN: tl.constexpr = max(NT, ONES)
     dtype = query.dtype.element_ty
     m, exists = _components(U, I, UP, IP)
     c = tl.arange(0, CP)
-    h0 = tl.arange(0, PART)
-    h1 = PART + h0
-    up0_HM, down0_MH = _load_gate(up, down, 0, m, exists, M, H, PART)
-    up1_HM, down1_MH = _load_gate(up, down, PART, m, exists, M, H, PART)
+    h = tl.arange(0, HP)
+    up_HM, down_MH = _load_gate(up, down, m, exists, M, H, HP)
     scale_of_loss = tl.load(loss_scale)
     p = tl.arange(0, TT * NT)[None, :]
     ones_P = tl.full((ONES, TT * NT), 1.0, tl.float32).to(dtype)
     is_T = (tl.arange(0, JT)[:, None] == p // NT).to(tl.float32).to(dtype)
     is_N = (tl.arange(0, JN)[:, None] == p % NT).to(tl.float32).to(dtype)
 
-    d_up0, d_up1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
-    d_down0, d_down1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
-    d_up_bias0, d_up_bias1 = tl.zeros((ONES, PART), tl.float32), tl.zeros((ONES, PART), tl.float32)
+    d_up, d_down = tl.zeros((MP, HP), tl.float32), tl.zeros((MP, HP), tl.float32)
+    d_up_bias = tl.zeros((ONES, HP), tl.float32)
     d_down_bias = tl.zeros((ONES, MP), tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(program * tiles // programs, (program + 1) * tiles // programs):
@@ -539,7 +502,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
         target_T = tl.load(target + t, mask=t < end, other=-1)
         row_T = tl.load(row + t, mask=t < end, other=0)
         whole_T = tl.load(whole + t, mask=t < end, other=float("inf"))
-        d_query_TUC = tl.zeros((TT * UP, CP), tl.float32)
+        d_query_CTU = tl.zeros((CP, TT * UP), tl.float32)
         d_query_TM = tl.zeros((JT, MP), tl.float32)
         for first in range(0, N, NT):
             n = first + tl.arange(0, NT)
@@ -548,22 +511,18 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             negative_N = tl.load(negative + group * N + n, mask=n < N, other=0)
             negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0)
             item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP)
-            logit = _pair_major(
-                _rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP
-            )
+            logit = _pair_major(rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP)
             # Small tensors are loaded where they are used: registers are scarce.
-            up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0)
-            hidden0 = _hidden(logit, up0_HM, up0_H, COARSE, EMULATED)[0]
-            z = _dot(_rounded(hidden0, dtype, EMULATED), tl.trans(down0_MH), EMULATED)
-            up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0)
-            hidden1 = _hidden(logit, up1_HM, up1_H, COARSE, EMULATED)[0]
-            z = _dot_add(_rounded(hidden1, dtype, EMULATED), tl.trans(down1_MH), z, EMULATED)
+            up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
+            hidden, slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
+            hidden = rounded(hidden, dtype, EMULATED)
+            z = _dot(hidden, tl.trans(down_MH), EMULATED)
             down_M = tl.load(down_bias + m, mask=exists, other=0.0)
             query_TM = _load_weights(query_weights, t, t < end, m, exists, M)
             item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M)
             z += (query_TM[:, None, :] * item_NM[None, :, :]).reshape(TT * NT, MP) + down_M[None, :]
             row_P = (row_T[:, None] * (N + 1) + 1 + n[None, :]).reshape(TT * NT)
-            row_hash = _row_hash(row_P, key_low, key_high)
+            row_hash = hashed_rows(row_P, key_low, key_high)
             logit_F = logit.to(tl.float32)
             phi, kept, scale, other, other_scale, slope = _mixture(
                 z, logit_F, exists, row_hash, m, dropped, DROP, MP != M, COARSE
@@ -575,9 +534,12 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             d_logit = kept * (scale * d_phi)[:, None]
             d_z = (d_logit * logit_F - other * (other_scale * d_phi)[:, None]) * slope
             d_z_TNM = d_z.reshape(TT, NT, MP)
-            to_query = _rounded((d_z_TNM * item_NM[None, :, :]).reshape(TT * NT, MP), dtype, EMULATED)
+            # Loaded differently, as what follows: the compiler would keep them rather than load or compute them again.
+            query_TM = _load_weights(query_weights, t, t < end, m, exists, M, ".ca")
+            item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M, ".ca")
+            to_query = rounded((d_z_TNM * item_NM[None, :, :]).reshape(TT * NT, MP), dtype, EMULATED)
             d_query_TM = _dot_add(is_T, to_query, d_query_TM, EMULATED)
-            to_item = _rounded((d_z_TNM * query_TM[:, None, :]).reshape(TT * NT, MP), dtype, EMULATED)
+            to_item = rounded((d_z_TNM * query_TM[:, None, :]).reshape(TT * NT, MP), dtype, EMULATED)
             d_item_NM = _dot(is_N, to_item, EMULATED)
             j = tl.arange(0, JN)
             tl.atomic_add(
@@ -585,35 +547,27 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
                 mask=((j < NT) & (first + j < N))[:, None] & exists[None, :], sem="relaxed",
             )  # fmt: skip
 
-            d_z = _rounded(d_z, dtype, EMULATED)
+            d_z = rounded(d_z, dtype, EMULATED)
             d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
-            # Loaded differently, or the compiler would keep the first hidden layer rather than recompute it.
-            up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0, cache_modifier=".ca")
-            d_up0, d_up_bias0, d_down0, d_logit = _hidden_back(
-                logit, d_z, up0_HM, up0_H, down0_MH, d_up0, d_up_bias0, d_down0, d_logit, ones_P, COARSE, EMULATED
+            d_up, d_up_bias, d_down, d_logit = _hidden_back(
+                hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones_P, EMULATED
             )
-            up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0, cache_modifier=".ca")
-            d_up1, d_up_bias1, d_down1, d_logit = _hidden_back(
-                logit, d_z, up1_HM, up1_H, down1_MH, d_up1, d_up_bias1, d_down1, d_logit, ones_P, COARSE, EMULATED
-            )
-            d_side = _side_major(_rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
-            d_query_TUC = _dot_add(d_side, item_NIC, d_query_TUC, EMULATED)
-            d_item_NIC = _dot(tl.trans(d_side), query_TUC, EMULATED)
+            d_side = _side_major(rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
+            d_query_CTU = _dot_add(tl.trans(item_NIC), tl.trans(d_side), d_query_CTU, EMULATED)
+            d_item_CNI = _dot(tl.trans(query_TUC), d_side, EMULATED)
             tl.atomic_add(
-                d_item + ((slot * N + ni) * I + i)[:, None] * C + c[None, :], d_item_NIC,
-                mask=item_inside[:, None] & (c < C)[None, :], sem="relaxed",
+                d_item + ((slot * N + ni) * I + i)[None, :] * C + c[:, None], d_item_CNI,
+                mask=item_inside[None, :] & (c < C)[:, None], sem="relaxed",
             )  # fmt: skip
-        at_TUC = d_query + (tu * U + u)[:, None] * C + c[None, :]
-        inside = ((tu < end) & (u < U))[:, None] & (c < C)[None, :]
-        tl.store(at_TUC, tl.load(at_TUC, mask=inside, other=0.0) + d_query_TUC, mask=inside)
+        at_CTU = d_query + (tu * U + u)[None, :] * C + c[:, None]
+        inside = ((tu < end) & (u < U))[None, :] & (c < C)[:, None]
+        tl.store(at_CTU, tl.load(at_CTU, mask=inside, other=0.0) + d_query_CTU, mask=inside)
         j = tl.arange(0, JT)
         at_TM = d_query_weights + (start + j)[:, None] * M + m[None, :]
         inside = ((j < TT) & (start + j < end))[:, None] & exists[None, :]
         tl.store(at_TM, tl.load(at_TM, mask=inside, other=0.0) + d_query_TM, mask=inside)
     d_gate += program.to(tl.int64) * (2 * H * M + H + M)
-    _store_gate(d_gate, 0, d_up0, d_up_bias0, d_down0, m, exists, M, H, PART)
-    _store_gate(d_gate, PART, d_up1, d_up_bias1, d_down1, m, exists, M, H, PART)
-    tl.store(d_gate + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)
+    _store_gate(d_gate, d_up, d_up_bias, d_down, d_down_bias, m, exists, M, H, HP)
 
 
 @triton.jit
@@ -629,7 +583,7 @@ def _target_logit(  # type: ignore[no-untyped-def]
         query_TU = _load_components_at(query, t, c, u, inside, U, C)
         item_TI = _load_components_at(item, target_T, c, i, inside, I, C)
         logit_TUI += query_TU[:, :, None] * item_TI[:, None, :]
-    return _rounded(logit_TUI.reshape(TT, UP * IP), dtype, EMULATED)
+    return rounded(logit_TUI.reshape(TT, UP * IP), dtype, EMULATED)
 
 
 @triton.jit
@@ -651,14 +605,14 @@ def _target_forward(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = query.dtype.element_ty
     m, exists = _components(U, I, UP, IP)
     h = tl.arange(0, HP)
-    up_HM, down_MH = _load_gate(up, down, 0, m, exists, M, H, HP)
+    up_HM, down_MH = _load_gate(up, down, m, exists, M, H, HP)
     up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
     down_M = tl.load(down_bias + m, mask=exists, other=0.0)
     t = (tl.program_id(0) * TT + tl.arange(0, TT)).to(tl.int64)
     target_T = tl.load(target + t, mask=t < T, other=0)
-    row_hash = _row_hash(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
+    row_hash = hashed_rows(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
     logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
-    hidden = _rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
+    hidden = rounded(_hidden(logit, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
     query_TM = _load_weights(query_weights, t, t < T, m, exists, M)
     item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
     z = _dot(hidden, tl.trans(down_MH), EMULATED) + (query_TM * item_TM + down_M[None, :])
@@ -677,33 +631,27 @@ def _target_backward(  # type: ignore[no-untyped-def]
     """Writes all of d_*: the target's share, to which the negatives' is added."""
     M: tl.constexpr = U * I
     MP: tl.constexpr = UP * IP
-    PART: tl.constexpr = HP // 2
     dtype: tl.constexpr = query.dtype.element_ty
     m, exists = _components(U, I, UP, IP)
     u, i = tl.arange(0, UP), tl.arange(0, IP)
-    h0 = tl.arange(0, PART)
-    h1 = PART + h0
-    up0_HM, down0_MH = _load_gate(up, down, 0, m, exists, M, H, PART)
-    up1_HM, down1_MH = _load_gate(up, down, PART, m, exists, M, H, PART)
-    up0_H = tl.load(up_bias + h0, mask=h0 < H, other=0.0)
-    up1_H = tl.load(up_bias + h1, mask=h1 < H, other=0.0)
+    h = tl.arange(0, HP)
+    up_HM, down_MH = _load_gate(up, down, m, exists, M, H, HP)
+    up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
     down_M = tl.load(down_bias + m, mask=exists, other=0.0)
     ones_P = tl.full((ONES, TT), 1.0, tl.float32).to(dtype)
-    d_up0, d_up1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
-    d_down0, d_down1 = tl.zeros((PART, MP), tl.float32), tl.zeros((PART, MP), tl.float32)
-    d_up_bias0, d_up_bias1 = tl.zeros((ONES, PART), tl.float32), tl.zeros((ONES, PART), tl.float32)
+    d_up, d_down = tl.zeros((MP, HP), tl.float32), tl.zeros((MP, HP), tl.float32)
+    d_up_bias = tl.zeros((ONES, HP), tl.float32)
     d_down_bias = tl.zeros((ONES, MP), tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(program * tiles // programs, (program + 1) * tiles // programs):
         t = (number * TT + tl.arange(0, TT)).to(tl.int64)
         target_T = tl.load(target + t, mask=t < T, other=0)
-        row_hash = _row_hash(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
+        row_hash = hashed_rows(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
         d_phi = tl.load(d_positive + t, mask=t < T, other=0.0)
         logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
-        hidden0 = _hidden(logit, up0_HM, up0_H, COARSE, EMULATED)[0]
-        z = _dot(_rounded(hidden0, dtype, EMULATED), tl.trans(down0_MH), EMULATED)
-        hidden1 = _hidden(logit, up1_HM, up1_H, COARSE, EMULATED)[0]
-        z = _dot_add(_rounded(hidden1, dtype, EMULATED), tl.trans(down1_MH), z, EMULATED)
+        hidden, slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
+        hidden = rounded(hidden, dtype, EMULATED)
+        z = _dot(hidden, tl.trans(down_MH), EMULATED)
         query_TM = _load_weights(query_weights, t, t < T, m, exists, M)
         item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
         z += query_TM * item_TM + down_M[None, :]
@@ -716,13 +664,10 @@ def _target_backward(  # type: ignore[no-untyped-def]
         inside = (t < T)[:, None] & exists[None, :]
         tl.store(d_query_weights + t[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
         tl.store(d_target_weights + t[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
-        d_z = _rounded(d_z, dtype, EMULATED)
+        d_z = rounded(d_z, dtype, EMULATED)
         d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
-        d_up0, d_up_bias0, d_down0, d_logit = _hidden_back(
-            logit, d_z, up0_HM, up0_H, down0_MH, d_up0, d_up_bias0, d_down0, d_logit, ones_P, COARSE, EMULATED
-        )
-        d_up1, d_up_bias1, d_down1, d_logit = _hidden_back(
-            logit, d_z, up1_HM, up1_H, down1_MH, d_up1, d_up_bias1, d_down1, d_logit, ones_P, COARSE, EMULATED
+        d_up, d_up_bias, d_down, d_logit = _hidden_back(
+            hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones_P, EMULATED
         )
         d_logit_TUI = d_logit.reshape(TT, UP, IP)
         for c in range(C):
@@ -735,6 +680,4 @@ def _target_backward(  # type: ignore[no-untyped-def]
             tl.store(d_query + at_TU, d_query_TU, mask=(t < T)[:, None] & (u < U)[None, :])
             tl.store(d_target + at_TI, d_item_TI, mask=(t < T)[:, None] & (i < I)[None, :])
     d_gate += program.to(tl.int64) * (2 * H * M + H + M)
-    _store_gate(d_gate, 0, d_up0, d_up_bias0, d_down0, m, exists, M, H, PART)
-    _store_gate(d_gate, PART, d_up1, d_up_bias1, d_down1, m, exists, M, H, PART)
-    tl.store(d_gate + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)
+    _store_gate(d_gate, d_up, d_up_bias, d_down, d_down_bias, m, exists, M, H, HP)

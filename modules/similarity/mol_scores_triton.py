@@ -13,7 +13,7 @@ Precision: FP32 items have FP32 products, never TF32; others have products of 16
 components are FP16 and in BF16 if they are BF16 or INT8. There, logits and hidden units are rounded where they enter a
 product, and sigmoids are accurate to 2^-11; the weighted sum takes the logits before they are rounded.
 
-Run in Triton's interpreter only so far, and compiled for A100 and H100.
+Run in Triton's interpreter only so far, and compiled for A100, H100 and B200.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..losses import mol_triton
-from ..losses.blockwise import Side
+from ..losses.blockwise import Side, sent
+from ..noise_triton import rounded
 
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 TILE_BYTES = 64 * 1024
@@ -33,6 +34,8 @@ TILE_BYTES = 64 * 1024
 TILES, PROGRAMS = 8, 4
 """Most tiles of a program, which has fewer where there would be less than so many programs for each multiprocessor."""
 INTERPRETED_TILES = 2
+BUDGET = {"_scores": (1, 212), "_scores fp32": (1, 84)}
+"""Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
 def covers(U: int, I: int, C: int, H: int, item: Side) -> bool:
@@ -75,7 +78,7 @@ def mol_scores(query: Side, item: Side, cross_gate: Sequence[Tensor], item_P: Te
     with torch.cuda.device_of(item_P):
         _scores[(triton.cdiv(int(tiles_B.max()), span), B)](
             components, weights, *(part.detach().contiguous() for part in item), *gate,
-            item_P.to(torch.int64).contiguous(), bound_B.to(device, non_blocking=True), score_P, span * plan.N,
+            item_P.to(torch.int64).contiguous(), sent(bound_B, device), score_P, span * plan.N,
             U=U, I=I, C=C, H=H, UP=plan.UP, IP=plan.IP, CP=plan.CP, HP=plan.HP, N=plan.N,
             COARSE=half and on_gpu, EMULATED=plan.dtype == torch.bfloat16 and not on_gpu,
             num_warps=plan.warps, num_stages=1,
@@ -124,7 +127,7 @@ def _scores(  # type: ignore[no-untyped-def]
     end = tl.minimum(tl.load(bound + b + 1), start + span)
     m, exists = mol_triton._components(U, I, UP, IP)
     h, u = tl.arange(0, HP), tl.arange(0, UP)
-    up_HM, down_MH = mol_triton._load_gate(up, down, 0, m, exists, M, H, HP)
+    up_HM, down_MH = mol_triton._load_gate(up, down, m, exists, M, H, HP)
     up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
     down_M = tl.load(down_bias + m, mask=exists, other=0.0)
     query_UC = mol_triton._load_components(query, b, u, u < U, U, C, CP)
@@ -138,8 +141,8 @@ def _scores(  # type: ignore[no-untyped-def]
         item_NIC = stored_NIC.to(tl.float32).to(dtype) if item.dtype.element_ty == tl.int8 else stored_NIC
         product = mol_triton._dot(item_NIC, tl.trans(query_UC), EMULATED)
         logit = tl.permute(product.reshape(N, IP, UP), (0, 2, 1)).reshape(N, UP * IP)
-        rounded = mol_triton._rounded(logit, dtype, EMULATED)
-        hidden = mol_triton._rounded(mol_triton._hidden(rounded, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
+        rough = rounded(logit, dtype, EMULATED)
+        hidden = rounded(mol_triton._hidden(rough, up_HM, up_H, COARSE, EMULATED)[0], dtype, EMULATED)
         item_NM = mol_triton._load_weights(item_weights, index_N, index_N >= 0, m, exists, M)
         z = mol_triton._dot(hidden, tl.trans(down_MH), EMULATED) + (query_M[None, :] * item_NM + down_M[None, :])
         phi = mol_triton._mixture(z, logit, exists, 0, m, 0, False, UP * IP != M, COARSE)[0]

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from test_mol_loss import EPS, NOISE, Case, dense, make
 from torch import Tensor
 
+from logitmix.modules import noise_triton
 from logitmix.modules.losses import mol_triton
 from logitmix.modules.losses.blockwise import GateDropout
 from logitmix.modules.noise import derive_key, threshold
@@ -105,7 +106,7 @@ def check_hits(device: str) -> None:
 @triton.jit
 def _mask_kernel(rows, key_low, key_high, dropped, mask, R: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
     r, m = tl.arange(0, R), tl.arange(0, M)
-    kept = mol_triton._kept(mol_triton._row_hash(tl.load(rows + r), key_low, key_high), m, dropped)
+    kept = noise_triton.keep_mask(noise_triton.hashed_rows(tl.load(rows + r), key_low, key_high), m, dropped)
     tl.store(mask + r[:, None] * M + m[None, :], kept.to(tl.int8))
 
 
@@ -117,7 +118,7 @@ def check_masks(device: str) -> None:
             noise = replace(NOISE, key=derive_key(seed, "mask"))
             key = derive_key(noise.key, "gates")
             kept = torch.zeros(16, 64, dtype=torch.int8, device=device)
-            halves = mol_triton._signed(key), mol_triton._signed(key >> 32)
+            halves = noise_triton.signed(key), noise_triton.signed(key >> 32)
             _mask_kernel[(1,)](rows_R.to(device), *halves, threshold(rate), kept, 16, 64)
             expected = noise.dropout(torch.ones(16, 64), rate, "gates", rows_R) > 0
             assert torch.equal(kept.cpu() > 0, expected)

@@ -3,36 +3,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_targets import EACH, OF_A_BLOCK, compiled
 
 from logitmix.modules.losses import mol_loss
-
-
-@EACH
-def test_the_kernels_fit_gpus_that_are_not_here(compute_capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paper's sizes: tensor cores of each generation, and what the kernels take of a multiprocessor."""
-    from logitmix.modules.losses import mol_triton
-
-    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
-    plan = mol_triton._plan(8, 8, 32, 128, torch.bfloat16, torch.device("cuda"))
-    sizes = {name: getattr(plan, name) for name in ("UP", "IP", "CP", "HP", "TT", "NT")}
-    constants = {
-        **dict(zip("UICH", (8, 8, 32, 128), strict=True)),
-        **sizes,
-        "DROP": True,
-        "COARSE": True,
-        "EMULATED": False,
-    }
-    integers = {name: "i32" for name in ("tiles", "N", "key_low", "key_high", "dropped")}
-    others = {"target": "*i64", "negative": "*i64", "row": "*i64", "tile": "*i64", **integers}
-    others |= dict.fromkeys(("query", "query_weights", "item", "item_weights", "up", "down"), "*bf16")
-    for kernel, warps in (
-        (mol_triton._negatives_forward, plan.forward_warps),
-        (mol_triton._negatives_backward, plan.backward_warps),
-    ):
-        done = compiled(kernel, others, constants, compute_capability, num_warps=warps, num_stages=1)
-        assert done.metadata.shared <= OF_A_BLOCK[compute_capability]
-        assert ("wgmma" if compute_capability == 90 else "mma.sync") in done.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,7 @@
 import pytest
 import torch
-from gpu_targets import EACH, OF_A_BLOCK, compiled
-from sampling import one_of_each
 
 from logitmix.modules.similarity import mol_scores
-
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8"}
-
-
-@EACH
-@pytest.mark.parametrize("dtype", one_of_each(POINTERS, lambda of: of.is_floating_point), ids=str)
-def test_the_kernel_fits_gpus_that_are_not_here(
-    compute_capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The paper's sizes: tensor cores, and no more shared memory than two blocks of a multiprocessor can have."""
-    from logitmix.modules.losses import mol_triton
-    from logitmix.modules.similarity import mol_scores_triton
-
-    monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: OF_A_BLOCK[compute_capability])
-    plan = mol_scores_triton._plan(8, 8, 32, 128, torch.empty(0, dtype=dtype))
-    whole, product = dtype == torch.float32, POINTERS[plan.dtype]
-    types = {"query": product, "up": product, "down": product, "item": POINTERS[dtype], "item_weights": product}
-    types |= {"index": "*i64", "bound": "*i64", "span": "i32"}
-    constants = dict(zip("UICH", (8, 8, 32, 128), strict=True)) | {"COARSE": not whole, "EMULATED": False}
-    constants |= {name: getattr(plan, name) for name in ("UP", "IP", "CP", "HP", "N")}
-    kernel = mol_scores_triton._scores
-    done = compiled(kernel, types, constants, compute_capability, num_warps=plan.warps, num_stages=1)
-    assert done.metadata.shared <= OF_A_BLOCK[compute_capability] / (1 if whole else 2)
-    assert ("mma" in done.asm["ptx"]) != whole
 
 
 @pytest.mark.parametrize(
