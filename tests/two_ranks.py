@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,21 @@ LOADED = ("logitmix.trainer.loop", "logitmix.trainer.export.export")
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(LOADED))
 
 
+class Job(NamedTuple):
+    port: int
+    """Of the store."""
+    world_size: int
+    folder: Path
+    """For what the ranks leave."""
+    environment: dict[str, str]
+
+
 def run(worker: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE) -> list[Any]:
     """What `worker(*args)` returned on each rank; raises what a rank raised."""
     with tempfile.TemporaryDirectory() as folder:
         store = host_store()
-        arguments = (store.port, folder, world_size, dict(os.environ), worker, args)
-        mp.start_processes(_enter, args=arguments, nprocs=world_size, start_method="forkserver")
+        job = Job(store.port, world_size, Path(folder), dict(os.environ))
+        mp.start_processes(_enter, args=(job, worker, args), nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(world_size)]
 
 
@@ -67,7 +76,7 @@ def started(
     too. None of them runs any more on exit."""
     with tempfile.TemporaryDirectory() as outputs:
         store, context = host_store(), multiprocessing.get_context("forkserver")
-        common = (store.port, outputs, world_size, dict(os.environ), program, list(words), folder)
+        common = (Job(store.port, world_size, Path(outputs), dict(os.environ)), program, list(words), folder)
         ranks = [context.Process(target=_program, args=(rank, *common), daemon=True) for rank in range(world_size)]
         try:
             for rank in ranks:
@@ -103,41 +112,24 @@ def set_launcher_variables(rank: int, port: int, attempt: int = 0, world_size: i
     )
 
 
-def _enter(
-    rank: int,
-    port: int,
-    folder: str,
-    world_size: int,
-    environment: dict[str, str],
-    worker: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    _begin(environment)
-    set_launcher_variables(rank, port, world_size=world_size)
-    torch.save(worker(*args), Path(folder, str(rank)))
+def _enter(rank: int, job: Job, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _begin(job)
+    set_launcher_variables(rank, job.port, world_size=job.world_size)
+    torch.save(worker(*args), job.folder / str(rank))
 
 
-def _program(
-    rank: int,
-    port: int,
-    outputs: str,
-    world_size: int,
-    environment: dict[str, str],
-    program: Callable[[], object],
-    words: list[str],
-    folder: Path,
-) -> None:
-    _begin(environment)
-    if world_size > 1:
-        set_launcher_variables(rank, port, world_size=world_size)
+def _program(rank: int, job: Job, program: Callable[[], object], words: list[str], folder: Path) -> None:
+    _begin(job)
+    if job.world_size > 1:
+        set_launcher_variables(rank, job.port, world_size=job.world_size)
     os.chdir(folder)
     for descriptor in (1, 2):
-        os.dup2(os.open(Path(outputs, f"{rank}.{descriptor}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.dup2(os.open(job.folder / f"{rank}.{descriptor}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.argv = words
     program()
 
 
-def _begin(environment: dict[str, str]) -> None:
+def _begin(job: Job) -> None:
     os.environ.clear()
-    os.environ |= environment
+    os.environ |= job.environment
     torch.set_num_threads(1)
