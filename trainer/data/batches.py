@@ -161,12 +161,13 @@ class TrainingBatches:
             own_B = self.columns["user"][USER].values[users]
             row_B = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
         found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, row_B)
+        times = action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
         input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
         return Batch(
             ids=found.ids,
             id_V=torch.from_numpy(unique),
             features=found.features,
-            packing=Packing(torch.from_numpy(lengths), int(bounds[first]), *self._times(inputs)),
+            packing=Packing(torch.from_numpy(lengths), int(bounds[first]), *times),
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_T),
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
@@ -175,10 +176,6 @@ class TrainingBatches:
             total_positions=int(bounds[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
         )
-
-    def _times(self, inputs: Ints) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
-        """When the actions at these places were, and when the next ones were: the times of the queries after them."""
-        return action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
 
     def _groups(self, bounds: Ints) -> Ints:
         """The number of each sequence's group, for sequences at positions between `bounds` of a global batch; in

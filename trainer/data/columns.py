@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitmix.modules.schema import Feature, Schema
+from logitmix.trainer.data.arrow import as_numpy, is_list, is_text
 from logitmix.trainer.data.times import LATEST
 
 ROW = "row"
@@ -113,14 +114,10 @@ class _Times:
         """Adds the times of users with so many actions each."""
         values = within("timestamps", array, 1 - LATEST, LATEST, place)
         _require_oldest_first("timestamps", values, lengths, place)
-        if self.values.dtype == np.int32 and len(values) and not _fits(values, np.iinfo(np.int32)):
+        if self.values.dtype == np.int32 and not np.array_equal(values.astype(np.int32), values):
             self.values = self.values.astype(np.int64)
         self.values[self.filled : self.filled + len(values)] = values
         self.filled += len(values)
-
-
-def _fits(values: np.ndarray, limits: np.iinfo) -> bool:
-    return bool(limits.min <= values.min() and values.max() <= limits.max)
 
 
 class ColumnReader:
@@ -195,7 +192,7 @@ def lists(name: str, array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     if pa.types.is_fixed_size_list(array.type):
         lengths = np.full(len(array), array.type.list_size)
     else:
-        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        lengths = as_numpy(array.value_lengths())
     if array.null_count:
         raise ValueError(f"empty values in column {name}")
     return lengths, array.flatten()
@@ -211,7 +208,7 @@ def structs(name: str, array: pa.Array, wanted: Sequence[str]) -> list[pa.Array]
 
 
 def require_list(name: str, kind: pa.DataType) -> None:
-    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    if not is_list(kind):
         raise ValueError(f"column {name} is of type {kind}, not a list")
 
 
@@ -221,14 +218,6 @@ def parallel(name: str, array: pa.Array, lengths: np.ndarray) -> pa.Array:
     if not np.array_equal(own, lengths):
         raise ValueError(f"column {name} has lists that are not as long as item_indices")
     return elements
-
-
-def _integers(name: str, array: pa.Array) -> np.ndarray:
-    if not pa.types.is_integer(array.type):
-        raise ValueError(f"column {name} has values of type {array.type}, not int64")
-    if array.null_count:
-        raise ValueError(f"empty values in column {name}")
-    return array.to_numpy()
 
 
 Place = Callable[[int], str]
@@ -247,7 +236,11 @@ def _in_lists(lengths: np.ndarray, place: Place) -> Place:
 
 def within(name: str, array: pa.Array, low: int, high: int, place: Place) -> np.ndarray:
     """Integers from `low` up to below `high`; ValueError with the place of the first other one."""
-    values = _integers(name, array)
+    if not pa.types.is_integer(array.type):
+        raise ValueError(f"column {name} has values of type {array.type}, not int64")
+    if array.null_count:
+        raise ValueError(f"empty values in column {name}")
+    values = array.to_numpy()
     if len(values) and not low <= values.min() <= values.max() < high:
         wrong = int(np.argmax((values < low) | (values >= high)))
         raise ValueError(f"column {name} has {values[wrong]} at {place(wrong)}; it must be from {low} to {high - 1}")
@@ -277,8 +270,7 @@ def texts(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunke
 def require_texts(name: str, kind: pa.DataType) -> pa.DataType:
     """The type without a dictionary. ValueError if it is neither text nor integers."""
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    text = pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)
-    if not (text or pa.types.is_integer(plain)):
+    if not (is_text(plain) or pa.types.is_string_view(plain) or pa.types.is_integer(plain)):
         raise ValueError(f"column {name} has values of type {kind}, not string")
     return plain
 

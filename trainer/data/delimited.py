@@ -14,9 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
+from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_utf8
+from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.raw import ActionBlock, accept, as_numbers, as_numpy
+from logitmix.trainer.data.raw import ActionBlock, accept
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import Clock
 
 BLOCK_BYTES = 4 << 20
 LONGEST_LINE = 64 << 20
@@ -136,14 +139,6 @@ def _decode(
     return raw.filter(pa.array(valid)).cast(pa.string()), numbers[valid]
 
 
-def is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _check_header(label: str, lines: pa.StringArray, header: str) -> None:
     found = lines[0].as_py() if len(lines) else ""
     if found != header:
@@ -177,8 +172,10 @@ def _split_lines(
     def column(position: int) -> pa.StringArray:
         return flat.take(pa.array(np.arange(position, len(flat), layout.fields)))
 
-    stamps = None if layout.timestamp is None else column(layout.timestamp)
-    known = {name: as_numbers(column(place)) for name, place in layout.numbers.items()}
-    return accept(
-        label, numbers, column(layout.user), column(layout.item), stamps, lambda row: lines[row].as_py(), rejects, known
-    )
+    columns = {"user": column(layout.user), "item": column(layout.item)}
+    columns |= {name: as_numbers(column(place)) for name, place in layout.numbers.items()}
+    times = None
+    if layout.timestamp is not None:
+        times = Clock(dates=False).read(label, numbers, column(layout.timestamp))
+    rows = TableBlock(label, numbers, ["user", "item"], columns, lambda row: lines[row].as_py())
+    return accept(rows, times, rejects)

@@ -31,10 +31,9 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
-from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
-from logitmix.trainer.data.numbers import MISSING, read_numbers
-from logitmix.trainer.data.raw import as_numpy, order_of_texts
-from logitmix.trainer.data.times import is_text
+from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths, lists_of, order_of_texts
+from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
+from logitmix.trainer.data.numbers import MISSING, Numbers, read_numbers
 
 SEPARATOR = "|"
 VALUE = "value"
@@ -133,7 +132,7 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
     """
     marked = {column.name: _marked(column) for column in columns}
     columns = [replace(column, values=_filled(column.values, column.missing)) for column in columns]
-    columns = [replace(column, kind=_likely_kind(column)) for column in columns]
+    columns = [replace(of, kind=of.kind or (infer_kind(of.values) if of.infer else None)) for of in columns]
     used = [column for column in columns if column.kind]
     read = {column.name: kind_named(column.kind).read(_Source(column)) for column in used if column.kind}
     sharing: dict[str, list[Codes]] = {}
@@ -163,10 +162,7 @@ def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_co
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
     }
     unused = {column.name: _why_unused(column) for column in columns if not column.kind}
-    notes = [
-        *_of_markers(marked),
-        *(note for column in used if _is_of_numbers(column) for note in _of_numbers(column)),
-    ]
+    notes = [*_of_markers(marked), *(note for column in used for note in _of_numbers(column))]
     return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes)
 
 
@@ -193,14 +189,10 @@ def _of_markers(marked: Mapping[str, Mapping[str, int]]) -> list[str]:
     return [f"taken as missing: {said} (--schema FILE can state other texts: missing = [])"] if columns else []
 
 
-def _is_of_numbers(column: RawColumn) -> bool:
-    form = kind_named(column.kind or "")
-    return not form.sparse and not form.wide
-
-
 def _of_numbers(column: RawColumn) -> list[str]:
-    """What was read of a column of numbers in a way that a user may want otherwise."""
-    if not pa.types.is_dictionary(column.values.type):
+    """What was read of a column of numbers, if it is one, in a way that a user may want otherwise."""
+    form = kind_named(column.kind or "")
+    if form.sparse or form.wide or not pa.types.is_dictionary(column.values.type):
         return []
     numbers = read_numbers(_used(column.values))
     notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
@@ -331,20 +323,16 @@ def values_of_items(
     return values.take(pa.array(rows, mask=rows < 0))
 
 
-def _likely_kind(column: RawColumn) -> str | None:
-    return column.kind or (infer_kind(column.values) if column.infer else None)
-
-
 def infer_kind(values: pa.Array) -> str | None:
     """The kind by the rules above; None if the column is not used."""
     kind = values.type
     if values.null_count == len(values):
         return None
-    if _is_list(kind):
+    if is_list(kind):
         if _is_integer_or_text(kind.value_type):
             parts = _filled(values.flatten())
             return "ids" if parts.null_count < len(parts) and _comes_again(parts) else None
-        widths = np.unique(_lengths(values)[as_numpy(values.is_valid())])
+        widths = np.unique(lengths(values)[as_numpy(values.is_valid())])
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
     if not _is_scalar(kind) or (not values.null_count and _is_constant(values)):
         return None
@@ -385,7 +373,7 @@ def _why_unused(column: RawColumn) -> str:
         return "all values are the same"
     if not column.infer:
         return "nearly each row has its own value"
-    if not _is_list(values.type):
+    if not is_list(values.type):
         return "most values occur once" if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
     return "most values occur once" if _is_integer_or_text(values.type.value_type) else "lists of different lengths"
 
@@ -442,23 +430,28 @@ def _encoded(values: pa.Array) -> pa.Array:
 def as_lists(values: pa.Array) -> pa.Array:
     """One list a row: the parts of a text between separators, and a single value as a list of one."""
     values = _filled(values)
-    if _is_list(values.type):
+    if is_list(values.type):
         return values
     if pa.types.is_dictionary(values.type):
         texts = values.cast(pa.string())
         split = pc.split_pattern(texts, SEPARATOR)
         return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values), mask=texts.is_null())
-    there = as_numpy(values.is_valid())
-    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(there)]), pa.int32()), values.drop_null())
+    return lists_of(as_numpy(values.is_valid()), values.drop_null())
 
 
 def as_floats(values: pa.Array) -> np.ndarray:
     """float32, NaN for what is no number, is infinite or missing."""
     values = _filled(values)
     if pa.types.is_dictionary(values.type):
-        used = _used(values)
-        values = read_numbers(used).values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices))
+        values, _ = _parsed(values)
     return _floats(values) if _is_scalar(values.type) else np.full(len(values), np.nan, np.float32)
+
+
+def _parsed(values: pa.DictionaryArray) -> tuple[pa.Array, Numbers]:
+    """A column of texts as numbers, null where they are none; and what was found of its different texts."""
+    used = _used(values)
+    numbers = read_numbers(used)
+    return numbers.values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices)), numbers
 
 
 def ids_as_texts(values: pa.Array) -> pa.StringArray:
@@ -488,15 +481,6 @@ def _is_binary(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _lengths(values: pa.Array) -> np.ndarray:
-    """The width of the lists; 0 if there is none."""
-    return pc.fill_null(pc.list_value_length(values), 0).to_numpy().astype(np.int64)
-
-
 @dataclass(frozen=True)
 class Codes:
     """The values of a sparse feature, as places in a list of distinct texts."""
@@ -520,8 +504,8 @@ class _Source:
 
     def one_id(self) -> Codes:
         values = self.column.values
-        self._require_ids(values.type.value_type if _is_list(values.type) else values.type)
-        if _is_list(values.type):
+        self._require_ids(values.type.value_type if is_list(values.type) else values.type)
+        if is_list(values.type):
             raise ValueError(
                 f"feature {self.column.name} has lists of values: its kind can be ids or vector, not {self.column.kind}"
             )
@@ -531,7 +515,7 @@ class _Source:
         values = self.column.values
         if self.column.columns:
             return self._with_parallel()
-        if _is_list(values.type):
+        if is_list(values.type):
             self._require_ids(values.type.value_type)
             return _code_lists(values)
         self._require_ids(values.type)
@@ -544,18 +528,43 @@ class _Source:
     def _with_parallel(self) -> Codes:
         """Of lists of structs, as joined.py makes them."""
         values, names = self.column.values, list(self.column.columns)
-        if not (_is_list(values.type) and pa.types.is_struct(values.type.value_type)):
+        if not (is_list(values.type) and pa.types.is_struct(values.type.value_type)):
             raise ValueError(f"feature {self.column.name} is not read with {' and '.join(names)} from this source")
-        flat, ends = values.flatten(), np.cumsum(_lengths(values))
+        flat, ends = values.flatten(), np.cumsum(lengths(values))
         coded = _code_values(flat.field(VALUE).dictionary_encode())
         parallel = {name: flat.field(name).to_numpy(zero_copy_only=False) for name in names}
         return Codes(coded.codes, coded.texts, np.concatenate([[0], ends]), parallel)
 
     def numbers(self) -> np.ndarray:
-        return _numbers(self.column, self.exceptions)
+        """Infinite ones are missing, too. ValueError for texts that are no numbers, unless they may be exceptions."""
+        name, values, kind = self.column.name, self.column.values, self.column.values.type
+        if pa.types.is_dictionary(kind):
+            values, found = _parsed(values)
+            if len(found.wrong) and not (self.exceptions and found.wrong_are_exceptions):
+                note = f" ({found.note})" if found.note else ""
+                raise ValueError(f"feature {name} has the value {found.wrong[0].as_py()!r}, which is no number{note}")
+        elif pa.types.is_temporal(kind):
+            values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+        elif not (_is_scalar(kind) or pa.types.is_null(kind)):
+            raise ValueError(f"feature {name} has values of type {kind}, which are no numbers")
+        return _floats(values)
 
     def vectors(self) -> np.ndarray:
-        return _vectors(self.column)
+        """Infinite numbers are missing, too."""
+        name, values = self.column.name, self.column.values
+        if pa.types.is_dictionary(values.type):
+            values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
+        if not is_list(values.type):
+            raise ValueError(f"feature {name} has values of type {values.type}; a vector needs lists of numbers")
+        there = as_numpy(values.is_valid())
+        widths = np.unique(lengths(values)[there])
+        if len(widths) != 1 or not widths[0]:
+            found = ", ".join(map(str, widths[:5])) or "no"
+            raise ValueError(f"feature {name} has lists of {found} numbers; a vector needs one width above 0")
+        flat = _Source(replace(self.column, values=_filled(values.flatten())), exceptions=False)
+        made = np.full((len(values), int(widths[0])), np.nan, np.float32)
+        made[there] = flat.numbers().reshape(-1, int(widths[0]))
+        return made
 
     def _require_ids(self, kind: pa.DataType) -> None:
         if not (_is_scalar(kind) or is_text(kind)):
@@ -579,7 +588,7 @@ def _code_lists(lists: pa.Array) -> Codes:
     """Missing elements are left out."""
     flat = _code_values(_filled(lists.flatten()))
     there = flat.codes >= 0
-    rows = np.repeat(np.arange(len(lists)), _lengths(lists))
+    rows = np.repeat(np.arange(len(lists)), lengths(lists))
     counts = np.bincount(rows[there], minlength=len(lists))
     return Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
 
@@ -591,10 +600,9 @@ def _code_text_lists(values: pa.DictionaryArray) -> Codes:
     distinct = _code_lists(split)
     assert distinct.offsets is not None
     texts = values.indices.fill_null(-1).to_numpy()
-    lengths = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])
-    ends = np.cumsum(lengths)
-    places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(distinct.offsets[texts] - (ends - lengths), lengths)
-    return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], ends]))
+    counts = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])
+    places = ranges(distinct.offsets[texts], counts)
+    return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], np.cumsum(counts)]))
 
 
 def _vocabulary(features: Sequence[Codes], min_count: int) -> pa.StringArray:
@@ -617,44 +625,6 @@ def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:
     # Code -1, a missing value, takes the last place.
     rows_of_codes = np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))
     return Column(rows_of_codes[coded.codes], coded.offsets, coded.parallel)
-
-
-def _numbers(column: RawColumn, exceptions: bool = True) -> np.ndarray:
-    """float32 [R], NaN where missing or infinite. ValueError for texts that are no numbers, unless they may be
-    exceptions."""
-    values, kind = column.values, column.values.type
-    if pa.types.is_dictionary(kind):
-        used = _used(values)
-        numbers = read_numbers(used)
-        if len(numbers.wrong) and not (exceptions and numbers.wrong_are_exceptions):
-            note = f" ({numbers.note})" if numbers.note else ""
-            raise ValueError(
-                f"feature {column.name} has the value {numbers.wrong[0].as_py()!r}, which is no number{note}"
-            )
-        values = numbers.values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices))
-    elif pa.types.is_temporal(kind):
-        values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
-    elif not (_is_scalar(kind) or pa.types.is_null(kind)):
-        raise ValueError(f"feature {column.name} has values of type {kind}, which are no numbers")
-    return _floats(values)
-
-
-def _vectors(column: RawColumn) -> np.ndarray:
-    """float32 [R, width], NaN where missing or infinite."""
-    values = column.values
-    if pa.types.is_dictionary(values.type):
-        values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
-    if not _is_list(values.type):
-        raise ValueError(f"feature {column.name} has values of type {values.type}; a vector needs lists of numbers")
-    there = as_numpy(values.is_valid())
-    widths = np.unique(_lengths(values)[there])
-    if len(widths) != 1 or not widths[0]:
-        found = ", ".join(map(str, widths[:5])) or "no"
-        raise ValueError(f"feature {column.name} has lists of {found} numbers; a vector needs one width above 0")
-    flat = replace(column, values=_filled(values.flatten()))
-    made = np.full((len(values), int(widths[0])), np.nan, np.float32)
-    made[there] = _numbers(flat, exceptions=False).reshape(-1, int(widths[0]))
-    return made
 
 
 def _floats(values: pa.Array) -> np.ndarray:

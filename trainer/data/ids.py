@@ -1,34 +1,28 @@
 """Columns of ids as text: integers and whole numbers by their digits, as far as these are exact."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.trainer.data.arrow import as_numpy, is_text
 from logitmix.trainer.data.blocks import TableBlock
-from logitmix.trainer.data.raw import as_numpy
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.times import is_text
 
 _WHOLE = r"^(-?[0-9]+)(\.0*)?$"
 
 
-def exact_ids(
-    label: str, rows: TableBlock, owners: tuple[str, ...], rejects: Rejects
-) -> tuple[TableBlock, list[pa.StringArray]]:
-    """The rows without those whose ids are no exact whole numbers, which are rejected; and the first columns of keys,
-    ids of `owners`, as text. ValueError if a column cannot be ids."""
-    columns = rows.keys[: len(owners)]
-    found = [_texts(label, name, column) for name, column in zip(rows.names, columns, strict=False)]
-    kept = np.ones(len(rows.numbers), bool)
-    for owner, ids, column in zip(owners, found, columns, strict=True):
-        inexact = kept & as_numpy(ids.is_null()) & as_numpy(column.is_valid())
-        for row in np.flatnonzero(inexact):
-            reason = f"the {owner} {column[row]} is not a whole number that is exact"
-            rejects.add(label, int(rows.numbers[row]), reason, rows.text(int(row)))
-        kept &= ~inexact
-    if kept.all():
-        return rows, found
-    return rows.only(kept), [ids.filter(pa.array(kept)) for ids in found]
+def exact_ids(block: TableBlock, owners: tuple[str, ...], rejects: Rejects) -> TableBlock:
+    """The block with its first keys, the ids of `owners`, as text. Rows whose ids are no exact whole numbers are
+    rejected. ValueError if a column cannot be ids."""
+    texts, reasons = {}, dict[int, str]()
+    for owner, name in zip(owners, block.keys, strict=False):
+        column = block.columns[name]
+        texts[name] = _texts(block.label, name, column)
+        for row in np.flatnonzero(as_numpy(texts[name].is_null()) & as_numpy(column.is_valid())):
+            reasons.setdefault(int(row), f"the {owner} {column[row]} is not a whole number that is exact")
+    return replace(block, columns=block.columns | texts).only(block.reject(reasons, rejects))
 
 
 def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:

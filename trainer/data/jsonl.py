@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
+from logitmix.trainer.data.arrow import as_numpy, is_encodable
 from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import line_blocks
 from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.raw import as_numpy, is_encodable
 from logitmix.trainer.data.rejects import Rejects
 
 MOST_KEYS = 50
@@ -206,12 +206,10 @@ class _Reader:
         intact = np.ones(len(numbers), bool)
         for name in [name for name in names if name in arrays and arrays[name].null_count]:
             intact &= as_numpy(arrays[name].is_valid()) | [value is None for value in columns[name]]
-        for row in np.flatnonzero(~intact):
-            rejects.add(self.label, numbers[row], "not UTF-8", lines[row])
-        rows = np.flatnonzero(intact)
-        arrays = {name: array.take(pa.array(rows)) for name, array in arrays.items()}
-        keys = [arrays.pop(name, pa.nulls(len(rows), pa.string())) for name in names]
-        return TableBlock(np.array(numbers, np.int64)[rows], names, keys, arrays, lambda row: lines[rows[row]].decode())
+        none = pa.nulls(len(numbers), pa.string())
+        arrays |= {name: none for name in names if name not in arrays}
+        block = TableBlock(self.label, np.array(numbers, np.int64), names, arrays, lines.__getitem__)
+        return block.only(block.reject(dict.fromkeys(np.flatnonzero(~intact).tolist(), "not UTF-8"), rejects))
 
 
 def _paths(columns: Columns) -> Iterator[str]:

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths, lists_of
 from logitmix.trainer.data.blocks import TableBlock
-from logitmix.trainer.data.raw import as_numpy
+from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.times import is_text
 
 ACTIONS = 1 << 18
 """Of a block of rows with one item each, about."""
@@ -29,14 +29,14 @@ SEPARATORS = ("|", ",", ";", " ")
 class Lists:
     """The rows of all files of a source, and what is to be said of them."""
 
-    def __init__(self, names: list[str], separator: str, rejects: Rejects) -> None:
-        """`names` of the columns with users, items and, if there are any, times."""
-        self.names, self.separator, self.rejects = names, separator, rejects
+    def __init__(self, item: str, separator: str, rejects: Rejects) -> None:
+        """`item`: the column with the lists."""
+        self.item, self.separator, self.rejects = item, separator, rejects
         self.rows = self.actions = self.empty = 0
         """Rows with lists of items, their items, and rows without any."""
         self.first_empty = ""
-        self.parallel: dict[str, bool] = {names[1]: True}
-        """Whether the lists of a column have a value for each item."""
+        self.parallel: dict[str, bool] = {}
+        """Whether the lists of another column have a value for each item."""
         self.repeated: dict[str, None] = {}
         """Columns with one value for all items of a row."""
         self.looked = False
@@ -45,44 +45,45 @@ class Lists:
         self.again = self.repeats = 0
         """Of these rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
 
-    def explode(self, label: str, block: TableBlock) -> Iterator[TableBlock]:
+    def explode(self, block: TableBlock) -> Iterator[TableBlock]:
         """The block with one item a row. Rows of which a parallel list has another length are rejected."""
-        items = self._lists(block.keys[1])
+        user, item = block.keys[:2]
+        items = self._lists(block.columns[item])
         if not is_list(items.type):
-            self._propose(label, items)
+            self._propose(block.label, items)
             if not self.rows or items.null_count < len(items):
                 yield block
                 return
             items = pa.nulls(len(items), pa.list_(pa.string()))
         counts = lengths(items)
-        self._compare(block.keys[0], items, counts)
-        columns = dict(zip(self.names, block.keys, strict=True)) | block.columns | {self.names[1]: items}
+        self._compare(block.columns[user], items, counts)
+        columns, parallel = block.columns | {item: items}, {item}
         whole = np.ones(len(counts), bool)
-        for name, values in columns.items():
-            lists = self._lists(values) if name != self.names[0] else values
-            if name == self.names[1] or not self._is_parallel(name, lists, counts, of_text=lists is not values):
+        for name, values in block.columns.items():
+            lists = self._lists(values) if name != user else values
+            stated = name in block.keys and lists is values
+            if name == item or not self._is_parallel(name, lists, counts, stated):
                 continue
-            columns[name] = lists
-            wrong = whole & as_numpy(lists.is_valid()) & (lengths(lists) != counts)
-            for row in np.flatnonzero(wrong):
-                reason = f"{name} has {lengths(lists)[row]} values for {counts[row]} items"
-                self.rejects.add(label, int(block.numbers[row]), reason, block.text(int(row)))
-            whole &= ~wrong
-        self._count(label, block.numbers, whole, counts)
-        rows = np.flatnonzero(whole & (counts > 0))
-        for part in _parts(rows, counts):
-            yield self._one_item_a_row(block, columns, counts, part)
+            columns[name], size = lists, lengths(lists)
+            parallel.add(name)
+            wrong = np.flatnonzero(whole & as_numpy(lists.is_valid()) & (size != counts)).tolist()
+            reasons = {row: f"{name} has {size[row]} values for {counts[row]} items" for row in wrong}
+            whole &= block.reject(reasons, self.rejects)
+        self.repeated |= dict.fromkeys(name for name in block.others if name not in parallel)
+        self._count(block, whole, counts)
+        for part in _parts(np.flatnonzero(whole & (counts > 0)), counts):
+            yield _one_item_a_row(replace(block, columns=columns), parallel, counts, part)
 
     def say(self) -> None:
         """What became of the lists, in a line each."""
         if self.separator and self.actions == self.rows:
             self.rejects.say(
-                f"no text of {self.names[1]} has {self.separator!r} in it (--list-separator): each is one item"
+                f"no text of {self.item} has {self.separator!r} in it (--list-separator): each is one item"
             )
             return
         if not self.rows:
             return
-        parallel = [name for name, holds in self.parallel.items() if holds]
+        parallel = [self.item, *(name for name, holds in self.parallel.items() if holds)]
         self.rejects.say(
             f"{self.rows:,} rows have lists: read as {self.actions:,} actions, each with its own {', '.join(parallel)}"
         )
@@ -114,11 +115,12 @@ class Lists:
         """Texts as lists if there is a separator."""
         return split(values, self.separator) if self.separator and is_text(values.type) else values
 
-    def _is_parallel(self, name: str, lists: pa.Array, counts: np.ndarray, of_text: bool) -> bool:
-        """Decided by most rows of the first block where the column has lists. Times that are lists always are."""
+    def _is_parallel(self, name: str, lists: pa.Array, counts: np.ndarray, stated: bool) -> bool:
+        """Decided by most rows of the first block where the column has lists. Times that are lists always are: `stated`
+        to be."""
         if not is_list(lists.type):
             return False
-        if name in self.names and not of_text:
+        if stated:
             self.parallel[name] = True
         if name not in self.parallel:
             there = as_numpy(lists.is_valid())
@@ -130,43 +132,16 @@ class Lists:
             self.parallel[name] = bool(2 * np.sum(lengths(lists)[there] == counts[there]) > there.sum())
         return self.parallel[name]
 
-    def _count(self, label: str, numbers: np.ndarray, whole: np.ndarray, counts: np.ndarray) -> None:
+    def _count(self, block: TableBlock, whole: np.ndarray, counts: np.ndarray) -> None:
         empty = np.flatnonzero(whole & (counts == 0))
         if len(empty) and not self.empty:
-            self.first_empty = f"{label}:{numbers[empty[0]]}"
+            self.first_empty = f"{block.label}:{block.numbers[empty[0]]}"
         self.empty += len(empty)
         read = whole & (counts > 0)
         self.rows += int(read.sum())
         self.actions += int(counts[read].sum())
         # Each action can be rejected.
         self.rejects.lines += int(counts[read].sum() - read.sum())
-
-    def _one_item_a_row(
-        self, block: TableBlock, columns: dict[str, pa.Array], counts: np.ndarray, rows: np.ndarray
-    ) -> TableBlock:
-        sizes = counts[rows]
-        of_row = np.repeat(rows, sizes)
-        within = np.arange(len(of_row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        made = {}
-        for name, values in columns.items():
-            if self.parallel.get(name) and is_list(values.type):
-                size = lengths(values)
-                places = (np.cumsum(size) - size)[of_row] + within
-                made[name] = values.flatten().take(pa.array(places, mask=size[of_row] == 0))
-            else:
-                made[name] = values.take(pa.array(of_row))
-                if name not in self.names:
-                    self.repeated[name] = None
-        keys = [made.pop(name) for name in self.names]
-        of_one_time = len(self.names) > 2 and not is_list(columns[self.names[2]].type)
-        return replace(
-            block,
-            numbers=block.numbers[of_row],
-            keys=keys,
-            columns=made,
-            text=lambda row: block.text(int(of_row[row])),
-            places=within if of_one_time else None,
-        )
 
     def _propose(self, label: str, items: pa.Array) -> None:
         """Says so where the first texts look like lists: each its own, of parts that come again."""
@@ -182,10 +157,32 @@ class Lists:
             if len(flat) >= 3 * len(texts) and 2 * len(flat.unique()) <= len(flat):
                 example = texts[0].as_py()
                 self.rejects.say(
-                    f"{label}: {self.names[1]} looks like lists ({example[:40]!r}); if a row has several items, split "
+                    f"{label}: {self.item} looks like lists ({example[:40]!r}); if a row has several items, split "
                     f'them with --list-separator "{separator}"'
                 )
                 return
+
+
+def _one_item_a_row(block: TableBlock, parallel: set[str], counts: np.ndarray, rows: np.ndarray) -> TableBlock:
+    """Some of the rows, each as often as it has items: with a value of each `parallel` list, and the others' whole."""
+    of_row = np.repeat(rows, counts[rows])
+    within = ranges(np.zeros_like(rows), counts[rows])
+    made = {}
+    for name, values in block.columns.items():
+        if name in parallel:
+            size = lengths(values)
+            places = (np.cumsum(size) - size)[of_row] + within
+            made[name] = values.flatten().take(pa.array(places, mask=size[of_row] == 0))
+        else:
+            made[name] = values.take(pa.array(of_row))
+    of_one_time = len(block.keys) > 2 and not is_list(block.columns[block.keys[2]].type)
+    return replace(
+        block,
+        numbers=block.numbers[of_row],
+        columns=made,
+        text=lambda row: block.text(int(of_row[row])),
+        places=within if of_one_time else None,
+    )
 
 
 def split(texts: pa.Array, separator: str) -> pa.ListArray:
@@ -216,15 +213,6 @@ def _distinct_ids(values: pa.Array) -> int:
     return len(values.unique()) if pa.types.is_dictionary(values.type) or pa.types.is_integer(values.type) else 0
 
 
-def is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def lengths(lists: pa.Array) -> np.ndarray:
-    """int64; 0 for a missing list."""
-    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-
-
 def unnested(name: str, values: pa.Array, wanted: list[str]) -> Iterator[tuple[str, pa.Array]]:
     """A column under its name; instead of structs, their fields by path, and instead of lists of structs with a wanted
     path, one column of lists for each field."""
@@ -233,9 +221,8 @@ def unnested(name: str, values: pa.Array, wanted: list[str]) -> Iterator[tuple[s
         for field, column in zip(kind, values.flatten(), strict=True):
             yield from unnested(f"{name}.{field.name}", column, wanted)
     elif _is_list_of_structs(kind) and any(path.startswith(f"{name}.") for path in wanted):
-        offsets = pa.array(np.append(0, np.cumsum(lengths(values))), pa.int32())
         for path, column in unnested(name, values.flatten(), wanted):
-            yield path, pa.ListArray.from_arrays(offsets, column, mask=values.is_null())
+            yield path, lists_of(lengths(values), column, values.is_null())
     else:
         yield name, values
 

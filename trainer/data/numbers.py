@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.trainer.data.raw import FLOAT, as_numbers
+from logitmix.trainer.data.arrow import FLOAT, as_numbers
 
 MISSING = (
     "NaN", "nan", "NAN", "-NaN", "-nan", "NULL", "null", "Null", "(null)", "[NULL]", "None", "NA", "<NA>", "N/A", "n/a",

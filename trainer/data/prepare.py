@@ -27,6 +27,8 @@ from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch_names, push, tell
 from logitmix.modules.schema import Owner
+from logitmix.trainer.data.arrow import codes_of, order_of_texts
+from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.description import is_dataset
 from logitmix.trainer.data.features import (
@@ -41,7 +43,7 @@ from logitmix.trainer.data.features import (
 )
 from logitmix.trainer.data.files import digests, plain
 from logitmix.trainer.data.matching import match
-from logitmix.trainer.data.raw import Actions, RawDataset, codes_of, order_of_texts
+from logitmix.trainer.data.raw import Actions, RawDataset, SideTable
 from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
@@ -135,11 +137,7 @@ def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawD
 def _write(
     directory: Path, options: PrepareOptions, said: FeaturesOptions, raw: RawDataset, rejects: Rejects, console: Console
 ) -> dict[str, Any]:
-    read = {
-        "users": len(raw.actions.user_ids),
-        "items": len(raw.actions.item_ids),
-        "actions": len(raw.actions.users),
-    }
+    read = raw.actions.counts()
     origin = raw.source and {"name": plain(raw.source.name), "sha256": digests(raw.source, raw.files)}
     for setting in ("items", "users", "schema"):
         if path := getattr(options, setting):
@@ -147,8 +145,7 @@ def _write(
     read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
     ordered = _arrange(raw.actions, options, _leave_out_row_numbers(raw))
     sides, side_notes = _match(raw, read_ids, ordered, options)
-    items = raw.items.of(ordered.item_ids)
-    title = options.title_column
+    items, title = raw.items.of(ordered.item_ids), options.title_column
     titles = _titles(items.pop(title, None), raw.actions.columns.pop(title, None), ordered)
     made = _features(raw, items, ordered, options, said)
     contents = DatasetContents(
@@ -234,7 +231,7 @@ def _leave_out_row_numbers(raw: RawDataset) -> list[str]:
 def _arrange(actions: Actions, options: PrepareOptions, numbering: Collection[str]) -> _Ordered:
     """Filters, numbers and sorts. Takes the arrays out of `actions`, to free each as soon as possible. Actions that
     differ only in the columns `numbering` are duplicates."""
-    read = {"users": len(actions.user_ids), "items": len(actions.item_ids), "actions": len(actions.users)}
+    read = actions.counts()
     rows = _sorted(actions, _chosen(actions, options))
     users, items, timestamps = (values[rows] for values in (actions.users, actions.items, actions.timestamps))
     nanoseconds = None if actions.nanoseconds is None else actions.nanoseconds[rows]
@@ -248,10 +245,12 @@ def _arrange(actions: Actions, options: PrepareOptions, numbering: Collection[st
     user_kept = np.bincount(users[there], minlength=read["users"]) > 0
     user_order = _order_of_ids(actions.user_ids, user_kept)
     item_order = _order_of_ids(actions.item_ids, np.bincount(items[there], minlength=read["items"]) > 0)
+    ranks = np.empty(read["items"], np.int32)
+    ranks[item_order] = np.arange(len(item_order))
     places, offsets = _regrouped(np.flatnonzero(there), users[there], user_order, read["users"])
     return _Ordered(
         offsets,
-        _ranks(item_order, read["items"])[items[places]],
+        ranks[items[places]],
         timestamps[places],
         rows[places] if actions.columns else np.empty(0, np.int64),
         actions.user_ids.take(pa.array(user_order)),
@@ -298,8 +297,7 @@ def _regrouped(
     these."""
     counts = np.bincount(users, minlength=codes)
     starts, lengths = (np.cumsum(counts) - counts)[user_order], counts[user_order]
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
-    return places[np.repeat(starts - offsets[:-1], lengths) + np.arange(len(places))], offsets
+    return places[ranges(starts, lengths)], np.concatenate(([0], np.cumsum(lengths)))
 
 
 def _filter(
@@ -407,22 +405,14 @@ def _features(
             return values.take(pa.array(ordered.offsets[:-1]))
         return values_of_items(values, ordered.items, ordered.timestamps, len(ordered.item_ids), "first")
 
-    kinds = {
-        owner: {**raw.kinds, **table.kinds}
-        for owner, table in (("item", raw.items), ("user", raw.users), ("event", raw.actions))
-    }
-    times = {"event": ordered.timestamps}
-
-    def is_clear(name: str, owner: Owner, values: pa.Array) -> bool:
-        if name in kinds[owner]:
-            return kinds[owner][name] is not None
-        return not name_each_row(name, values, times.get(owner))
-
-    found = [
-        RawColumn(name, owner, values, kinds[owner].get(name), infer=is_clear(name, owner, values))
-        for owner, named in known.items()
-        for name, values in named.items()
-    ]
+    tables: Mapping[Owner, SideTable | Actions] = {"item": raw.items, "user": raw.users, "event": raw.actions}
+    found = []
+    for owner, of in known.items():
+        kinds = {**raw.kinds, **tables[owner].kinds}
+        times = ordered.timestamps if owner == "event" else None
+        for name, values in of.items():
+            infer = kinds[name] is not None if name in kinds else not name_each_row(name, values, times)
+            found.append(RawColumn(name, owner, values, kinds.get(name), infer=infer))
     chosen = apply_options(name_features(found), said, options.schema, of_owner)
     try:
         return make_features(chosen, ordered.item_ids, options.min_feature_count)
@@ -483,9 +473,3 @@ def _order_of_ids(ids: pa.StringArray, kept: np.ndarray) -> np.ndarray:
     """Codes of the kept ids, in order."""
     codes = np.flatnonzero(kept)
     return codes[order_of_texts(ids.take(pa.array(codes)))]
-
-
-def _ranks(order: np.ndarray, size: int) -> np.ndarray:
-    ranks = np.empty(size, np.int32)
-    ranks[order] = np.arange(len(order), dtype=np.int32)
-    return ranks

@@ -4,7 +4,7 @@ There is no Python object per action: a source reads blocks of rows into Arrow a
 joins them as integers, and columns of text as dictionaries.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.trainer.data.arrow import as_numpy, codes_of, is_number, is_text
+from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.times import Clock, Times, is_text, note_units
+from logitmix.trainer.data.times import Times, note_units
 
-_NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-FLOAT = pa.float32()
 TIME = "a number between -2^62 and 2^62"
 
 
@@ -63,6 +63,9 @@ class Actions:
     """Of the timestamps, one of UNITS; "" for numbers that are no times since 1970. None: told from them."""
     examples: dict[str, str] = field(default_factory=dict)
     """A timestamp and its place for each of UNITS in which some may be."""
+
+    def counts(self) -> dict[str, int]:
+        return {"users": len(self.user_ids), "items": len(self.item_ids), "actions": len(self.users)}
 
 
 @dataclass(frozen=True)
@@ -189,10 +192,6 @@ def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
     return pa.chunked_array(parts, kind).combine_chunks()
 
 
-def is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
-
-
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
     user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
@@ -227,99 +226,33 @@ def _join(parts: list[np.ndarray], kind: str) -> np.ndarray:
     return joined
 
 
-def accept(
-    label: str,
-    numbers: np.ndarray,
-    users: pa.StringArray,
-    items: pa.StringArray,
-    stamps: pa.Array | Times | None,
-    text: Callable[[int], str | bytes],
-    rejects: Rejects,
-    columns: Mapping[str, pa.Array],
-    time: str = TIME,
-) -> ActionBlock:
-    """The rows with both ids and a time; the others are rejected, with `text(row)`. An id has no NUL byte, and `time`
-    says what a time must be. An array of `stamps` has numbers.
-
-    `numbers` are the rows' places in the file `label`, and also the times if `stamps` is None.
-    """
-    user_ok, item_ok = (filled(ids) & without_nul(ids) for ids in (users, items))
-    if stamps is None:
-        times = Times(pa.array(numbers), numbers, np.ones(len(numbers), bool))
-    else:
-        times = stamps if isinstance(stamps, Times) else Clock(dates=False).read(label, numbers, stamps)
-    accepted = user_ok & item_ok & times.there
-    for row in np.flatnonzero(~accepted):
-        if not user_ok[row]:
-            reason = f"the user {wrong_with(users[row])}"
-        elif not item_ok[row]:
-            reason = f"the item {wrong_with(items[row])}"
-        else:
-            reason = f"the timestamp {str(times.written[row])[:40]!r} is not {time}"
-        rejects.add(label, int(numbers[row]), reason, text(int(row)))
-    rejects.check_format(label)
-    mask = pa.array(accepted)
+def accept(block: TableBlock, times: Times | None, rejects: Rejects, time: str = TIME) -> ActionBlock:
+    """The rows with both ids, the first keys as text, and a time; the others are rejected. `time` says what a time must
+    be. Without `times`, they are the rows' places in the file."""
+    user, item = block.keys[:2]
+    reasons = wrong_ids("item", block.columns[item]) | wrong_ids("user", block.columns[user])
+    if times:
+        for row in np.flatnonzero(~times.there).tolist():
+            reasons.setdefault(row, f"the timestamp {str(times.written[row])[:40]!r} is not {time}")
+    kept = block.reject(dict(sorted(reasons.items())), rejects)
+    rejects.check_format(block.label)
+    block = block.only(kept)
     return ActionBlock(
-        users.filter(mask),
-        items.filter(mask),
-        times.values[accepted].astype(np.int64),
-        {name: column.filter(mask) for name, column in columns.items()},
-        None if times.nanoseconds is None else times.nanoseconds[accepted],
-        label=label,
-        numbers=None if stamps is None else numbers[accepted],
+        block.columns[user],
+        block.columns[item],
+        (times.values[kept] if times else block.numbers).astype(np.int64),
+        block.others,
+        times.nanoseconds[kept] if times and times.nanoseconds is not None else None,
+        block.kinds,
+        block.label,
+        block.numbers if times else None,
     )
 
 
-def filled(ids: pa.StringArray) -> np.ndarray:
-    """Which rows have an id."""
-    return as_numpy(pc.fill_null(pc.not_equal(ids, ""), False))
-
-
-def without_nul(ids: pa.StringArray) -> np.ndarray:
-    """Which rows have no NUL byte, which ends a text for other programs."""
-    return ~as_numpy(pc.fill_null(pc.match_substring(ids, "\0"), False))
-
-
-def wrong_with(rejected: pa.StringScalar) -> str:
-    """Why an id is not one."""
-    return "has a NUL byte" if rejected.as_py() else "is empty"
-
-
-def as_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> pa.Array:
-    """Values of type `kind`, null for text that is not a number."""
-    return pc.if_else(pc.match_substring_regex(texts, _NUMBER), texts, None).cast(kind)
-
-
-def codes_of(values: pa.Array) -> np.ndarray:
-    """An integer for each value, equal for equal ones and for missing ones."""
-    kind = values.type
-    if pa.types.is_null(kind):
-        return np.zeros(len(values), np.int32)
-    if pa.types.is_nested(kind):
-        # Arrow cannot compare these.
-        values = pa.array([repr(value) for value in values.to_pylist()], pa.string())
-    encoded = values if pa.types.is_dictionary(kind) else values.dictionary_encode()
-    return encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-
-
-def as_numpy(array: pa.Array) -> np.ndarray:
-    return array.to_numpy(zero_copy_only=False)
-
-
-def is_encodable(text: str) -> bool:
-    """False for texts with placeholders of undecodable bytes, or with lone surrogates."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def order_of_texts(texts: pa.StringArray) -> np.ndarray:
-    """Places in order: by number where all are digits (up to 18), else by their UTF-8 bytes."""
-    keys = {"text": texts}
-    if pc.all(pc.match_substring_regex(texts, "^[0-9]{1,18}$")).as_py():
-        keys = {"number": texts.cast(pa.int64()), "text": texts}
-    return pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys]).to_numpy()
+def wrong_ids(owner: str, ids: pa.StringArray) -> dict[int, str]:
+    """Why some are no ids, by row: they are missing, or have a NUL byte, which ends a text for other programs."""
+    wrong = pc.fill_null(pc.or_(pc.equal(ids, ""), pc.match_substring(ids, "\0")), True)
+    return {
+        row: f"the {owner} {'has a NUL byte' if ids[row].as_py() else 'is empty'}"
+        for row in np.flatnonzero(as_numpy(wrong)).tolist()
+    }

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.trainer.data.raw import as_numbers, as_numpy
+from logitmix.trainer.data.arrow import as_numbers, as_numpy
 
 LEAST = 20
 """Rows from which on values alone, without a name, tell that they number the rows."""

@@ -21,70 +21,69 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.common.mappings import first_line
+from logitmix.trainer.data.arrow import as_numbers, is_encodable, is_text, is_utf8
 from logitmix.trainer.data.blocks import Keys, TableBlock
-from logitmix.trainer.data.delimited import is_utf8, require_short
+from logitmix.trainer.data.delimited import require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
 from logitmix.trainer.data.jsonl import is_json, read_json
 from logitmix.trainer.data.lists import paths, unnested
 from logitmix.trainer.data.quotes import swallows_rows
-from logitmix.trainer.data.raw import as_numbers, is_encodable
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.times import is_text
 
 BLOCK_ROWS = 1 << 16
 """Of Parquet."""
 BLOCK_BYTES = 1 << 20
 """Of CSV."""
 DELIMITERS = ",;\t|"
-KINDS: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
+KINDS_OF_TYPES: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
 _QUOTED = re.compile(r'".*"')
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
+@dataclass(frozen=True)
+class CsvOptions:
+    """What CSV files do not tell themselves."""
+
+    delimiter: str = ""
+    """Empty: whichever of DELIMITERS gives the required columns or else the most."""
+    columns: Sequence[str] = ()
+    """Names for files without a header, "_" for a column that is not read."""
+    quote: bool = False
+    """Fields between tabs may be in quotes, as in other CSV."""
+
+
+CSV = CsvOptions()
+
+
 def read_blocks(
-    file: InputFile,
-    keys: Keys,
-    rejects: Rejects,
-    progress: Progress,
-    delimiter: str = "",
-    columns: Sequence[str] = (),
-    quote: bool = False,
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, csv: CsvOptions = CSV
 ) -> Iterator[TableBlock]:
-    """All columns of a file. CSV columns are text, split at `delimiter`, or at whichever of DELIMITERS gives the `keys`
-    or else the most columns; between tabs, fields have quotes as in CSV only with `quote`; `columns` names those of a
-    CSV without a header, "_" one that is not read. Where a header states types, as name:token_seq, sequences are lists,
+    """All columns of a file. CSV columns are text. Where a header states types, as name:token_seq, sequences are lists,
     and the blocks have the kinds. CSV rows with another number of fields, or whose keys are not UTF-8, are rejected. Of
     Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
 
     ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
     parted = _Partition(file, keys)
-    for block in _read_file(file, parted.keys_within, rejects, progress, delimiter, columns, quote):
+    for block in _read_file(file, parted.keys_within, rejects, progress, csv):
         yield parted.add_to(block)
 
 
 def _read_file(
-    file: InputFile,
-    keys: Keys,
-    rejects: Rejects,
-    progress: Progress,
-    delimiter: str,
-    columns: Sequence[str],
-    quote: bool,
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, csv: CsvOptions
 ) -> Iterator[TableBlock]:
     parquet = magic(file.path) == b"PAR1"
-    if columns and (parquet or is_json(file)):
+    if csv.columns and (parquet or is_json(file)):
         raise ValueError(f"{file.label}: names its columns itself; --columns is for CSV without a header")
     if parquet:
         yield from _read_parquet(file, keys, rejects, progress)
-        return
-    if is_zip(file.path):
+    elif is_zip(file.path):
         raise ValueError(f"{file.path}: is a zip; unpack it and give the table in it")
-    if is_json(file):
+    elif is_json(file):
         yield from read_json(file, keys, rejects, progress)
-        return
-    with file.open(progress) as stream:
-        yield from _CsvReader(stream, file.label, keys, rejects, delimiter, columns, quote).blocks()
+    else:
+        with file.open(progress) as stream:
+            yield from _CsvReader(stream, file.label, keys, rejects, csv).blocks()
 
 
 class _Partition:
@@ -105,32 +104,18 @@ class _Partition:
         return [name for name in self.wanted if name in self.own]
 
     def add_to(self, block: TableBlock) -> TableBlock:
-        if not self.values:
-            return block
-        rows = len(block.numbers)
         added = {
-            name: pa.array([value] if rows else [], pa.string()).take(pa.array(np.zeros(rows, np.int32)))
+            name: pa.repeat(pa.scalar(value, pa.string()), len(block.numbers))
             for name, value in self.values.items()
             if name not in self.own
         }
-        within = iter(block.keys)
-        keys = [added.pop(name) if name in added else next(within) for name in self.wanted]
-        return replace(block, names=self.wanted, keys=keys, columns=block.columns | added)
+        return replace(block, keys=self.wanted, columns=block.columns | added)
 
 
 class _CsvReader:
     """Reads a CSV text block by block. A block starts where a row starts, and ends where a line ends."""
 
-    def __init__(
-        self,
-        stream: BinaryIO,
-        label: str,
-        keys: Keys,
-        rejects: Rejects,
-        delimiter: str,
-        columns: Sequence[str],
-        quote: bool,
-    ) -> None:
+    def __init__(self, stream: BinaryIO, label: str, keys: Keys, rejects: Rejects, options: CsvOptions) -> None:
         self.stream, self.label, self.rejects = stream, label, rejects
         self.carry = b""
         """Bytes already read that belong to the next block."""
@@ -140,8 +125,8 @@ class _CsvReader:
         """By the columns' names, those that the header states."""
         self.quoted, self.first_quoted = 0, 0
         """Fields whose quotes are text, and the line of the first."""
-        block = self.next()
-        dialects = [_Dialect(one, quote or one != "\t") for one in delimiter or DELIMITERS]
+        block, columns = self.next(), options.columns
+        dialects = [_Dialect(one, options.quote or one != "\t") for one in options.delimiter or DELIMITERS]
         if columns:
             first = {one: _header(_Lines(block), one) for one in dialects}
             self.dialect = max(first, key=lambda one: len(first[one]) == len(columns))
@@ -251,14 +236,13 @@ class _CsvReader:
         self.rejects.add(self.label, row.number, reason, "".join(row.lines))
 
     def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
-        columns = [_as_stated(self.types.get(name), column) for name, column in zip(self.header, columns, strict=True)]
-        others = {
-            name: columns[place]
-            for place, name in enumerate(self.header)
-            if place not in self.key_places and _is_named(name)
+        named = {
+            name: _as_stated(self.types.get(name), column)
+            for name, column in zip(self.header, columns, strict=True)
+            if name in self.key_names or _is_named(name)
         }
-        kinds = {name: KINDS[kind] for name, kind in self.types.items() if kind in KINDS}
-        return TableBlock(numbers, self.key_names, [columns[place] for place in self.key_places], others, text, kinds)
+        kinds = {name: KINDS_OF_TYPES[kind] for name, kind in self.types.items() if kind in KINDS_OF_TYPES}
+        return TableBlock(self.label, numbers, self.key_names, named, text, kinds)
 
 
 @dataclass(frozen=True)
@@ -535,18 +519,9 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
                 columns[name], valid = _as_utf8(label, name, _bytes_as_text(values) if name in key_names else values)
                 whole &= valid | (name not in key_names)
     numbers = np.arange(first, first + batch.num_rows)
-    for row in np.flatnonzero(~whole):
-        rejects.add(label, int(numbers[row]), "not UTF-8", ",".join(str(columns[name][row]) for name in key_names))
-    if not whole.all():
-        columns = {name: column.filter(pa.array(whole)) for name, column in columns.items()}
     keys = [columns[name] for name in key_names]
-    return TableBlock(
-        numbers[whole],
-        key_names,
-        keys,
-        {name: column for name, column in columns.items() if name not in key_names},
-        lambda row: ",".join(str(key[row]) for key in keys),
-    )
+    block = TableBlock(label, numbers, key_names, columns, lambda row: ",".join(str(key[row]) for key in keys))
+    return block.only(block.reject(dict.fromkeys(np.flatnonzero(~whole).tolist(), "not UTF-8"), rejects))
 
 
 def _with_kernels(column: pa.Array) -> pa.Array:

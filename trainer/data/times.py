@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.trainer.data.arrow import is_text, is_time
+
 LATEST = 2**62
 """Times are below it, and above its negative: their differences fit into 64 bits."""
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -83,9 +85,7 @@ class Clock:
         if self.form and (pa.types.is_integer(kind) or is_text(kind)):
             return self._by_form(column.cast(pa.string()))
         if pa.types.is_integer(kind):
-            there = np.asarray(column.is_valid())
-            values = column.fill_null(0).to_numpy(zero_copy_only=False)
-            return self._numbers(column, values, there & (values > -LATEST) & (values < LATEST))
+            return self._numbers(column, *_filled(column))
         if pa.types.is_floating(kind):
             return self._floats(column)
         if is_text(kind) or pa.types.is_decimal(kind):
@@ -136,6 +136,7 @@ class Clock:
     def _numbers(
         self, written: pa.Array, values: np.ndarray, there: np.ndarray, fractions: np.ndarray | None = None
     ) -> Times:
+        there = there & (values > -LATEST) & (values < LATEST)
         self._note("number", there, written)
         return Times(written, np.where(there, values, 0).astype(np.int64), there, fractions)
 
@@ -154,11 +155,7 @@ class Clock:
             values = texts.cast(pa.int64())
         except pa.ArrowInvalid:
             return self._mixed(texts)
-        if _has_hexadecimal(texts):
-            return self._mixed(texts)
-        there = np.asarray(values.is_valid())
-        values = values.fill_null(0).to_numpy()
-        return self._numbers(texts, values, there & (values > -LATEST) & (values < LATEST))
+        return self._mixed(texts) if _has_hexadecimal(texts) else self._numbers(texts, *_filled(values))
 
     def _mixed(self, texts: pa.StringArray) -> Times:
         """Whole numbers, others, and dates."""
@@ -378,7 +375,7 @@ def _decimals(texts: pa.StringArray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return values, np.where(below, 10**9 - billionths, billionths), there
 
 
-def _filled(values: pa.Int64Array) -> tuple[np.ndarray, np.ndarray]:
+def _filled(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """0 for null; and which are not."""
     return values.fill_null(0).to_numpy().copy(), np.asarray(values.is_valid())
 
@@ -391,14 +388,6 @@ def _has_hexadecimal(texts: pa.StringArray) -> bool:
     """Whether there may be 0x1F, which Arrow takes for a number. Looks through all characters at once."""
     characters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
     return bool((characters | 0x20 == ord("x")).any())
-
-
-def is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def is_time(kind: pa.DataType) -> bool:
-    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def seconds_of_times(times: pa.Array) -> pa.Int64Array:

@@ -10,13 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
+from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_text, is_time
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.raw import as_numbers, as_numpy
 from logitmix.trainer.data.times import (
     UNIT_NAMES,
     UNITS,
-    is_text,
-    is_time,
     nanoseconds_of_texts,
     seconds_of_digits,
     seconds_of_texts,

@@ -1,21 +1,31 @@
 """What the tests of readers share."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
 from rich.progress import Progress
 
 from logitmix.modules.schema import Feature, Owner
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.files import InputFile
+from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.raw import ActionBlock
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.sources.table import ColumnNames, read_actions
+from logitmix.trainer.data.summary import summarize
 
 Action = tuple[str, str, int]
 PROGRESS = Progress(disable=True)
+NAMES = ColumnNames()
 
 
 def listed(rejects: Rejects) -> list[list[str]]:
@@ -26,7 +36,29 @@ def listed(rejects: Rejects) -> list[list[str]]:
     return [line.split("\t") for line in lines]
 
 
-def actions(blocks: Iterator[ActionBlock]) -> list[Action]:
+def prepared(source: Path | InputFile, name: str = "table", **options: Any) -> tuple[Dataset, str]:
+    """The dataset `out` beside a source, for which users need one action, and what prepare says."""
+    path, said = source if isinstance(source, Path) else source.path, io.StringIO()
+    given: dict[str, Any] = {"out": path.parent / "out", "min_user_actions": 1, "overwrite": True} | options
+    given = {key: str(of) if isinstance(of, Path) else of for key, of in given.items()}
+    prepare(PrepareOptions(name, str(path), **given), Console(file=said, width=500))
+    return load_dataset(given["out"]), said.getvalue()
+
+
+def blocks_of(
+    files: InputFile | list[InputFile], rejects: Rejects, names: ColumnNames = NAMES, **how: Any
+) -> list[ActionBlock]:
+    """Of a table's parts."""
+    return list(read_actions(files if isinstance(files, list) else [files], names, rejects, PROGRESS, **how))
+
+
+def actions_of(
+    files: InputFile | list[InputFile], rejects: Rejects, names: ColumnNames = NAMES, **how: Any
+) -> list[Action]:
+    return actions(blocks_of(files, rejects, names, **how))
+
+
+def actions(blocks: Iterable[ActionBlock]) -> list[Action]:
     read: list[Action] = []
     for block in blocks:
         read += zip(block.users.to_pylist(), block.items.to_pylist(), block.timestamps.tolist(), strict=True)
@@ -35,6 +67,11 @@ def actions(blocks: Iterator[ActionBlock]) -> list[Action]:
 
 def file_of(tmp_path: Path, content: bytes, name: str = "in.txt") -> InputFile:
     (tmp_path / name).write_bytes(content)
+    return InputFile(tmp_path / name)
+
+
+def parquet_of(tmp_path: Path, columns: Mapping[str, Any], name: str = "in.parquet") -> InputFile:
+    pq.write_table(pa.table(columns), tmp_path / name)
     return InputFile(tmp_path / name)
 
 
@@ -56,6 +93,10 @@ def _decoded(dataset: Dataset, feature: Feature, column: Column) -> list[Any]:
     if column.offsets is None:
         return values
     return [values[start:stop] for start, stop in pairwise(column.offsets)]
+
+
+def summary(dataset: Dataset) -> str:
+    return summarize(read_description(dataset.path), dataset.path)
 
 
 def titles(dataset: Dataset) -> list[str | None] | None:

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 from pathlib import Path
@@ -10,27 +9,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import decoded
-from rich.console import Console
+from reading import decoded, prepared
 
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.files import find_parts
-from logitmix.trainer.data.prepare import prepare
 
 HEADER = "user,item,timestamp\n"
 
 
 def row(name: str) -> str:
     return f"{HEADER}u,{name},1\n"
-
-
-def prepared(folder: Path, **options: object) -> tuple[Dataset, str]:
-    """The dataset, and what prepare said."""
-    said = io.StringIO()
-    given = {"min_user_actions": 1, "out": str(folder.parent / "out")} | options
-    prepare(PrepareOptions("table", str(folder), **given), Console(file=said, width=500))  # type: ignore[arg-type]
-    return load_dataset(folder.parent / "out"), said.getvalue()
 
 
 def write(folder: Path, **texts: str | bytes) -> Path:
@@ -51,6 +38,7 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
         d__csv__xz=lzma.compress(row("d").encode()),
         E__Tsv__GZ=gzip.compress(row("e").replace(",", "\t").encode()),
         empty__csv="",
+        h__jsonl__gz=gzip.compress(b'{"user": "u", "item": "h", "timestamp": 1}\n'),
         f__txt=row("f"),
         README="about",
         **{"deep/er/g__csv": row("g"), "_temporary/h__csv": row("h"), "deep/.h__csv": row("h"), "_SUCCESS": ""},
@@ -58,34 +46,29 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user": ["u"], "item": ["i"], "timestamp": [1]}), folder / "part-00000")
     (folder / "gone.csv").symlink_to(tmp_path / "nowhere")
     dataset, said = prepared(folder)
-    assert dataset.raw_ids() == ["a", "b", "c", "d", "e", "g", "i"]
+    assert dataset.raw_ids() == ["a", "b", "c", "d", "e", "g", "h", "i"]
     assert said == (
         f"{folder}: not read, as the names end in none of .parquet, .csv, .tsv, .jsonl, .ndjson, .json, .inter: "
         "3 files, such as README\n"
     )
     assert find_parts(folder)[1] == ["README", "f.txt", "gone.csv"]
     read = json.loads(dataset.description())["source"]["sha256"]
-    assert set(read) == {"a.csv", "B.CSV", "c.csv.bz2", "d.csv.xz", "E.Tsv.GZ", "deep/er/g.csv", "part-00000"}
+    packed = {"c.csv.bz2", "d.csv.xz", "E.Tsv.GZ", "h.jsonl.gz"}
+    assert set(read) == {"a.csv", "B.CSV", "deep/er/g.csv", "part-00000"} | packed
 
 
 def test_side_tables_are_read_likewise(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", a__csv=row("x"))
     sides = write(tmp_path / "sides", **{"lang=no/A__CSV": "item,size\nx,2\n", "lang=ch/a__csv": "item,size\ny,3\n"})
     write(sides, note__txt="?")
-    dataset, said = prepared(folder, items=str(sides))
+    dataset, said = prepared(folder, items=sides)
     assert f"{sides}: not read" in said and "1 file, such as note.txt" in said
     assert set(json.loads(dataset.description())["source"]["items"]["sha256"]) == {"lang=no/A.CSV", "lang=ch/a.csv"}
 
 
-@pytest.mark.parametrize("below", ["", "date=2026-01-01/", "deep/hour=1/"])
-def test_parts_are_in_the_order_of_their_numbers(below: str, tmp_path: Path) -> None:
-    days = {f"{below}day-{day}__csv": f"user,item\nu,i{day:02}\n" for day in range(1, 13)}
-    dataset, _ = prepared(write(tmp_path / "in", **days), timestamp_column="")
-    assert [dataset.raw_ids()[item] for item in dataset.items_flat] == [f"i{day:02}" for day in range(1, 13)]
-
-
-def test_subfolders_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    days = {f"day={day}/part-0__csv": f"user,item\nu,i{day:02}\n" for day in range(1, 13)}
+@pytest.mark.parametrize("name", ["day-{}", "date=2026-01-01/day-{}", "deep/hour=1/day-{}", "day={}/part-0"])
+def test_parts_are_in_the_order_of_their_numbers(name: str, tmp_path: Path) -> None:
+    days = {f"{name.format(day)}__csv": f"user,item\nu,i{day:02}\n" for day in range(1, 13)}
     dataset, _ = prepared(write(tmp_path / "in", **days), timestamp_column="")
     assert [dataset.raw_ids()[item] for item in dataset.items_flat] == [f"i{day:02}" for day in range(1, 13)]
 

@@ -5,19 +5,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from reading import PROGRESS, actions, listed
-from rich.console import Console
+from reading import PROGRESS, actions_of, listed, parquet_of, prepared
 
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions, read_side
+from logitmix.trainer.data.sources.table import read_side
 
 UUID = uuid.UUID("12345678-1234-5678-1234-567812345678")
 
@@ -46,21 +40,17 @@ def test_types_of_ids(column: pa.Array, expected: list[str], tmp_path: Path, rej
     rows = range(len(column))
     for name in ("user", "item"):
         table = {"user": pa.array([f"u{row}" for row in rows]), "item": pa.array(rows), "timestamp": pa.array(rows)}
-        pq.write_table(pa.table(table | {name: column}), tmp_path / "in.parquet")
-        read = actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
+        read = actions_of(parquet_of(tmp_path, table | {name: column}), rejects)
         assert [action[("user", "item").index(name)] for action in read] == expected
-    side = pa.table({"item": column, "size": pa.array(rows)})
-    pq.write_table(side, tmp_path / "side.parquet")
-    found = read_side(str(tmp_path / "side.parquet"), "--items", "item", rejects, PROGRESS)
+    side = parquet_of(tmp_path, {"item": column, "size": pa.array(rows)}, "side.parquet")
+    found = read_side(str(side.path), "--items", "item", rejects, PROGRESS)
     assert found.ids.to_pylist() == expected and len(found.columns["size"]) == len(expected)
     assert rejects.count == 3 * (len(column) - len(expected))
 
 
 def test_what_is_not_exact_is_named(tmp_path: Path, rejects: Rejects) -> None:
-    pq.write_table(
-        pa.table({"user": [1.5, None, 2.0], "item": [1, 2, 3], "timestamp": [1, 2, 3]}), tmp_path / "in.parquet"
-    )
-    assert len(actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))) == 1
+    file = parquet_of(tmp_path, {"user": [1.5, None, 2.0], "item": [1, 2, 3], "timestamp": [1, 2, 3]})
+    assert len(actions_of(file, rejects)) == 1
     assert [(line, reason) for _, line, reason, _ in listed(rejects)] == [
         ("1", "the user 1.5 is not a whole number that is exact"),
         ("2", "the user is empty"),
@@ -69,31 +59,26 @@ def test_what_is_not_exact_is_named(tmp_path: Path, rejects: Rejects) -> None:
 
 def test_times_of_a_dictionary(tmp_path: Path, rejects: Rejects) -> None:
     times = pa.array(["1970-01-02", "5"]).dictionary_encode()
-    pq.write_table(pa.table({"user": ["u", "v"], "item": ["a", "b"], "timestamp": times}), tmp_path / "in.parquet")
-    read = actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(parquet_of(tmp_path, {"user": ["u", "v"], "item": ["a", "b"], "timestamp": times}), rejects)
     assert [time for _, _, time in read] == [86_400, 5]
 
 
-def prepared(tmp_path: Path, parts: list[str], **options: Any) -> tuple[list[str], np.ndarray]:
+def of_parts(tmp_path: Path, parts: list[str], **options: Any) -> Dataset:
     folder = tmp_path / "in"
     folder.mkdir()
     for number, items in enumerate(parts):
         rows = "".join(f"u,{item},{row}\n" for row, item in enumerate(items.split()))
         (folder / f"{number}.csv").write_text(f"user,item,timestamp\n{rows}")
-    given = {"min_user_actions": 1, "keep_duplicates": True} | options
-    prepare(PrepareOptions("table", str(folder), str(tmp_path / "out"), **given), Console(quiet=True))
-    dataset = load_dataset(tmp_path / "out")
-    return dataset.raw_ids(), dataset.items_flat
+    return prepared(folder, keep_duplicates=True, **options)[0]
 
 
 def test_whole_numbers_with_a_zero_are_those_without(tmp_path: Path) -> None:
     """As pandas writes a column of integers in which one is missing."""
     (tmp_path / "items.csv").write_text("item,size\n3.0,1\n12.0,2\n")
-    ids, items = prepared(tmp_path, ["12.0 3.0", "3 12"], items=str(tmp_path / "items.csv"))
-    assert ids == ["3", "12"] and items.tolist() == [1, 0, 0, 1]
-    sizes = load_dataset(tmp_path / "out").item_features["size"].values
-    assert sizes.tolist() == [1, 2]
+    dataset = of_parts(tmp_path, ["12.0 3.0", "3 12"], items=tmp_path / "items.csv")
+    assert dataset.raw_ids() == ["3", "12"] and dataset.items_flat.tolist() == [1, 0, 0, 1]
+    assert dataset.item_features["size"].values.tolist() == [1, 2]
 
 
 def test_texts_with_a_zero_stay(tmp_path: Path) -> None:
-    assert prepared(tmp_path, ["1.0 1 v1.0"])[0] == ["1", "1.0", "v1.0"]
+    assert of_parts(tmp_path, ["1.0 1 v1.0"]).raw_ids() == ["1", "1.0", "v1.0"]

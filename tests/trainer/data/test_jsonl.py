@@ -1,21 +1,17 @@
 import gzip
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reading import PROGRESS, actions, decoded, file_of, listed, titles
-from rich.console import Console
+from reading import PROGRESS, actions_of, decoded, file_of, listed, prepared, titles
 
 from logitmix.trainer.data import delimited, jsonl
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.jsonl import read_json
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions
+from logitmix.trainer.data.sources.table import ColumnNames
 
 LARGE = 2**53 + 1
 
@@ -24,15 +20,8 @@ def lines(*objects: Any) -> bytes:
     return "".join(json.dumps(each) + "\n" for each in objects).encode()
 
 
-def prepared(tmp_path: Path, content: bytes, name: str = "in.jsonl", **options: Any) -> str:
-    """Prepares the dataset `out`; returns what was said."""
-    said = io.StringIO()
-    (tmp_path / name).write_bytes(content)
-    given = {"min_user_actions": 1, "overwrite": True} | options
-    prepare(
-        PrepareOptions("table", str(tmp_path / name), str(tmp_path / "out"), **given), Console(file=said, width=500)
-    )
-    return said.getvalue()
+def of_lines(tmp_path: Path, content: bytes, **options: Any) -> tuple[Dataset, str]:
+    return prepared(file_of(tmp_path, content, "in.jsonl"), **options)
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -58,7 +47,7 @@ def test_lines_are_read_or_listed(pack: Callable[[bytes], bytes], tmp_path: Path
         ]
     )
     names = ColumnNames(user="user.id")
-    read = actions(read_actions([file_of(tmp_path, pack(content))], names, rejects, PROGRESS))
+    read = actions_of(file_of(tmp_path, pack(content)), rejects, names)
     assert read == [("u", str(LARGE), 3), ("u", "2", 4), ("v", "18446744073709551617", 6), ("v", "x", 8)]
     reasons = {int(number): reason.split(" is not a number")[0] for _, number, reason, _ in listed(rejects)}
     assert reasons == {
@@ -86,16 +75,16 @@ def test_types_may_change_from_block_to_block(
     content = [
         {"user": "u", "item": at, "timestamp": at, "value": value, "list": of} for at, (value, of) in enumerate(values)
     ]
-    prepared(tmp_path, lines(*content))
     expected = [[], ["1"], ["y", "1"], [], [], ["2.5", "y", "2.5"]]
-    assert decoded(load_dataset(tmp_path / "out"), "event")["list"] == expected
+    assert decoded(of_lines(tmp_path, lines(*content))[0], "event")["list"] == expected
 
 
 def test_lists_of_integers_and_fractions_are_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 60)
     sizes = [[1, 2], [0.5, 1], [3, 0], None]
-    prepared(tmp_path, lines(*({"user": "u", "item": at, "timestamp": at, "size": of} for at, of in enumerate(sizes))))
-    assert decoded(load_dataset(tmp_path / "out"), "event")["size"] == [[1, 2], [0.5, 1], [3, 0], [1.25, 1.25]]
+    content = lines(*({"user": "u", "item": at, "timestamp": at, "size": of} for at, of in enumerate(sizes)))
+    dataset, _ = of_lines(tmp_path, content)
+    assert decoded(dataset, "event")["size"] == [[1, 2], [0.5, 1], [3, 0], [1.25, 1.25]]
 
 
 def test_values_of_several_types_are_text(tmp_path: Path, rejects: Rejects) -> None:
@@ -124,7 +113,7 @@ def test_events_of_sessions(
 ) -> None:
     monkeypatch.setattr(delimited, "BLOCK_BYTES", block)
     names = {"user_column": "session", "item_column": "events.aid", "timestamp_column": "events.ts"}
-    said = prepared(tmp_path, pack(lines(*OTTO)), max_rejects=0.5, **names)
+    dataset, said = of_lines(tmp_path, pack(lines(*OTTO)), max_rejects=0.5, **names)
     assert said.splitlines()[:5] == [
         "in.jsonl:3: the item is empty",
         "in.jsonl:3: the item is empty",
@@ -132,7 +121,6 @@ def test_events_of_sessions(
         "3 rows have lists: read as 6 actions, each with its own events.aid, events.ts, events.type, events.n.m",
         "2 more rows have empty lists, such as in.jsonl:2",
     ]
-    dataset = load_dataset(tmp_path / "out")
     assert sorted(dataset.raw_ids()) == ["5", str(LARGE), "x"]
     assert dataset.timestamps_flat.tolist() == [10, 11, 12, 14]
     assert decoded(dataset, "event")["events_type"] == ["see", "buy", "see", "buy"]
@@ -142,23 +130,12 @@ def test_tables_of_items_and_users_may_be_json(tmp_path: Path) -> None:
     clicks = [{"user": f"u{at % 3}", "item": at % 4, "timestamp": at} for at in range(12)]
     items = [{"item": at, "title": f"T{at}", "maker": {"land": "NO" if at % 2 else "CH"}} for at in range(4)]
     users = [{"user": f"u{at}", "age": 30 + at} for at in range(3)]
-    (tmp_path / "items.json").write_bytes(gzip.compress(lines(*items)))
-    (tmp_path / "users.ndjson").write_bytes(lines(*users))
-    prepared(tmp_path, lines(*clicks), items=str(tmp_path / "items.json"), users=str(tmp_path / "users.ndjson"))
-    dataset = load_dataset(tmp_path / "out")
+    of_items = file_of(tmp_path, gzip.compress(lines(*items)), "items.json").path
+    of_users = file_of(tmp_path, lines(*users), "users.ndjson").path
+    dataset, _ = of_lines(tmp_path, lines(*clicks), items=of_items, users=of_users)
     assert titles(dataset) == ["T0", "T1", "T2", "T3"]
     assert decoded(dataset, "item") == {"maker_land": ["CH", "NO"] * 2}
     assert decoded(dataset, "user") == {"age": [30, 31, 32]}
-
-
-def test_folders_may_hold_json(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "1.jsonl.gz").write_bytes(gzip.compress(lines({"user": 1, "item": 5, "timestamp": 1})))
-    (tmp_path / "parts" / "2.csv").write_text("user,item,timestamp\n1,6,2\n")
-    (tmp_path / "parts" / "3.json").write_bytes(lines({"user": 1, "item": 7, "timestamp": 3}))
-    options = PrepareOptions("table", str(tmp_path / "parts"), str(tmp_path / "out"), min_user_actions=1)
-    prepare(options, Console(quiet=True))
-    assert load_dataset(tmp_path / "out").raw_ids() == ["5", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -174,13 +151,13 @@ def test_folders_may_hold_json(tmp_path: Path) -> None:
 )
 def test_json_of_another_shape_is_named(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^in\.jsonl: {message}"):
-        prepared(tmp_path, content)
+        of_lines(tmp_path, content)
 
 
 def test_objects_with_many_keys_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MOST_KEYS", 2)
     content = [{"user": "u", "item": at, "timestamp": at, "more": {"a": "x", f"b{at}": at}} for at in range(5)]
-    said = prepared(tmp_path, lines(*content))
+    _, said = of_lines(tmp_path, lines(*content))
     assert (
         "in.jsonl: of an object only the first 2 keys are read (of a line 1,000), so 4 values are not, such as that of "
         "more.b1\n"
@@ -194,5 +171,5 @@ def test_deep_nesting_is_rejected(levels: int, begin: str, tmp_path: Path, rejec
     end = "".join({"[": "]", "{": "}"}.get(character, "") for character in reversed(begin))
     deep = f'"x": {begin * levels}1{end * levels}'
     content = '{"user": "u", "item": 1, "timestamp": 1}\n{"user": "u", "item": 1, "timestamp": 2, ' + deep + "}\n"
-    read = actions(read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(file_of(tmp_path, content.encode()), rejects)
     assert (len(read), rejects.count) == ((2, 0) if levels == 10 else (1, 1))

@@ -1,37 +1,15 @@
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from reading import PROGRESS, actions, decoded, file_of, listed
-from rich.console import Console
+from reading import actions, actions_of, blocks_of, decoded, file_of, listed, parquet_of, prepared
 
 from logitmix.trainer.data import lists as of_lists
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.lists import Lists, split
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions
-
-
-def written(tmp_path: Path, columns: dict[str, Any], name: str = "in.parquet") -> InputFile:
-    pq.write_table(pa.table(columns), tmp_path / name)
-    return InputFile(tmp_path / name)
-
-
-def prepared(source: InputFile, **options: Any) -> str:
-    """Prepares the dataset beside the source; returns what was said."""
-    said = io.StringIO()
-    given = {"min_user_actions": 1, "overwrite": True} | options
-    out = str(source.path.parent / "out")
-    prepare(PrepareOptions("table", str(source.path), out, **given), Console(file=said, width=500))
-    return said.getvalue()
-
+from logitmix.trainer.data.sources.table import ColumnNames
 
 OF_USERS = {
     "user": ["u", "v", "w", "x", "y"],
@@ -45,8 +23,8 @@ OF_USERS = {
 def test_a_row_with_a_list_of_items_is_an_action_for_each(kind: Any, tmp_path: Path, rejects: Rejects) -> None:
     of = {"item": pa.string(), "timestamp": pa.int32(), "kind": pa.string()}
     made = {name: pa.array(values, kind(of[name]) if name in of else None) for name, values in OF_USERS.items()}
-    lists = Lists(ColumnNames().there, "", rejects)
-    blocks = list(read_actions([written(tmp_path, made)], ColumnNames(), rejects, PROGRESS, lists=lists))
+    lists = Lists("item", "", rejects)
+    blocks = blocks_of(parquet_of(tmp_path, made), rejects, lists=lists)
     assert actions(iter(blocks)) == [("u", "a", 1), ("u", "b", 2), ("x", "c", 5)]
     assert [value for block in blocks for value in block.columns["kind"].to_pylist()] == ["buy", None, None]
     assert [line[1:3] for line in listed(rejects)] == [
@@ -60,8 +38,8 @@ def test_a_row_with_a_list_of_items_is_an_action_for_each(kind: Any, tmp_path: P
 
 def test_lists_of_one_width_are_lists(tmp_path: Path, rejects: Rejects) -> None:
     items = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))
-    file = written(tmp_path, {"user": ["u", "v", "w"], "item": items, "timestamp": [7, 8, 9]})
-    read = actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
+    file = parquet_of(tmp_path, {"user": ["u", "v", "w"], "item": items, "timestamp": [7, 8, 9]})
+    read = actions_of(file, rejects)
     # One time for all: their order in the list counts.
     assert read == [("u", "1", 7), ("u", "2", 7), ("w", "3", 9), ("w", "4", 9)]
 
@@ -71,8 +49,8 @@ def test_blocks_keep_to_a_size_and_the_order_of_rows(
 ) -> None:
     monkeypatch.setattr(of_lists, "ACTIONS", 10)
     items = [[str(10 * row + at) for at in range(row % 5)] for row in range(50)]
-    file = written(tmp_path, {"user": list(map(str, range(50))), "item": items})
-    blocks = list(read_actions([file], ColumnNames(timestamp=""), rejects, PROGRESS))
+    file = parquet_of(tmp_path, {"user": list(map(str, range(50))), "item": items})
+    blocks = blocks_of(file, rejects, ColumnNames(timestamp=""))
     assert max(len(block.users) for block in blocks) <= 10 + 5 and len(blocks) > 5
     assert [item for _, item, _ in actions(iter(blocks))] == [item for of_row in items for item in of_row]
     assert [time for _, _, time in actions(iter(blocks))] == list(range(100))
@@ -104,14 +82,13 @@ def test_texts_of_users_are_read_with_a_separator(tmp_path: Path) -> None:
     rows = [f"{row},u{row},s{row % 2},{row}|{row + 1}|{row + 2},1|2|3,buy|see|see" for row in range(6)]
     rows += ["6,u6,s1,5,1,see", "7,u7,s1,5|6,1,see|see", "8,u8,s1,,,"]
     file = file_of(tmp_path, "\n".join(["session,user,shop,item,timestamp,kind", *rows]).encode(), "in.csv")
-    said = prepared(file, list_separator="|", max_rejects=0.1)
+    dataset, said = prepared(file, list_separator="|", max_rejects=0.1)
     assert said.splitlines() == [
         "in.csv:9: timestamp has 1 values for 2 items",
         "7 rows have lists: read as 19 actions, each with its own item, timestamp, kind",
         "1 more rows have empty lists, such as in.csv:10",
         "not used, unless --schema FILE states a kind: session (nearly each row has its own value)",
     ]
-    dataset = load_dataset(tmp_path / "out")
     assert set(decoded(dataset, "event")) == {"kind", "shop"}
     assert decoded(dataset, "event")["kind"] == ["buy", "see", "see"] * 6 + ["see"]
     assert dataset.timestamps_flat.tolist() == [1, 2, 3] * 6 + [1]
@@ -122,24 +99,24 @@ def test_lists_that_look_like_lists_are_proposed(tmp_path: Path) -> None:
     file = file_of(tmp_path, "\n".join(["user,item,timestamp", *rows]).encode(), "in.csv")
     note = "in.csv: item looks like lists ('N0 N1 N2 N3 N4'); if a row has several items, split them with "
     # Histories that come again are the ids of a few items.
-    assert note not in prepared(file)
+    assert note not in prepared(file)[1]
     rows = [f"u{row},{' '.join(f'N{row * 3 % 40 + at}' for at in range(5))},{row}" for row in range(40)]
     file = file_of(tmp_path, "\n".join(["user,item,timestamp", *rows]).encode(), "in.csv")
-    assert f'{note}--list-separator " "\n' in prepared(file)
-    assert "40 rows have lists: read as 200 actions" in prepared(file, list_separator=" ")
-    assert "no text of item has '|' in it (--list-separator): each is one item\n" in prepared(file, list_separator="|")
+    assert f'{note}--list-separator " "\n' in prepared(file)[1]
+    assert "40 rows have lists: read as 200 actions" in prepared(file, list_separator=" ")[1]
+    none = "no text of item has '|' in it (--list-separator): each is one item\n"
+    assert none in prepared(file, list_separator="|")[1]
 
 
 def test_other_lists_and_times_with_blanks_stay_whole(tmp_path: Path) -> None:
     tags = [["red", "new"], ["red"], ["new", "red"], ["red"]]
     items = [["a", "b", "c"], ["b", "c", "a"], ["a"], ["c", "a"]]
-    file = written(tmp_path, {"user": ["u", "v", "w", "x"], "item": items, "timestamp": [1, 2, 3, 4], "tags": tags})
-    prepared(file)
+    file = parquet_of(tmp_path, {"user": ["u", "v", "w", "x"], "item": items, "timestamp": [1, 2, 3, 4], "tags": tags})
     expected = [part for part, of_row in zip(tags, items, strict=True) for _ in of_row]
-    assert decoded(load_dataset(tmp_path / "out"), "event")["tags"] == expected
+    assert decoded(prepared(file)[0], "event")["tags"] == expected
     rows = ["u,a b c,2024-01-31 10:00:00", "v,c b,2024-01-31 10:00:01"]
     file = file_of(tmp_path, "\n".join(["user,item,timestamp", *rows]).encode(), "in.csv")
-    assert "2 rows have lists: read as 5 actions, each with its own item\n" in prepared(file, list_separator=" ")
+    assert "2 rows have lists: read as 5 actions, each with its own item\n" in prepared(file, list_separator=" ")[1]
 
 
 def test_structs_are_columns_by_path(tmp_path: Path) -> None:
@@ -149,12 +126,11 @@ def test_structs_are_columns_by_path(tmp_path: Path) -> None:
         [{"aid": 1, "at": {"ts": 12}, "kind": "buy"}],
     ]
     who = [{"id": "u", "from": {"land": "NO"}}, {"id": "v", "from": None}, {"id": "w", "from": {"land": "CH"}}]
-    file = written(tmp_path, {"who": who, "events": events, "more": events})
+    file = parquet_of(tmp_path, {"who": who, "events": events, "more": events})
     names = {"user_column": "who.id", "item_column": "events.aid", "timestamp_column": "events.at.ts"}
     schema = tmp_path / "schema.toml"
     schema.write_text("[features.events_kind]\nkind = 'id'")
-    prepared(file, **names, schema=str(schema))
-    dataset = load_dataset(tmp_path / "out")
+    dataset, _ = prepared(file, **names, schema=schema)
     assert decoded(dataset, "event") == {"events_kind": ["see", "buy", "buy"]}
     assert dataset.timestamps_flat.tolist() == [10, 11, 12]
     description = json.loads(dataset.description())
@@ -165,8 +141,8 @@ def test_structs_are_columns_by_path(tmp_path: Path) -> None:
 
 def test_what_a_list_has_twice_is_no_duplicate(tmp_path: Path, rejects: Rejects) -> None:
     """Its one time is the same for all, so their places tell them apart, and keep their order."""
-    file = written(tmp_path, {"user": ["u"], "item": [["b", "a", "b"]], "timestamp": [7]})
-    (block,) = read_actions([file], ColumnNames(), rejects, PROGRESS)
+    file = parquet_of(tmp_path, {"user": ["u"], "item": [["b", "a", "b"]], "timestamp": [7]})
+    (block,) = blocks_of(file, rejects)
     assert block.nanoseconds is not None and block.nanoseconds.tolist() == [0, 1, 2]
 
 
@@ -174,9 +150,9 @@ def test_what_a_list_has_twice_is_no_duplicate(tmp_path: Path, rejects: Rejects)
 def test_histories_that_are_written_anew_with_each_row_are_named(grow: bool, tmp_path: Path) -> None:
     history = [f"i{at}" for at in range(9)]
     items = [history[: at + 2] if grow else history[at : at + 2] for at in range(8) for _ in "uvw"]
-    file = written(tmp_path, {"user": list("uvw") * 8, "item": items})
+    file = parquet_of(tmp_path, {"user": list("uvw") * 8, "item": items})
     note = (
         "21 of the first 21 further rows of a user begin with the items of an earlier row, as histories do that are "
         "written anew with each row: keep only the last row of each user\n"
     )
-    assert (note in prepared(file, timestamp_column="")) == grow
+    assert (note in prepared(file, timestamp_column="")[1]) == grow

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from reading import PROGRESS, actions, file_of, listed
+from reading import PROGRESS, actions_of, blocks_of, file_of, listed
 
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions, read_side
+from logitmix.trainer.data.sources.table import ColumnNames, read_side
+from logitmix.trainer.data.tabular import CsvOptions
 
 COUNT = 240
 STRAY = (41, 181)
@@ -25,7 +26,7 @@ def searches(
 @pytest.mark.parametrize(("opens", "closes"), [('"blue', 'size"'), ('"blue', "size"), ('"', '"'), ('"a" b', 'x"y')])
 def test_between_tabs_quotes_are_text(given: str, opens: str, closes: str, tmp_path: Path, rejects: Rejects) -> None:
     file = file_of(tmp_path, searches("\t", opens, closes))
-    blocks = list(read_actions([file], ColumnNames(), rejects, PROGRESS, given))
+    blocks = blocks_of(file, rejects, csv=CsvOptions(given))
     queries = [query for block in blocks for query in block.columns["query"].to_pylist()]
     assert (len(queries), rejects.count) == (COUNT, 0)
     assert [queries[row] for row in STRAY] == [opens, closes]
@@ -33,7 +34,7 @@ def test_between_tabs_quotes_are_text(given: str, opens: str, closes: str, tmp_p
 
 def test_between_tabs_quotes_can_be_asked_for(tmp_path: Path, rejects: Rejects) -> None:
     file = file_of(tmp_path, b'user\titem\ttimestamp\ttitle\nu\ta\t1\t"two\nlines\t"\nu\tb\t2\tone\n')
-    blocks = list(read_actions([file], ColumnNames(), rejects, PROGRESS, quote=True))
+    blocks = blocks_of(file, rejects, csv=CsvOptions(quote=True))
     assert [title for block in blocks for title in block.columns["title"].to_pylist()] == ["two\nlines\t", "one"]
 
 
@@ -41,16 +42,15 @@ def test_quotes_that_are_kept_are_said(tmp_path: Path, rejects: Rejects, monkeyp
     said: list[str] = []
     monkeypatch.setattr(rejects, "say", said.append)
     content = b'user\titem\ttimestamp\ttitle\n"u"\ta\t1\t"x ""y"""\nu\tb\t2\t"z"\n'
-    assert len(actions(read_actions([file_of(tmp_path, content)], ColumnNames(), rejects, PROGRESS))) == 2
+    assert len(actions_of(file_of(tmp_path, content), rejects)) == 2
     assert said == [
         "in.txt: 3 fields between tabs keep their quotes, such as on line 2; --quote reads them as CSV",
     ]
     quoted = file_of(tmp_path, b'"user"\t"item"\t"timestamp"\n"u"\t"a"\t1\n')
-    with pytest.raises(
-        ValueError, match=r"^in\.txt: its header has names in quotes, which --quote reads; between tabs"
-    ):
-        actions(read_actions([quoted], ColumnNames('"user"', '"item"', '"timestamp"'), rejects, PROGRESS))
-    assert actions(read_actions([quoted], ColumnNames(), rejects, PROGRESS, quote=True)) == [("u", "a", 1)]
+    problem = r"^in\.txt: its header has names in quotes, which --quote reads; between tabs"
+    with pytest.raises(ValueError, match=problem):
+        actions_of(quoted, rejects, ColumnNames('"user"', '"item"', '"timestamp"'))
+    assert actions_of(quoted, rejects, csv=CsvOptions(quote=True)) == [("u", "a", 1)]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "|"])
@@ -68,7 +68,7 @@ def test_elsewhere_only_the_line_with_the_stray_quote_is_lost(
     delimiter: str, opens: str, closes: str, lost: list[int], tmp_path: Path, rejects: Rejects
 ) -> None:
     file = file_of(tmp_path, searches(delimiter, opens, closes))
-    read = actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(file, rejects)
     assert [item for _, item, _ in read] == [f"i{row}" for row in range(COUNT) if row not in lost]
     assert (rejects.count, rejects.lines) == (len(lost), COUNT)
     if lost:
@@ -80,7 +80,7 @@ def test_elsewhere_only_the_line_with_the_stray_quote_is_lost(
 
 def test_a_stray_quote_in_the_first_column(tmp_path: Path, rejects: Rejects) -> None:
     lines = ["user,item,timestamp", '"1,2,3', *[f"{row},2,3" for row in range(50)], '7",2,3', "8,2,3"]
-    read = actions(read_actions([file_of(tmp_path, "\n".join(lines).encode())], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(file_of(tmp_path, "\n".join(lines).encode()), rejects)
     assert len(read) == 52 and rejects.count == 1
 
 
@@ -108,7 +108,7 @@ def test_side_tables_likewise(rows: str, tmp_path: Path, rejects: Rejects) -> No
 def test_text_of_several_lines_is_believed(review: str, tmp_path: Path, rejects: Rejects) -> None:
     """It looks like rows at most in the number of its commas."""
     content = "user,item,timestamp,review\n" + "".join(f'u{row},i{row},{row},"{review}"\n' for row in range(9))
-    blocks = list(read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS))
+    blocks = blocks_of(file_of(tmp_path, content.encode()), rejects)
     read = [text for block in blocks for text in block.columns["review"].to_pylist()]
     assert read == [review.replace('""', '"')] * 9 and rejects.count == 0
 
@@ -116,13 +116,7 @@ def test_text_of_several_lines_is_believed(review: str, tmp_path: Path, rejects:
 def test_what_is_lost_with_its_lines_is_listed_whole(tmp_path: Path, rejects: Rejects) -> None:
     """Text that the end of the file cuts off holds no rows."""
     content = b'user,item,timestamp,review\nu,a,1,fine\nu,b,2,"some text\nand more of it\nand'
-    assert len(actions(read_actions([file_of(tmp_path, content)], ColumnNames(), rejects, PROGRESS))) == 1
+    assert len(actions_of(file_of(tmp_path, content), rejects)) == 1
     assert (rejects.count, rejects.lines) == (3, 4)
-    assert listed(rejects) == [
-        [
-            "in.txt",
-            "3",
-            "not CSV (unexpected end of data), with 2 more lines in its quotes",
-            r'u,b,2,"some text\nand more of it\nand',
-        ]
-    ]
+    reason = "not CSV (unexpected end of data), with 2 more lines in its quotes"
+    assert listed(rejects) == [["in.txt", "3", reason, r'u,b,2,"some text\nand more of it\nand']]

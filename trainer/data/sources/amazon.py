@@ -19,13 +19,16 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
+from logitmix.trainer.data.arrow import is_encodable
+from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.delimited import LONGEST_LINE, Layout, read_delimited
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.files import InputFile, single_file
 from logitmix.trainer.data.jsonl import Record, Unfit, is_json, records
-from logitmix.trainer.data.raw import ActionBlock, RawDataset, SideTable, accept, gather, is_encodable
+from logitmix.trainer.data.raw import ActionBlock, RawDataset, SideTable, accept, gather
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.times import Clock
 
 RATINGS = Layout(",", fields=4, timestamp=3, numbers={"rating": 2})
 RATINGS_2023 = [
@@ -77,9 +80,10 @@ def read_actions(file: InputFile, rejects: Rejects, progress: Progress) -> Itera
 def _read_reviews(file: InputFile, rejects: Rejects, progress: Progress) -> Iterator[ActionBlock]:
     for block in records(file, json.loads, _review, rejects, progress):
         numbers, values, lines = zip(*block, strict=True) if block else ((), (), ())
-        users, items, stamps = (pa.array([value[at] for value in values], pa.string()) for at in range(3))
-        ratings = {"rating": pa.array([value[3] for value in values], pa.float32())}
-        yield accept(file.label, np.array(numbers, np.int64), users, items, stamps, lines.__getitem__, rejects, ratings)
+        user, item, time = (pa.array([value[at] for value in values], pa.string()) for at in range(3))
+        columns = {"user": user, "item": item, "rating": pa.array([value[3] for value in values], pa.float32())}
+        rows = TableBlock(file.label, np.array(numbers, np.int64), ["user", "item"], columns, lines.__getitem__)
+        yield accept(rows, Clock(dates=False).read(file.label, rows.numbers, time), rejects)
 
 
 def _read_metadata(file: InputFile, rejects: Rejects, progress: Progress) -> SideTable:

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
-from logitmix.common.mappings import require
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.raw import Actions, RawDataset, SideTable
 from logitmix.trainer.data.rejects import Rejects
@@ -47,13 +46,6 @@ class SizeParameters:
     popularity_exponent: float = 0.8
     """The popularity weight of the item of rank r is r^-exponent."""
 
-    def __post_init__(self) -> None:
-        require(self.users >= 1, "users", self.users, "at least 1")
-        require(1 <= self.shortest <= self.longest, "shortest", self.shortest, f"from 1 to {self.longest} (longest)")
-        require(
-            self.items >= self.longest, "items", self.items, f"at least {self.longest} (longest): no item comes twice"
-        )
-
 
 @dataclass(frozen=True)
 class DemoParameters(SizeParameters):
@@ -71,22 +63,6 @@ class DemoParameters(SizeParameters):
     stride: float = 0.35
     """Radians that an interest moves on along its ring after an action."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.items % self.topics == 0, "topics", self.topics, f"a divisor of {self.items} (items)")
-        require(
-            1 <= self.fewest_interests <= self.most_interests,
-            "fewest_interests",
-            self.fewest_interests,
-            f"from 1 to {self.most_interests} (most_interests)",
-        )
-        require(
-            self.most_interests <= self.topics, "most_interests", self.most_interests, f"at most {self.topics} (topics)"
-        )
-        reach = self.fewest_interests * self.items // self.topics
-        require(reach >= self.longest, "longest", self.longest, f"at most {reach}, the items of the fewest interests")
-        require(0 <= self.switch <= 1, "switch", self.switch, "from 0 to 1")
-
 
 @dataclass(frozen=True)
 class LowRankParameters(SizeParameters):
@@ -98,11 +74,6 @@ class LowRankParameters(SizeParameters):
     """Standard deviation of the inner products among the log-odds."""
     drift: float = 0.1
     """Share of a user vector's variance that is redrawn at each action."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.rank >= 1, "rank", self.rank, "at least 1")
-        require(0 <= self.drift <= 1, "drift", self.drift, "from 0 to 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +120,8 @@ def raw_dataset(made: Generated, options: PrepareOptions, parameters: SizeParame
 
 def generate(parameters: DemoParameters, seed: int) -> Generated:
     """The high-rank dataset."""
+    fewest = parameters.fewest_interests * parameters.items // parameters.topics
+    assert parameters.longest <= fewest, "a user takes no item twice, and only of topics of interest"
     rng = np.random.Generator(np.random.PCG64(seed))
     weights = _popularity(parameters, rng)
     members = rng.permutation(parameters.items).reshape(parameters.topics, -1)

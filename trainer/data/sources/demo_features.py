@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
+from logitmix.trainer.data.arrow import lists_of
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.raw import RawDataset, SideTable
 from logitmix.trainer.data.rejects import Rejects
@@ -117,5 +118,4 @@ def _vectors(true_RC: np.ndarray, rng: np.random.Generator) -> pa.Array:
 
 def _lists(ids_RK: np.ndarray, chosen_RK: np.ndarray) -> pa.Array:
     """The ids of each row that are chosen."""
-    offsets = np.concatenate([[0], np.cumsum(chosen_RK.sum(axis=1))]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids_RK[chosen_RK]))
+    return lists_of(chosen_RK.sum(axis=1), pa.array(ids_RK[chosen_RK]))

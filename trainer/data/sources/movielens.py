@@ -5,7 +5,7 @@ ml-latest `ratings.csv`. Titles, genres and features of users are read if their 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -39,13 +39,13 @@ GENRES_100K = (
 )  # fmt: skip
 """The 0/1 fields at the end of a line of u.item, in order."""
 
-TEXT, LIST = pa.string(), pa.list_(pa.string())
-KINDS: dict[str, str] = {
+FEATURE_KINDS: dict[str, str] = {
     "genres": "ids", "year": "id", "gender": "id", "age": "id", "occupation": "id", "zip": "id", "rating": "number",
 }  # fmt: skip
 
 Row = list[str]
-Value = int | tuple[pa.DataType, Callable[[Row], object]]
+Columns = dict[str, Callable[[Row], object]]
+"""By name: the value of a row, which is text, or texts for genres."""
 
 
 def _genres(row: Row) -> list[str]:
@@ -70,8 +70,7 @@ class SideFile:
     name: str
     delimiter: str
     fields: int
-    columns: Mapping[str, Value]
-    """By name: the field, or the type and the value of a row."""
+    columns: Columns
     encoding: str = "latin-1"
     header: bool = False
 
@@ -86,18 +85,19 @@ class Release:
     users: SideFile | None = None
 
 
-_MOVIES: dict[str, Value] = {"title": 1, "genres": (LIST, _genres), "year": (TEXT, _year)}
+_MOVIES: Columns = {"title": itemgetter(1), "genres": _genres, "year": _year}
+_USERS: Columns = {"gender": itemgetter(1), "age": itemgetter(2), "occupation": itemgetter(3), "zip": itemgetter(4)}
 _ML_100K = Release(
     "u.data",
     U_DATA,
-    SideFile("u.item", "|", 24, _MOVIES | {"genres": (LIST, _flagged_genres)}),
-    SideFile("u.user", "|", 5, {"gender": 2, "age": 1, "occupation": 3, "zip": 4}),
+    SideFile("u.item", "|", 24, _MOVIES | {"genres": _flagged_genres}),
+    SideFile("u.user", "|", 5, _USERS | {"gender": itemgetter(2), "age": itemgetter(1)}),
 )
 _ML_1M = Release(
     "ratings.dat",
     RATINGS_DAT,
     SideFile("movies.dat", "::", 3, _MOVIES),
-    SideFile("users.dat", "::", 5, {"gender": 1, "age": 2, "occupation": 3, "zip": 4}),
+    SideFile("users.dat", "::", 5, _USERS),
 )
 _CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", ",", 3, _MOVIES, "utf-8", header=True))
 RELEASES = {"ml-100k": _ML_100K, "ml-1m": _ML_1M, "ml-20m": _CSV, "ml-latest": _CSV}
@@ -113,7 +113,7 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
         for side in (release.items, release.users)
     ]
     actions = gather(read_delimited(found[release.ratings], release.layout, rejects, progress))
-    return RawDataset(actions, source, list(found.values()), items=tables[0], users=tables[1], kinds=KINDS)
+    return RawDataset(actions, source, list(found.values()), items=tables[0], users=tables[1], kinds=FEATURE_KINDS)
 
 
 def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:
@@ -130,8 +130,9 @@ def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:
 
 def _read_side(file: InputFile, side: SideFile, rejects: Rejects, progress: Progress) -> SideTable:
     rows = list(read_rows(file, side.delimiter, side.fields, side.encoding, rejects, progress, side.header))
-    columns = {}
-    for name, of in side.columns.items():
-        kind, value = (TEXT, itemgetter(of)) if isinstance(of, int) else of
-        columns[name] = pa.array([value(row) for row in rows], kind)
+    types = {"genres": pa.list_(pa.string())}
+    columns = {
+        name: pa.array([value(row) for row in rows], types.get(name, pa.string()))
+        for name, value in side.columns.items()
+    }
     return SideTable(pa.array([row[0] for row in rows], pa.string()), columns)

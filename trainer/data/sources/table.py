@@ -6,7 +6,7 @@ the actions of one time. Columns of the actions other than user, item and time b
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -33,14 +33,12 @@ from logitmix.trainer.data.raw import (
     RawDataset,
     SideTable,
     accept,
-    filled,
     gather,
-    without_nul,
-    wrong_with,
+    wrong_ids,
 )
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.row_numbers import is_pandas_index
-from logitmix.trainer.data.tabular import read_blocks
+from logitmix.trainer.data.tabular import CSV, CsvOptions, read_blocks
 from logitmix.trainer.data.times import Clock, Times
 
 OWNERS: dict[str, Owner] = {"--items": "item", "--users": "user"}
@@ -64,11 +62,7 @@ class ColumnNames:
                 order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
                 there = f"there are: {', '.join(header)}"
                 raise ValueError(f"{label}: no column {name!r}; {there}. Name the right one with {flag}{order}")
-        return [found for name in self.there if (found := _found(name, header))]
-
-    @property
-    def there(self) -> list[str]:
-        return [name for name in (self.user, self.item, self.timestamp) if name]
+        return [found for name in columns.values() if name and (found := _found(name, header))]
 
 
 def _found(name: str, header: list[str]) -> str | None:
@@ -81,18 +75,18 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     source = find_source(options, progress, reason="is a format, not one data set")
     files = _parts(source, "--source", rejects)
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
-    delimiter = options.delimiter.replace("\\t", "\t")
-    lists = Lists(names.there, options.list_separator.replace("\\t", "\t"), rejects)
     columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    clock, quote = Clock(options.time_format), options.quote
-    joins = joins_of(read_schema(options.schema))
-    actions = gather(read_actions(files, names, rejects, progress, delimiter, lists, columns, clock, quote, joins))
+    csv = CsvOptions(options.delimiter.replace("\\t", "\t"), columns, options.quote)
+    lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
+    clock, joins = Clock(options.time_format), joins_of(read_schema(options.schema))
+    actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins))
     _settle_times(actions, clock, names.timestamp, rejects)
     actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
     actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
     lists.say()
+    csv = replace(csv, columns=())
     items, users = (
-        read_side(path, flag, column, rejects, progress, delimiter, known, quote, joins)
+        read_side(path, flag, column, rejects, progress, csv, known, joins)
         for path, flag, column, known in (
             (options.items, "--items", names.item, actions.item_ids),
             (options.users, "--users", names.user, actions.user_ids),
@@ -146,30 +140,27 @@ def read_actions(
     names: ColumnNames,
     rejects: Rejects,
     progress: Progress,
-    delimiter: str = "",
+    csv: CsvOptions = CSV,
     lists: Lists | None = None,
-    columns: Sequence[str] = (),
     clock: Clock | None = None,
-    quote: bool = False,
     joins: Joins = NOTHING_JOINED,
 ) -> Iterator[ActionBlock]:
-    """The actions of the parts of a table, in the given order; rows with lists of items are several. `columns` are the
-    names in files without a header, `joins` the columns that are read as one. `clock.settle` makes the times final.
-    ValueError if a column is missing or has an unfit type."""
+    """The actions of the parts of a table, in the given order; rows with lists of items are several. `joins` are the
+    columns that are read as one. `clock.settle` makes the times final. ValueError if a column is missing or has an
+    unfit type."""
     taken = 0
-    lists = lists or Lists(names.there, "", rejects)
+    lists = lists or Lists(names.item, "", rejects)
     clock = clock or Clock()
     for file in files:
-        blocks = read_blocks(file, names.keys, rejects, progress, delimiter, columns, quote)
-        for rows in chain.from_iterable(lists.explode(file.label, block) for block in blocks):
-            rows = join(file.label, rows, "event", joins, rejects)
-            rows, (users, items) = exact_ids(file.label, rows, ("user", "item"), rejects)
-            times = _times(clock, file.label, rows) if names.timestamp else None
-            block = accept(file.label, rows.numbers, users, items, times, rows.text, rejects, rows.columns, TIMES)
+        blocks = read_blocks(file, names.keys, rejects, progress, csv)
+        for rows in chain.from_iterable(map(lists.explode, blocks)):
+            rows = exact_ids(join(rows, "event", joins, rejects), ("user", "item"), rejects)
+            times = _times(clock, rows) if names.timestamp else None
+            block = accept(rows, times, rejects, TIMES)
             if times is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
-            yield replace(block, kinds=rows.kinds)
+            yield block
 
 
 def read_side(
@@ -178,9 +169,8 @@ def read_side(
     id_column: str,
     rejects: Rejects,
     progress: Progress,
-    delimiter: str = "",
+    csv: CsvOptions = CSV,
     known: pa.StringArray | None = None,
-    quote: bool = False,
     joins: Joins = NOTHING_JOINED,
 ) -> SideTable:
     """A table of items or users by id, which is the column of that name, or else the first column that is not pandas'
@@ -198,22 +188,17 @@ def read_side(
     kinds: dict[str, str | None] = {}
     columns = ColumnBuilder()
     for file in _parts(Path(path), flag, rejects):
-        for rows in read_blocks(file, id_of, rejects, progress, delimiter, quote=quote):
-            (name,) = rows.names
-            if known is not None and not _found(id_column, rows.names) and _is_like_ids(name, known):
+        for rows in read_blocks(file, id_of, rejects, progress, csv):
+            (name,) = rows.keys
+            if known is not None and not _found(id_column, rows.keys) and _is_like_ids(name, known):
                 raise ValueError(
                     f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; put "
                     "the names of the columns in a line before it"
                 )
-            rows = join(file.label, rows, OWNERS[flag], joins, rejects)
-            rows, (found,) = exact_ids(file.label, rows, ("id",), rejects)
-            there = filled(found) & without_nul(found)
-            for row in np.flatnonzero(~there):
-                reason = f"the id {wrong_with(found[row])}"
-                rejects.add(file.label, int(rows.numbers[row]), reason, rows.text(int(row)))
-            mask = pa.array(there)
-            ids.append(found.filter(mask))
-            columns.append({name: column.filter(mask) for name, column in rows.columns.items()}, len(ids[-1]))
+            rows = exact_ids(join(rows, OWNERS[flag], joins, rejects), ("id",), rejects)
+            rows = rows.only(rows.reject(wrong_ids("id", rows.columns[name]), rejects))
+            ids.append(rows.columns[name])
+            columns.append(rows.others, len(rows.numbers))
             kinds |= rows.kinds
     joined = pa.chunked_array(ids, pa.string()).combine_chunks()
     return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), columns.join(), kinds)
@@ -244,11 +229,12 @@ def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
     return parts
 
 
-def _times(clock: Clock, label: str, rows: TableBlock) -> Times:
+def _times(clock: Clock, rows: TableBlock) -> Times:
+    name = rows.keys[2]
     try:
-        times = clock.read(label, rows.numbers, rows.keys[2])
+        times = clock.read(rows.label, rows.numbers, rows.columns[name])
     except ValueError as error:
-        raise ValueError(f"{label}: column {rows.names[2]} {error}") from None
+        raise ValueError(f"{rows.label}: column {name} {error}") from None
     if rows.places is None:
         return times
     # They order the actions of the list, and tell an item that it has twice from a row that is there twice.

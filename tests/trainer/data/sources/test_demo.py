@@ -121,23 +121,6 @@ def test_the_control_has_the_rank_it_says() -> None:
     assert values[2] > 1.5 * values[3]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"topics": 7}, "topics is 7; it must be a divisor of 3000"),
-        ({"fewest_interests": 2}, "longest is 60; it must be at most 50, the items of the fewest interests"),
-        ({"most_interests": 2}, "fewest_interests is 3; it must be from 1 to 2"),
-        ({"topics": 5}, "most_interests is 6; it must be at most 5"),
-        ({"switch": 1.5}, "switch is 1.5; it must be from 0 to 1"),
-        ({"shortest": 61}, "shortest is 61; it must be from 1 to 60"),
-        ({"items": 59}, "items is 59; it must be at least 60"),
-    ],
-)
-def test_parameters_that_cannot_be_are_named(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DemoParameters(**changes)  # type: ignore[arg-type]
-
-
 def test_features_tell_of_the_world_but_not_all_of_it() -> None:
     made, topic_TC = generate(HIGH, 0), np.random.default_rng(1).normal(size=(HIGH.topics, 4))
     topics, _ = topics_and_places(made)

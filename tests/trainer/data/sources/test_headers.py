@@ -1,18 +1,15 @@
 """Tables whose header says more than names, or that have none."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reading import PROGRESS, actions, decoded, file_of, listed, titles
-from rich.console import Console
+from reading import actions, actions_of, blocks_of, decoded, file_of, listed, prepared, titles
 
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions
+from logitmix.trainer.data.sources.table import ColumnNames
+from logitmix.trainer.data.tabular import CsvOptions
 
 INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float\tplace:token\tkey:token
 u1\ta\t4.5\t1600000000.0\t1.5\t10
@@ -28,21 +25,14 @@ d\tNot Seen\tDrama\t1991\t1 1\tx.test/4\t1998
 """
 
 
-def prepared(folder: Path, source: str, **options: Any) -> tuple[Dataset, str]:
-    said = io.StringIO()
-    given = {"min_user_actions": 1, "overwrite": True} | options
-    prepare(PrepareOptions("table", str(folder / source), str(folder / "out"), **given), Console(file=said, width=500))
-    return load_dataset(folder / "out"), said.getvalue()
-
-
 def test_atomic_files_state_the_kinds(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "x.inter").write_text(INTER)
     (folder / "x.item").write_text(ITEM)
     (folder / "x.user").write_text("user_id:token\tage:token\nu1\t25\nu2\t25\n")
-    of_sides = {"items": str(folder / "x.item"), "users": str(folder / "x.user")}
-    dataset, said = prepared(tmp_path, "x/x.inter", **of_sides, title_column="name")
+    usual: dict[str, Any] = {"title_column": "name", "out": tmp_path / "out"}
+    dataset, said = prepared(folder / "x.inter", items=folder / "x.item", users=folder / "x.user", **usual)
     assert dataset.timestamps_flat.tolist() == [1600000000, 1600000001, 1600000002, 1600000003]
     assert titles(dataset) == ["The First One", "The Second", None]
     kinds = {feature.name: (feature.owner, feature.kind) for feature in dataset.schema.features[1:]}
@@ -59,24 +49,22 @@ def test_atomic_files_state_the_kinds(tmp_path: Path) -> None:
     assert decoded(dataset, "item")["size"][:2] == [[0.5, 1], [2, 3.5]]
     assert "states a kind: url, key (nearly each row has its own value)\n" in said
     # A folder of such files has actions, items and users.
-    of_sides = {"items": str(folder), "users": str(folder)}
-    again, _ = prepared(tmp_path, "x", **of_sides, title_column="name")
-    assert again.schema == dataset.schema
+    assert prepared(folder, items=folder, users=folder, **usual)[0].schema == dataset.schema
 
 
 def test_sequences_of_items(tmp_path: Path) -> None:
     (tmp_path / "x.inter").write_text("user_id:token\titem_id_list:token_seq\nu1\ta b c\nu2\tb\n")
-    dataset, said = prepared(tmp_path, "x.inter", item_column="item_id_list", timestamp_column="")
+    dataset, said = prepared(tmp_path / "x.inter", item_column="item_id_list", timestamp_column="")
     assert dataset.raw_ids() == ["a", "b", "c"] and "2 rows have lists: read as 4 actions" in said
 
 
 def test_users_and_items_may_be_called_ids(tmp_path: Path, rejects: Rejects) -> None:
     file = file_of(tmp_path, b"item_id,user_id,timestamp\n5,u,1\n")
-    assert actions(read_actions([file], ColumnNames(), rejects, PROGRESS)) == [("u", "5", 1)]
+    assert actions_of(file, rejects) == [("u", "5", 1)]
     file = file_of(tmp_path, b"item_id,user_id,item,user,timestamp\n5,u,6,v,1\n")
-    assert actions(read_actions([file], ColumnNames(), rejects, PROGRESS)) == [("v", "6", 1)]
+    assert actions_of(file, rejects) == [("v", "6", 1)]
     with pytest.raises(ValueError, match=r"no column 'who'; there are: .*user_id"):
-        actions(read_actions([file], ColumnNames(user="who"), rejects, PROGRESS))
+        actions_of(file, rejects, ColumnNames(user="who"))
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t", "|", ";"])
@@ -84,10 +72,8 @@ def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, reje
     rows = [["u", "1", "a b", "2.5", "x"], ["u", "2", "c"], ["v", "3", '"d"', "2.5", ""]]
     content = "\n" + "".join(delimiter.join(row) + "\n" for row in rows)
     columns = ["user", "timestamp", "item", "rating", "_"]
-    blocks = list(
-        read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS, columns=columns)
-    )
-    assert actions(iter(blocks)) == [("u", "a b", 1), ("v", '"d"' if delimiter == "\t" else "d", 3)]
+    blocks = blocks_of(file_of(tmp_path, content.encode()), rejects, csv=CsvOptions(columns=columns))
+    assert actions(blocks) == [("u", "a b", 1), ("v", '"d"' if delimiter == "\t" else "d", 3)]
     assert all(set(block.columns) == {"rating"} for block in blocks)
     assert [line[1:3] for line in listed(rejects)] == [["3", "has 3 fields, not 5"]]
 
@@ -95,11 +81,7 @@ def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, reje
 @pytest.mark.parametrize(
     ("content", "columns", "message"),
     [
-        (
-            b"1,31,2.5,99\n",
-            "",
-            "no column 'user'; there are: 1, 31, 2.5, 99.*If the first line is data, name .*--columns",
-        ),
+        (b"1,31,2.5\n", "", "no column 'user'; there are: 1, 31, 2.5.*If the first line is data, name .*--columns"),
         (b"u1,i1,x\n", "", "no column 'user'; there are: u1, i1, x.*If the first line is data, name .*--columns"),
         (b"u,31,2.5\n", "user,item,rating,timestamp", "1: has 3 fields, but --columns names 4: user,item,rating"),
         (b"user,item,x\n", "user,item,timestamp", r"1: names the columns itself \(user,item,x\); leave out --columns"),
@@ -111,26 +93,25 @@ def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, reje
 def test_headers_that_do_not_fit_are_named(content: bytes, columns: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_bytes(content)
     with pytest.raises(ValueError, match=f"^in.csv: ?{message}|^in.csv:{message}"):
-        prepared(tmp_path, "in.csv", columns=columns)
+        prepared(tmp_path / "in.csv", columns=columns)
 
 
 @pytest.mark.parametrize("ids", [["7", "8"], ["N007", "N8"], ["N1", "N2"]])
 def test_a_table_of_items_without_a_header_is_named(ids: list[str], tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(f"user,item,timestamp\nu,{ids[0]},1\nu,{ids[1]},2\n")
     (tmp_path / "items.csv").write_text("N7,Seven\nN8,Eight\n" if ids[0] != "7" else "7,Seven\n8,Eight\n")
-    with pytest.raises(
-        ValueError, match=r"^items\.csv: its first line looks like data, for 'N?7' is like the ids of the"
-    ):
-        prepared(tmp_path, "in.csv", items=str(tmp_path / "items.csv"))
+    problem = r"^items\.csv: its first line looks like data, for 'N?7' is like the ids of the"
+    with pytest.raises(ValueError, match=problem):
+        prepared(tmp_path / "in.csv", items=tmp_path / "items.csv")
     (tmp_path / "items.csv").write_text(f"sku,2024\n{ids[0]},Seven\n{ids[1]},Eight\n")
-    prepared(tmp_path, "in.csv", items=str(tmp_path / "items.csv"))
+    prepared(tmp_path / "in.csv", items=tmp_path / "items.csv")
 
 
 def test_titles_are_in_the_column_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("user,item,timestamp,label,title\nu,7,1,Seven,x\nu,8,2,Eight,x\nu,7,3,Seven,y\n")
-    dataset, _ = prepared(tmp_path, "in.csv", title_column="label")
+    dataset, _ = prepared(tmp_path / "in.csv", title_column="label")
     assert titles(dataset) == ["Seven", "Eight"]
     with pytest.raises(ValueError, match=r"^--title-column: no column 'name' of the items or the actions; there are: "):
-        prepared(tmp_path, "in.csv", title_column="name")
+        prepared(tmp_path / "in.csv", title_column="name")
     with pytest.raises(ValueError, match=r"^ml-1m takes no --title-column"):
         PrepareOptions("ml-1m", title_column="name")

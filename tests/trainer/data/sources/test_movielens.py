@@ -2,18 +2,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reading import decoded, titles
-from rich.console import Console
+from reading import decoded, prepared, titles
 
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.sources.movielens import GENRES_100K
-
-
-def real(name: str, real_data: Path, folder: Path) -> Dataset:
-    prepare(PrepareOptions(name, str(real_data / f"{name}.zip"), str(folder / name)), Console(quiet=True))
-    return load_dataset(folder / name)
 
 
 def item(dataset: Dataset, title: str) -> dict[str, object]:
@@ -23,18 +15,14 @@ def item(dataset: Dataset, title: str) -> dict[str, object]:
 
 
 def test_what_ml_100k_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:
-    dataset = real("ml-100k", real_data, tmp_path)
+    dataset, _ = prepared(real_data / "ml-100k.zip", "ml-100k", out=tmp_path / "out")
     rows = {table.name: table.rows for table in dataset.schema.tables}
     assert rows == {"item": 1683, "genres": 20, "year": 72, "gender": 3, "age": 62, "occupation": 22, "zip": 796}
     assert sorted(dataset.vocabulary("genres")[1:]) == sorted(GENRES_100K)
     users = decoded(dataset, "user")
     assert (users["gender"].count("F"), users["gender"].count("M")) == (273, 670)
-    assert {name: values[0] for name, values in users.items()} == {
-        "gender": "M",
-        "age": "24",
-        "occupation": "technician",
-        "zip": "85711",
-    }
+    first = {"gender": "M", "age": "24", "occupation": "technician", "zip": "85711"}
+    assert {name: values[0] for name, values in users.items()} == first
     story = {"genres": ["Animation", "Children's", "Comedy"], "year": "1995"}
     assert item(dataset, "Toy Story (1995)") == story
     assert item(dataset, "unknown") == {"genres": ["unknown"], "year": ""}
@@ -46,7 +34,7 @@ def test_what_ml_100k_says_of_users_and_items(real_data: Path, tmp_path: Path) -
 
 
 def test_what_ml_1m_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:
-    dataset = real("ml-1m", real_data, tmp_path)
+    dataset, _ = prepared(real_data / "ml-1m.zip", "ml-1m", out=tmp_path / "out")
     rows = {table.name: table.rows for table in dataset.schema.tables}
     assert rows == {"item": 3616, "genres": 19, "year": 82, "gender": 3, "age": 8, "occupation": 22, "zip": 3440}
     users = decoded(dataset, "user")

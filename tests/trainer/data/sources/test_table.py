@@ -1,5 +1,4 @@
 import hashlib
-import io
 import json
 from decimal import Decimal
 from pathlib import Path
@@ -8,16 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import PROGRESS, actions, decoded, file_of, listed, titles
-from rich.console import Console
+from reading import actions, actions_of, blocks_of, decoded, file_of, listed, parquet_of, prepared, titles
 
 from logitmix.trainer.data import raw, tabular
 from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.files import InputFile
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import ColumnNames, read_actions
+from logitmix.trainer.data.sources.table import ColumnNames
 
 
 def test_csv_tables(tmp_path: Path, rejects: Rejects) -> None:
@@ -26,7 +23,7 @@ def test_csv_tables(tmp_path: Path, rejects: Rejects) -> None:
         "6.0,Ä,,y\r\n7,a\r\nseven,a,,x\r\n8,,,x\r\n9,"
     ).encode() + b"\xff,,x\r\n10,c,,z"
     columns = ColumnNames(user="who, really", item="what", timestamp="when")
-    assert actions(read_actions([file_of(tmp_path, content)], columns, rejects, PROGRESS)) == [
+    assert actions_of(file_of(tmp_path, content), rejects, columns) == [
         ('a "b"', "x", 5),
         ("Ä", "y", 6),
         ("c", "z", 10),
@@ -44,17 +41,10 @@ def test_csv_tables(tmp_path: Path, rejects: Rejects) -> None:
     assert rejects.lines == 7
 
 
-def test_lines_that_a_stray_quote_swallows_all_count(tmp_path: Path, rejects: Rejects) -> None:
-    lines = ["user,item,timestamp", *["1,2,3"] * 50, '1,"2,3', *["1,2,3"] * 40_000]
-    read = actions(read_actions([file_of(tmp_path, "\n".join(lines).encode())], ColumnNames(), rejects, PROGRESS))
-    assert len(read) >= 50
-    assert (rejects.lines, rejects.count) == (40_051, 40_051 - len(read))
-
-
 def test_rows_over_chunk_borders(tmp_path: Path, rejects: Rejects) -> None:
     count = 2 * tabular.BLOCK_ROWS + 5
     content = "user,item,timestamp\n" + "".join(f"{row},i,{-row}\n" for row in range(count))
-    read = actions(read_actions([file_of(tmp_path, content.encode())], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(file_of(tmp_path, content.encode()), rejects)
     assert read == [(str(row), "i", -row) for row in range(count)]
 
 
@@ -79,51 +69,27 @@ OF_TIMES = [("c", 3), ("a", -1), ("b", -1)]
 def test_parquet_tables(
     users: pa.Array, times: pa.Array, expected: list[tuple[str, int]], tmp_path: Path, rejects: Rejects
 ) -> None:
-    made = pa.table({"unused": [[1], [2], [3]], "timestamp": times, "user": users, "item": ["x", "y", "z"]})
-    pq.write_table(made, tmp_path / "in.parquet")
-    read = actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
-    assert [(user, time) for user, _, time in read] == expected
+    made = {"unused": [[1], [2], [3]], "timestamp": times, "user": users, "item": ["x", "y", "z"]}
+    # pandas' row numbers are no column.
+    blocks = blocks_of(parquet_of(tmp_path, made | {"__index_level_0__": [0, 1, 2]}), rejects)
+    assert [(user, time) for user, _, time in actions(blocks)] == expected
+    assert all(set(block.columns) == {"unused"} for block in blocks)
     assert (rejects.count, rejects.lines) == (3 - len(expected), 3)
     if rejects.count:
         assert all(name == "in.parquet" and number in "123" for name, number, _, _ in listed(rejects))
 
 
-def test_row_numbers_of_pandas_are_no_columns(tmp_path: Path, rejects: Rejects) -> None:
-    columns = {"user": [1, 1], "item": [5, 6], "timestamp": [1, 2], "__index_level_0__": [0, 0], "shop": [7, 7]}
-    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
-    (block,) = read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS)
-    assert set(block.columns) == {"shop"}
-
-
 def test_parquet_rows_keep_their_numbers_over_batches(tmp_path: Path, rejects: Rejects) -> None:
     users = pa.array(["a"] * tabular.BLOCK_ROWS + ["", "b"])
     numbers = range(len(users))
-    pq.write_table(pa.table({"user": users, "item": numbers, "timestamp": numbers}), tmp_path / "in.parquet")
-    read = actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
+    read = actions_of(parquet_of(tmp_path, {"user": users, "item": numbers, "timestamp": numbers}), rejects)
     assert read[-1] == ("b", str(tabular.BLOCK_ROWS + 1), tabular.BLOCK_ROWS + 1)
     assert listed(rejects) == [["in.parquet", "65537", "the user is empty", ",65536,65536"]]
 
 
-@pytest.mark.parametrize(
-    ("column", "values", "message"),
-    [
-        ("user", pa.array([1], pa.time32("s")), r"column user is of type time32.*; ids must be integers or text"),
-        ("timestamp", pa.array([[1]]), "column timestamp is of type list<.*>; times must be numbers"),
-    ],
-)
-def test_parquet_columns_of_a_wrong_type_are_named(
-    column: str, values: pa.Array, message: str, tmp_path: Path, rejects: Rejects
-) -> None:
-    made = pa.table({"user": ["a"], "item": ["x"], "timestamp": [1]} | {column: values})
-    pq.write_table(made, tmp_path / "in.parquet")
-    with pytest.raises(ValueError, match=rf"^in\.parquet: {message}"):
-        actions(read_actions([InputFile(tmp_path / "in.parquet")], ColumnNames(), rejects, PROGRESS))
-
-
 def test_without_a_time_column_the_order_counts_over_all_parts(tmp_path: Path, rejects: Rejects) -> None:
-    pq.write_table(pa.table({"user": [1, 1], "item": [5, 6]}), tmp_path / "a.parquet")
-    parts = [InputFile(tmp_path / "a.parquet"), file_of(tmp_path, b"item,user\n7,1\n8,1\n", "b.csv")]
-    assert actions(read_actions(parts, ColumnNames(timestamp=""), rejects, PROGRESS)) == [
+    parts = [parquet_of(tmp_path, {"user": [1, 1], "item": [5, 6]}), file_of(tmp_path, b"item,user\n7,1\n8,1\n")]
+    assert actions_of(parts, rejects, ColumnNames(timestamp="")) == [
         ("1", "5", 0),
         ("1", "6", 1),
         ("1", "7", 2),
@@ -138,19 +104,10 @@ def test_columns_that_are_not_there_are_named_beside_those_that_are(
     (tmp_path / "in.csv").write_text("user,movie,when\na,x,1\n")
     pq.write_table(pa.table({"user": ["a"], "movie": ["x"], "when": [1]}), tmp_path / "in.parquet")
     file = InputFile(tmp_path / f"in.{kind}")
-    with pytest.raises(
-        ValueError, match=f"^in.{kind}: no column 'item'; there are: user, movie, when.* --item-column$"
-    ):
-        actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
+    with pytest.raises(ValueError, match=f"^in.{kind}: no column 'item'; there are: user, movie, when.* --item-col"):
+        actions_of(file, rejects)
     with pytest.raises(ValueError, match=r"no column 'timestamp'; .* --timestamp-column; for the order .*column \"\""):
-        actions(read_actions([file], ColumnNames(item="movie"), rejects, PROGRESS))
-
-
-def test_a_damaged_parquet_file_is_one_line(tmp_path: Path, rejects: Rejects) -> None:
-    pq.write_table(pa.table({"user": range(9), "item": range(9), "timestamp": range(9)}), tmp_path / "in.parquet")
-    file = file_of(tmp_path, (tmp_path / "in.parquet").read_bytes()[:-20], "in.parquet")
-    with pytest.raises(ValueError, match=r"in\.parquet: not readable Parquet"):
-        actions(read_actions([file], ColumnNames(), rejects, PROGRESS))
+        actions_of(file, rejects, ColumnNames(item="movie"))
 
 
 ACTIONS = """user,item,timestamp,action,seconds,session,shelf
@@ -172,24 +129,20 @@ a,Apple,acme,red|new,3.5,fifth
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    (tmp_path / "clicks.csv").write_text(ACTIONS)
     (tmp_path / "catalog.csv").write_text(ITEMS)
     users = {"name": ["Ann", "Bob"], "user": ["u2", "u1"], "taste": [[0.5, 1.0], [1.5, 2.0]], "favorite": ["x", "acme"]}
     pq.write_table(pa.table(users), tmp_path / "users.parquet")
     return tmp_path
 
 
-def prepared(shop: Path, schema: str = "", **options: Any) -> tuple[Dataset, str]:
+def of_shop(shop: Path, schema: str = "", clicks: str = ACTIONS, **options: Any) -> tuple[Dataset, str]:
     """The dataset, and what prepare said."""
-    said = io.StringIO()
+    (shop / "clicks.csv").write_text(clicks)
     if schema:
         (shop / "schema.toml").write_text(schema)
-        options["schema"] = str(shop / "schema.toml")
-    given = {"items": str(shop / "catalog.csv"), "users": str(shop / "users.parquet"), "min_user_actions": 1} | options
-    prepare(
-        PrepareOptions("table", str(shop / "clicks.csv"), str(shop / "out"), **given), Console(file=said, width=200)
-    )
-    return load_dataset(shop / "out"), said.getvalue()
+        options["schema"] = shop / "schema.toml"
+    sides = {"items": shop / "catalog.csv", "users": shop / "users.parquet"} if clicks == ACTIONS else {}
+    return prepared(shop / "clicks.csv", **sides | options)
 
 
 REPEATED = (
@@ -199,7 +152,7 @@ REPEATED = (
 
 
 def test_items_users_and_further_columns_become_features(shop: Path) -> None:
-    dataset, said = prepared(shop)
+    dataset, said = of_shop(shop)
     assert dataset.raw_ids() == ["a", "b", "c", "d"]
     assert titles(dataset) == ["Apple", None, "Crème", None]
     kinds = {feature.name: (feature.owner, feature.kind) for feature in dataset.schema.features[1:]}
@@ -229,7 +182,7 @@ def test_items_users_and_further_columns_become_features(shop: Path) -> None:
 
 
 def test_a_file_says_what_columns_are(shop: Path) -> None:
-    dataset, said = prepared(
+    dataset, said = of_shop(
         shop,
         """
         [features.brand]
@@ -272,44 +225,23 @@ def test_later_actions_say_nothing_about_the_user(shop: Path) -> None:
         for user, of in plans.items()
         for at, plan in reversed(list(enumerate(of)))
     )
-    (shop / "clicks.csv").write_text(clicks)
     schema = "".join(f"[features.{name}]\nowner = 'user'\nkind = '{kind}'\n" for name, kind in OF_USERS.items())
-    dataset, _ = prepared(shop, schema, items="", users="")
+    dataset, _ = of_shop(shop, schema, clicks)
     assert decoded(dataset, "user") == {"plan": ["a", "", "a"], "seconds": [1, 1, 1]}
     assert dataset.vocabulary("plan") == ["", "a"]
 
 
 def test_rare_values_are_unknown(shop: Path) -> None:
-    dataset, _ = prepared(shop, min_feature_count=3)
+    dataset, _ = of_shop(shop, min_feature_count=3)
     assert dataset.vocabulary("shelf") == ["", "top"] and dataset.vocabulary("action") == ["", "click"]
     assert json.loads(dataset.description())["filters"]["min_feature_count"] == 3
 
 
 def test_features_keep_to_the_actions_that_the_filters_leave(shop: Path) -> None:
-    dataset, _ = prepared(shop, min_item_actions=2)
+    dataset, _ = of_shop(shop, min_item_actions=2)
     assert dataset.raw_ids() == ["a", "c"]
     assert decoded(dataset, "event")["action"] == ["click", "click", "", "click"]
     assert decoded(dataset, "event")["seconds"] == pytest.approx([0.5, 6.5 / 3, 2.5, 3.5])
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ("[features.brnd]", r"no column brnd \(did you mean brand\?\); there are: brand, tags, price, notes, "),
-        ("[features.brand]\nkinds = 'id'", r"unknown key features\.brand\.kinds \(did you mean kind\?\)"),
-        ("[features.brand]\nkind = 'word'", r"features\.brand: its kind is 'word'; it must be one of id, ids, number"),
-        ("[features.notes]\ntable = 'words'", r"the kind of features\.notes cannot be told from its values"),
-        ("[features.notes]\nkind = 'number'", r"feature notes has the value 'f\w+', which is no number"),
-        ("[features.price]\ntable = 'prices'", "feature price of kind number names a table"),
-        ("[features.brand]\nkind = 'id'\ntable = 'my brands'", "table 'my brands': a name has letters"),
-        ("[features.price]\nowner = 'user'", r"features\.price is a column of items; leave its owner out"),
-        ("features = ", "not valid TOML"),
-    ],
-)
-def test_a_file_that_does_not_fit_is_named(shop: Path, schema: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{shop}/schema\.toml: {message}"):
-        prepared(shop, schema)
-    assert not (shop / "out").exists()
 
 
 def test_the_id_is_the_first_column_or_the_named_one(shop: Path) -> None:
@@ -318,7 +250,7 @@ def test_the_id_is_the_first_column_or_the_named_one(shop: Path) -> None:
     (shop / "folder" / "1.csv").write_text("code,price\na,1\n,5\n")
     (shop / "folder" / "2.csv").write_text("code,price\nb,2\nc,4\n")
     for name in ("named.parquet", "folder"):
-        dataset, _ = prepared(shop, items=str(shop / name), users="", overwrite=True, max_rejects=0.5)
+        dataset, _ = of_shop(shop, items=shop / name, users="", max_rejects=0.5)
         assert decoded(dataset, "item")["price"] == [1, 2, 4, pytest.approx(7 / 3)]
     assert (shop / "out" / "rejects.tsv").read_text().splitlines()[1:] == ["1.csv\t3\tthe id is empty\t,5"]
 
@@ -330,38 +262,27 @@ def test_columns_of_parts_are_joined(shop: Path) -> None:
     (parts / "1.csv").write_text("user,item,timestamp,price,extra\nu,a,1,1.5,x\nu,b,2,2.5,x\n")
     rows = {"user": ["u", "u"], "item": ["c", "d"], "timestamp": [3, 4], "price": pa.array([3.5, 4.5], pa.float32())}
     pq.write_table(pa.table(rows), parts / "2.parquet")
-    prepare(PrepareOptions("table", str(parts), str(shop / "out"), min_user_actions=1), Console(quiet=True))
-    dataset = load_dataset(shop / "out")
+    dataset, _ = prepared(parts)
     assert decoded(dataset, "event") == {"price": [1.5, 2.5, 3.5, 4.5], "extra": ["x", "x", "", ""]}
     pq.write_table(pa.table(rows | {"price": [[1.0], [2.0]]}), parts / "2.parquet")
     with pytest.raises(ValueError, match=r"column price is of type dictionary.* here and list.* there"):
-        prepare(PrepareOptions("table", str(parts), str(shop / "other"), min_user_actions=1), Console(quiet=True))
+        prepared(parts)
 
 
 def test_values_that_are_not_utf_8_are_missing(shop: Path) -> None:
-    (shop / "clicks.csv").write_bytes(ACTIONS.encode().replace(b"click,0.5", b"cl\xffck,0.5"))
-    dataset, _ = prepared(shop)
-    assert decoded(dataset, "event")["action"] == ["", "buy", "click", "", "click", "buy"]
+    file = file_of(shop, ACTIONS.encode().replace(b"click,0.5", b"cl\xffck,0.5"))
+    assert decoded(prepared(file)[0], "event")["action"] == ["", "buy", "click", "", "click", "buy"]
 
 
 @pytest.mark.parametrize("name", ["items", "users", "schema"])
 def test_files_that_are_not_there_are_named(shop: Path, name: str) -> None:
-    options = PrepareOptions("table", str(shop / "clicks.csv"), str(shop / "out"), **{name: "nowhere"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^no file at nowhere; --{name} must name one$"):
-        prepare(options, Console(quiet=True))
-
-
-def test_an_empty_table_of_items_is_named(shop: Path) -> None:
-    (shop / "catalog.csv").write_text("")
-    with pytest.raises(ValueError, match=r"^catalog\.csv: has no columns; give a table with --items"):
-        prepared(shop)
+        prepared(file_of(shop, ACTIONS.encode()), **{name: "nowhere"})
 
 
 def test_repeats_are_said(shop: Path) -> None:
-    (shop / "clicks.csv").write_text(
-        "user,item,timestamp\n" + "".join(f"u,{item},{at}\n" for at, item in enumerate("abab"))
-    )
-    dataset, said = prepared(shop, items="", users="")
+    rows = [f"u,{item},{at}\n" for at, item in enumerate("abab")]
+    dataset, said = of_shop(shop, clicks="user,item,timestamp\n" + "".join(rows))
     assert dataset.repeated_targets == {"validation": 1.0, "test": 1.0}
     assert said == (
         "100% of the validation targets and 100% of the test targets are in their user's history: evaluation will not "
@@ -371,8 +292,7 @@ def test_repeats_are_said(shop: Path) -> None:
 
 def test_hits_that_cannot_be_are_said(shop: Path) -> None:
     rows = [f"u{user},{item},{at}\n" for user in range(20) for at, item in enumerate("abcd" if user else "abca")]
-    (shop / "clicks.csv").write_text("user,item,timestamp\n" + "".join(rows))
-    _, said = prepared(shop, items="", users="")
+    _, said = of_shop(shop, clicks="user,item,timestamp\n" + "".join(rows))
     assert said == (
         "0% of the validation targets and 5% of the test targets are in their user's history, which evaluation leaves "
         "out of its ranking: no hit rate can be above 1.00 in validation and 0.95 in test\n"
@@ -418,17 +338,12 @@ def test_half_floats_small_decimals_and_views_are_read_as_older_types(shop: Path
             plain = {name: pa.array(values, kind) for name, values, _, kind in columns}
             arrays = {name: plain[name].cast(kind) for name, _, kind, _ in columns} if newer else plain
             pq.write_table(pa.table(arrays), shop / f"{table}.parquet")
-        options = {of: str(shop / f"{of}.parquet") for of in ("items", "users")} | {"where": ("price != 1.5",)}
-        options |= {"min_user_actions": 1, "max_rejects": 0.5, "overwrite": True}
-        said.append(io.StringIO())
-        prepare(
-            PrepareOptions("table", str(shop / "clicks.parquet"), str(shop / "out"), **options),
-            Console(file=said[-1], width=200),
-        )
-        dataset = load_dataset(shop / "out")
+        sides = {of: shop / f"{of}.parquet" for of in ("items", "users")}
+        dataset, more = prepared(shop / "clicks.parquet", where=("price != 1.5",), max_rejects=0.5, **sides)
+        said.append(more)
         made.append([decoded(dataset, owner) for owner in ("item", "user", "event")])
         assert titles(dataset) == ["A", "B"]
-    assert made[0] == made[1] and said[0].getvalue() == said[1].getvalue()
+    assert made[0] == made[1] and said[0] == said[1]
     assert [set(of_owner) for of_owner in made[1]] == [
         {"weight", "codes", "size", "image"},
         {"taste"},
@@ -446,15 +361,13 @@ def test_fractions_order_the_actions_of_a_second(unit: str, nanoseconds: int, tm
     stamps = pa.array([time // nanoseconds for time in times], pa.timestamp(unit or "ns"))
     items = pa.array([str(row) for row in range(len(times))])
     if unit:
-        pq.write_table(pa.table({"user": ["u"] * len(times), "item": items, "timestamp": stamps}), tmp_path / "1")
+        file = parquet_of(tmp_path, {"user": ["u"] * len(times), "item": items, "timestamp": stamps})
     else:
         texts = stamps.cast(pa.string()).to_pylist()
         rows = [f"u,{item},{text}" for item, text in zip(items, texts, strict=True)]
         # A time that is a number, and one that is none, beside the texts.
-        (tmp_path / "1").write_text("\n".join(["user,item,timestamp", "u,no,?", *rows, "u,last,9"]))
-    options = PrepareOptions("table", str(tmp_path / "1"), str(tmp_path / "out"), 1, max_rejects=0.5)
-    prepare(options, Console(quiet=True))
-    dataset = load_dataset(tmp_path / "out")
+        file = file_of(tmp_path, "\n".join(["user,item,timestamp", "u,no,?", *rows, "u,last,9"]).encode())
+    dataset, _ = prepared(file, max_rejects=0.5)
     order = sorted(range(len(times)), key=lambda row: times[row])
     expected = [(str(row), times[row] // 10**9) for row in order] + ([] if unit else [("last", 9)])
     raw = dataset.raw_ids()
@@ -463,34 +376,20 @@ def test_fractions_order_the_actions_of_a_second(unit: str, nanoseconds: int, tm
     ] == expected
 
 
-def test_titles_are_text(shop: Path) -> None:
-    pq.write_table(pa.table({"item": ["a"], "title": [["x"]]}), shop / "items.parquet")
-    with pytest.raises(ValueError, match=r"^column title of the items is of type list<.*>, not text; rename it"):
-        prepared(shop, items=str(shop / "items.parquet"))
-
-
-def shop_with(shop: Path, clicks: str, **options: Any) -> Dataset:
-    (shop / "clicks.csv").write_text(clicks)
-    return prepared(shop, **{"items": "", "users": ""} | options)[0]
-
-
 def test_titles_of_actions_are_the_last_in_time_that_is_there(shop: Path) -> None:
     clicks = "user;item;timestamp;title\nu;a;2024-01-02;new\nu;a;2024-01-01;old\nu;b;2024-01-03;\nv;b;2023-01-01;B\n"
     clicks += "u;c;2024-01-03;\nv;d;2024-01-03;D\n"
-    dataset = shop_with(shop, clicks)
+    dataset, _ = of_shop(shop, clicks=clicks)
     assert titles(dataset) == ["new", "B", None, "D"]
     assert [feature.name for feature in dataset.schema.features] == ["item"]
     assert json.loads(dataset.description())["titles"] == 3
     # A table of items has the first word; b has no title there.
-    dataset = shop_with(shop, clicks, items=str(shop / "catalog.csv"), overwrite=True)
-    assert titles(dataset) == ["Apple", "B", "Crème", "D"]
-    with pytest.raises(ValueError, match=r"^column title of the actions is of type list<.*>, not text; rename it"):
-        made = {"user": ["u"], "item": ["a"], "timestamp": [1], "title": [["x"]]}
-        pq.write_table(pa.table(made), shop / "clicks.parquet")
-        prepare(
-            PrepareOptions("table", str(shop / "clicks.parquet"), str(shop / "other"), min_user_actions=1),
-            Console(quiet=True),
-        )
+    assert titles(of_shop(shop, clicks=clicks, items=shop / "catalog.csv")[0]) == ["Apple", "B", "Crème", "D"]
+    file = parquet_of(shop, {"user": ["u"], "item": ["a"], "timestamp": [1], "title": [["x"]]})
+    for owner, sides in (("actions", {}), ("items", {"items": file.path})):
+        problem = rf"^column title of the {owner} is of type list<.*>, not text; rename it"
+        with pytest.raises(ValueError, match=problem):
+            prepared(file, **sides)
 
 
 def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,13 +397,12 @@ def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypat
     monkeypatch.setattr(tabular, "BLOCK_ROWS", 1000)
     made = {of: pa.array([of] * 50_000) for of in ("user", "item")} | {"timestamp": pa.array(range(50_000))}
     title = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000), pa.array(["x" * 4000]))
-    pq.write_table(pa.table(made | {"title": title}), shop / "clicks.parquet")
+    file = parquet_of(shop, made | {"title": title})
     usual = pa.default_memory_pool()
     counted = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(counted)
     try:
-        run = PrepareOptions("table", str(shop / "clicks.parquet"), str(shop / "out"))
-        assert prepare(run, Console(quiet=True))["titles"] == 1
+        assert titles(prepared(file)[0]) == ["x" * 4000]
     finally:
         pa.set_memory_pool(usual)
     assert 50_000 * 16 < counted.max_memory() < 20_000_000
@@ -518,17 +416,16 @@ def test_more_text_than_arrow_holds_is_one_line(shop: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(raw, "_concatenate", concatenate)
     with pytest.raises(ValueError, match=r"^column review has more than 2 GiB of different texts; leave it out$"):
-        shop_with(shop, "user,item,timestamp,review\nu,a,1,long\n")
+        of_shop(shop, clicks="user,item,timestamp,review\nu,a,1,long\n")
 
 
 def test_the_delimiter_can_be_given(shop: Path) -> None:
     clicks = "user^item^timestamp^note\nu^a,b^1^x;y\n"
     with pytest.raises(ValueError, match=r"no column 'user'; there are: user\^item"):
-        shop_with(shop, clicks)
-    dataset = shop_with(shop, clicks, delimiter="^")
-    assert dataset.raw_ids() == ["a,b"]
-    dataset = shop_with(shop, clicks.replace("^", "\t"), delimiter="\\t", overwrite=True)
-    assert dataset.raw_ids() == ["a,b"]
+        of_shop(shop, clicks=clicks)
+    for delimiter, character in (("^", "^"), ("\\t", "\t")):
+        dataset, _ = of_shop(shop, clicks=clicks.replace("^", character), delimiter=delimiter)
+        assert dataset.raw_ids() == ["a,b"]
 
 
 @pytest.mark.parametrize("delimiter", ["ab", "ü", '"', "\n"])
@@ -539,7 +436,7 @@ def test_delimiters_that_cannot_be(delimiter: str) -> None:
 
 def test_conditions_keep_actions(shop: Path) -> None:
     """They act on the columns as the source has them, and before the counts of items and users."""
-    dataset, _ = prepared(shop, where=("action = click", "seconds >= 1"), min_item_actions=1)
+    dataset, _ = of_shop(shop, where=("action = click", "seconds >= 1"), min_item_actions=1)
     # Of u1's clicks one took 0.5 seconds and one is without.
     assert (dataset.num_users, dataset.raw_ids()) == (1, ["c"])
     filters = json.loads(dataset.description())["filters"]
@@ -551,6 +448,6 @@ def test_conditions_keep_actions(shop: Path) -> None:
         "min_user_actions": {"users": 0, "items": 0, "actions": 0},
     }
     with pytest.raises(ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions$"):
-        prepared(shop, where=("seconds > 9",), overwrite=True)
+        of_shop(shop, where=("seconds > 9",))
     with pytest.raises(ValueError, match=r"no user has 9 or more actions \(there were 2 users with 3 actions\)"):
-        prepared(shop, where=("action = click",), min_user_actions=9, overwrite=True)
+        of_shop(shop, where=("action = click",), min_user_actions=9)
