@@ -7,7 +7,6 @@ from typing import Literal
 from logitmix.common.mappings import require, require_from
 from logitmix.common.plugins import Kinds
 
-from .kinds.registry import KINDS
 from .schema import USER, Schema
 
 WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
@@ -399,8 +398,7 @@ def plugins_of(config: ModelConfig, schema: Schema) -> dict[str, str]:
     """Names and versions of the plugins that the kinds of the model and of its features come from."""
     kinds = {"encoder": ENCODERS, "similarity": SIMILARITIES, "loss": LOSSES}
     used = [of.plugins.get(getattr(config, section).kind) for section, of in kinds.items()]
-    used += [KINDS.plugins.get(feature.kind) for feature in schema.features]
-    return {plugin.name: plugin.version for plugin in used if plugin}
+    return {plugin.name: plugin.version for plugin in used if plugin} | schema.plugins()
 
 
 def has_user_component(config: ModelConfig) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from logitmix.common.mappings import nearest
 
 from .kinds.base import Kind
-from .kinds.registry import kind_named
+from .kinds.registry import KINDS, kind_named
 
 Owner = Literal["item", "user", "event"]
 """What a feature has one value for: an item, a user, or one action of a user (an event)."""
@@ -119,6 +119,11 @@ class Schema:
         for name in known:
             if name not in used:
                 raise ValueError(f"no feature uses table {name}; leave it out")
+
+    def plugins(self) -> dict[str, str]:
+        """Names and versions of the plugins that the kinds of its features come from."""
+        used = [KINDS.plugins.get(feature.kind) for feature in self.features]
+        return {plugin.name: plugin.version for plugin in used if plugin}
 
     @classmethod
     def of_ids(cls, items: int) -> "Schema":

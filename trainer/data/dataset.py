@@ -37,6 +37,7 @@
         source             {name, sha256: {file: digest}}, the base name of what was read; null where it was generated.
                            It also has items, users and schema, if such files were given
         generator          {name, parameters} where it was generated, the seed among the parameters; null otherwise
+        plugins            {name: version} of the plugins that kinds of features come from, where there are such
         kind               logitmix dataset
         files              {path: {bytes, sha256}} of all other files, by their paths in the directory
         sha256             digest of all other entries (common/checked.py, which says how such a file is laid out)
@@ -101,7 +102,14 @@ from logitmix.trainer.data.columns import (
     texts,
     values_of,
 )
-from logitmix.trainer.data.description import broken, read_description, reading, schema_of, shares_of
+from logitmix.trainer.data.description import (
+    broken,
+    read_description,
+    reading,
+    require_plugins_of,
+    schema_of,
+    shares_of,
+)
 
 VALUES_AT_ONCE = 2**20
 _USERS = 2**14
@@ -198,12 +206,8 @@ class Dataset:
 
     def vocabulary_column(self, table: str) -> pa.ChunkedArray:
         """The values of a table of features by row as an Arrow column, null for unknown. Read at each call."""
-        if table in (RECENCY, USER) and table not in [of.name for of in self.schema.tables]:
-            values = pa.chunked_array(stored_values(self.path, self.schema, table), pa.large_string())
-            return pc.if_else(pc.equal(values, ""), None, values)
-        file = self.path / "vocabularies" / f"{table}.parquet"
-        with reading(self.path, file.name):
-            return texts("value", pq.read_table(file, columns=["value"])["value"])
+        values = pa.chunked_array(stored_values(self.path, self.schema, table), pa.large_string())
+        return pc.if_else(pc.equal(values, ""), None, values)
 
 
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
@@ -238,11 +242,12 @@ def load_dataset(path: str | Path) -> Dataset:
     ValueError, naming the path and the command to run, if there is none, if a file differs from its digest in
     dataset.json, if it has another format version, if a file claims to hold more than VALUES_A_BYTE, or if it is not as
     the module's docstring says: missing columns, users out of order, indices out of range, times that decrease, lists
-    that are not parallel; also if it does not fit into memory. A dataset.json without digests is accepted; then a
-    damage that leaves the format intact is not noticed.
+    that are not parallel; also if it does not fit into memory, or needs a plugin that this process lacks. A
+    dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
     """
     path = fetch(path)
     description = read_description(path)
+    require_plugins_of(path, description)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with reading(path, "dataset.json"):
         schema = schema_of(description, num_items)

@@ -12,6 +12,7 @@ import pyarrow as pa
 from logitmix.common.checked import Checked, check_file, require_entry
 from logitmix.common.files import from_json, other_kind, parse_json
 from logitmix.common.mappings import first_line, from_mapping
+from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
@@ -79,6 +80,14 @@ def _check_digests(path: Path, content: bytes) -> None:
         broken(path, str(error))
 
 
+def require_plugins_of(path: Path, description: Mapping[str, Any]) -> None:
+    """ValueError that names a plugin that kinds of the dataset's features come from, if this process lacks it."""
+    needed = description.get("plugins", {})
+    if not isinstance(needed, dict) or not all(isinstance(version, str) for version in needed.values()):
+        broken(path, "dataset.json: plugins are not versions by name")
+    require_plugins(needed, str(path))
+
+
 def schema_of(description: Mapping[str, Any], num_items: int) -> Schema:
     if not isinstance(description.get("schema"), Mapping):
         raise ValueError("no schema")
@@ -117,7 +126,10 @@ def _command(path: Path) -> str:
         before = from_json((path / "dataset.json").read_text(encoding="utf-8"))
         name, source, filters = before["name"], before["source"], before["filters"]
         words = [name if source_of(name) else "NAME"]
-        words += ["--source", str(_nearby(path, source["name"]))] if source else []
+        if source:
+            # Where prepare puts a download, if it is there.
+            nearby = path.parent / source["name"]
+            words += ["--source", str(nearby if nearby.exists() else source["name"])]
         usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
         words += [f"--where {shlex.quote(condition)}" for condition in filters.pop("where", [])]
         filters.pop("removed", None)
@@ -126,8 +138,3 @@ def _command(path: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         words = [path.name if source_of(path.name) else "NAME"]
     return f"logitmix prepare {' '.join(words)} --out {path}"
-
-
-def _nearby(path: Path, name: str) -> Path:
-    """Where prepare puts a download, if it exists; else the name alone."""
-    return path.parent / name if (path.parent / name).exists() else Path(name)

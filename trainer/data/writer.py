@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
-from logitmix.trainer.data.columns import ROW, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.columns import ROW, Column, index_type
 from logitmix.trainer.data.description import FORMAT
 
 USERS_PER_FILE = 100_000
@@ -71,6 +71,7 @@ def write_dataset(
         "repeated_targets": repeated_targets(contents.offsets, contents.items),
         "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
         **entries,
+        **({"plugins": needed} if (needed := schema.plugins()) else {}),
         "files": {
             file.relative_to(directory).as_posix(): entry_of(file)
             for file in sorted(directory.rglob("*"))
@@ -116,9 +117,11 @@ def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int)
     def lists(values: pa.Array) -> pa.Array:
         return pa.ListArray.from_arrays(starts, values)
 
-    actions = (contents.items[first:last], contents.timestamps[first:last])
-    own = (np.arange(start, stop), *(lists(pa.array(values, pa.int64())) for values in actions))
-    columns = dict(zip(SEQUENCE_COLUMNS, (pa.array(own[0], pa.int64()), *own[1:]), strict=True))
+    columns = {
+        "user_index": pa.array(np.arange(start, stop), pa.int64()),
+        "item_indices": lists(pa.array(contents.items[first:last], pa.int64())),
+        "timestamps": lists(pa.array(contents.timestamps[first:last], pa.int64())),
+    }
     if contents.user_ids is not None:
         columns["raw_user_id"] = contents.user_ids[start:stop]
     for feature in schema.of("user"):

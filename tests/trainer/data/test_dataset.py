@@ -1,6 +1,6 @@
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,59 +66,35 @@ def test_users_are_split_over_files_and_joined_again(tmp_path: Path) -> None:
 
 def test_lists_of_other_writers_are_read(made: Path) -> None:
     lists = pa.array([[0, 1], [2], [0, 1, 1]], pa.large_list(pa.int32()))
-    replace_sequences(made, {"user_index": pa.array([0, 1, 2], pa.int32()), "item_indices": lists, "timestamps": lists})
+    replace_sequences(made, columns_of(lists, lists, pa.array([0, 1, 2], pa.int32())))
     assert sequences_of(load_dataset(made)) == [[0, 1], [2], [0, 1, 1]]
 
 
 def test_no_dataset_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=f"^no dataset at {tmp_path}/ml-1m; make it with: logitmix prepare ml-1m --out"
-    ):
-        load_dataset(tmp_path / "ml-1m")
-    with pytest.raises(ValueError, match="logitmix prepare NAME --out"):
-        load_dataset(tmp_path / "mine")
+    for name, of in (("ml-1m", "ml-1m"), ("mine", "NAME")):
+        problem = f"^no dataset at {tmp_path}/{name}; make it with: logitmix prepare {of} --out"
+        with pytest.raises(ValueError, match=problem):
+            load_dataset(tmp_path / name)
 
 
 LISTS = [[0, 1, 2], [2], [1, 1]]
 
 
+def columns_of(items: Any = LISTS, times: Any = LISTS, index: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
+    return {"user_index": index, "item_indices": items, "timestamps": times}
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"user_index": [0, 2, 1], "item_indices": LISTS, "timestamps": LISTS}, "its rows are not 0 to 2 in order"),
-        (
-            {"user_index": [0, 1, 2], "item_indices": [[0, 1, 3], [2], [1, 1]], "timestamps": LISTS},
-            "column item_indices has 3 at user_index 0; it must be from 0 to 2",
-        ),
-        (
-            {"user_index": [0, 1, 2], "item_indices": [[0, 1, 1], [2], [1, -1]], "timestamps": LISTS},
-            "column item_indices has -1 at user_index 2; it must be from 0 to 2",
-        ),
+        (columns_of(index=[0, 2, 1]), "its rows are not 0 to 2 in order"),
         ({"user_index": [0, 1, 2], "item_indices": LISTS}, "no column timestamps; there are: user_index, item_indices"),
-        (
-            {"user_index": [0, 1, 2], "item_indices": [[0, None, 1], [2], [1, 1]], "timestamps": LISTS},
-            "empty values in column item_indices",
-        ),
-        (
-            {"user_index": [0, 1, 2], "item_indices": [0, 1, 2], "timestamps": LISTS},
-            "column item_indices is of type int64, not a list",
-        ),
-        (
-            {"user_index": [0, 1], "item_indices": [[0, 1, 2], [2]], "timestamps": [[0, 1, 2], [1]]},
-            "2 users and up to 4 actions, but dataset.json says 3 and 6",
-        ),
-        (
-            {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": [[0, 1, 2], [2], [1]]},
-            "column timestamps has lists that are not as long as item_indices",
-        ),
-        (
-            {"user_index": [0, 1, 2], "item_indices": [[0.0, 1.0, 2.0], [2.0], [1.0, 1.0]], "timestamps": LISTS},
-            "column item_indices has values of type double, not int64",
-        ),
-        (
-            {"user_index": [0, 1, 2, 3], "item_indices": [*LISTS, [0]], "timestamps": [*LISTS, [0]]},
-            "4 users and up to 7 actions",
-        ),
+        (columns_of([[0, None, 1], [2], [1, 1]]), "empty values in column item_indices"),
+        (columns_of([0, 1, 2]), "column item_indices is of type int64, not a list"),
+        (columns_of(LISTS[:2], LISTS[:2], [0, 1]), "2 users and up to 4 actions, but dataset.json says 3 and 6"),
+        (columns_of(times=[[0, 1, 2], [2], [1]]), "column timestamps has lists that are not as long as item_indices"),
+        (columns_of([[0.5, 1, 2], [2], [1, 1]]), "column item_indices has values of type double, not int64"),
+        (columns_of([*LISTS, [0]], [*LISTS, [0]], [0, 1, 2, 3]), "4 users and up to 7 actions"),
     ],
 )
 def test_wrong_sequences_are_named(made: Path, columns: dict[str, object], message: str) -> None:
@@ -150,7 +126,7 @@ def test_indices_out_of_range_are_named_with_their_place(tmp_path: Path, wrong: 
 def test_times_out_of_range_are_named(made: Path, wrong: int) -> None:
     kind = pa.list_(pa.uint64() if wrong > 0 else pa.int64())
     times = pa.array([[0, 1, 2], [2], [1, wrong]], kind)
-    replace_sequences(made, {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": times})
+    replace_sequences(made, columns_of(times=times))
     with pytest.raises(ValueError, match=f"column timestamps has {wrong} at user_index 2; it must be from -"):
         load_dataset(made)
 
@@ -180,7 +156,7 @@ def test_times_that_decrease_are_named_with_their_place(tmp_path: Path, user: in
 
 @pytest.mark.parametrize("name", ["user_index", "item_indices", "timestamps"])
 def test_columns_of_one_name_are_refused(made: Path, name: str) -> None:
-    columns = {"user_index": [0, 1, 2], "item_indices": LISTS, "timestamps": LISTS}
+    columns = columns_of()
     twice = pa.table([pa.array(of) for of in (*columns.values(), columns[name])], [*columns, name])
     pq.write_table(twice, made / "sequences" / "part-00000.parquet")
     with pytest.raises(ValueError, match=rf"part-00000\.parquet: there are two columns named {name}; make it again"):
@@ -216,13 +192,11 @@ def test_widths_that_cannot_be_are_one_line(featured: Path, owner: str) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("action", 3), ("query", 11)])
 def test_features_of_actions_out_of_range_are_named_with_their_place(featured: Path, name: str, rows: int) -> None:
     path = featured / "sequences" / "part-00000.parquet"
-    table = pq.read_table(path)
-    values = table[name][5].as_py()
+    values = pq.read_table(path)[name][5].as_py()
     values[-1] = rows if name == "action" else [0, rows]
-    pq.write_table(cell(table, name, 5, values), path)
-    with pytest.raises(
-        ValueError, match=rf"{path.name}: column {name} has {rows} at user_index 5; it must be from 0 to"
-    ):
+    edit_cell(path, name, 5, values)
+    message = rf"{path.name}: column {name} has {rows} at user_index 5; it must be from 0 to"
+    with pytest.raises(ValueError, match=message):
         load_dataset(featured)
 
 
@@ -230,11 +204,9 @@ def test_texts_that_are_not_utf_8_are_found_when_they_are_read(featured: Path) -
     """By their rows."""
 
     def damage(file: Path, column: str) -> None:
-        table = pq.read_table(file)
-        texts = [text.encode() if text else b"" for text in table[column].to_pylist()]
+        texts = [text.encode() if text else b"" for text in pq.read_table(file)[column].to_pylist()]
         texts[3] = b"\xff"
-        at = table.schema.get_field_index(column)
-        pq.write_table(table.set_column(at, column, pa.array(texts).view(pa.string())), file)
+        edit_column(file, column, pa.array(texts).view(pa.string()))
 
     items, brands = featured / "items.parquet", featured / "vocabularies" / "brand.parquet"
     pq.write_table(pq.read_table(items).append_column("title", pa.array(["x"] * small_data.ITEMS)), items)
@@ -254,7 +226,7 @@ def test_texts_that_are_not_utf_8_are_found_when_they_are_read(featured: Path) -
 
 
 def test_users_are_contiguous_over_files(made: Path) -> None:
-    replace_sequences(made, {"user_index": [4], "item_indices": [[0]], "timestamps": [[0]]}, "part-00001.parquet")
+    replace_sequences(made, columns_of([[0]], [[0]], [4]), "part-00001.parquet")
     edit_description(made, users=4, actions=7)
     with pytest.raises(ValueError, match=r"part-00001\.parquet: its rows are not 3 to 3 in order"):
         load_dataset(made)
@@ -298,11 +270,7 @@ def test_items_out_of_order_are_found_when_their_ids_are_read(made: Path) -> Non
 
 
 def test_times_take_4_bytes_where_all_fit(tmp_path: Path) -> None:
-    for name, last, kind in (
-        ("near", 2**31 - 1, np.int32),
-        ("far", 2**31, np.int64),
-        ("before", -(2**31) - 1, np.int64),
-    ):
+    for name, last, kind in (("near", 2**31 - 1, np.int32), ("far", 2**31, np.int64), ("old", -(2**31) - 1, np.int64)):
         times = np.array([min(last, 5), 7, last, 8])
         contents = DatasetContents(np.arange(5), np.zeros(4, int), times, pa.array(["a"]))
         write_dataset(tmp_path / name, contents, "made", users_per_file=2)
@@ -315,12 +283,24 @@ def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> N
     entries = {"name": "table", "source": {"name": "clicks.csv", "sha256": {}}, "filters": filters}
     edit_description(made, format_version=1, **entries)
     command = f"logitmix prepare table --source clicks.csv --min-user-actions 3 --out {made} --overwrite"
-    with pytest.raises(
-        ValueError, match=f"of format version 1, and this logitmix reads 3; make it again with: {command}$"
-    ):
+    problem = f"of format version 1, and this logitmix reads 3; make it again with: {command}$"
+    with pytest.raises(ValueError, match=problem):
         load_dataset(made)
     (made.parent / "clicks.csv").touch()
     with pytest.raises(ValueError, match=f"--source {made.parent}/clicks.csv --min"):
+        load_dataset(made)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "problem"),
+    [
+        ({"hour.py": "1f"}, r"needs the plugin hour\.py \(1f\): --import PLACE/hour\.py; in Python, import it before$"),
+        (["hour.py"], "plugins are not versions by name; make it again with"),
+    ],
+)
+def test_a_plugin_that_is_needed_is_named(made: Path, plugins: object, problem: str) -> None:
+    edit_description(made, plugins=plugins)
+    with pytest.raises(ValueError, match=f"^{made}.* {problem}"):
         load_dataset(made)
 
 
@@ -349,15 +329,8 @@ def test_features_of_every_owner_and_kind_come_back(tmp_path: Path) -> None:
         table.name: pa.array([None, *(f"{table.name} {row}" for row in range(1, table.rows))], pa.string())
         for table in schema.tables[1:]
     }
-    contents = DatasetContents(
-        offsets,
-        random.integers(0, 5, 9),
-        np.arange(9),
-        pa.array(list("abcde")),
-        schema=schema,
-        columns=columns,
-        vocabularies=vocabularies,
-    )
+    of = {"schema": schema, "columns": columns, "vocabularies": vocabularies}
+    contents = DatasetContents(offsets, random.integers(0, 5, 9), np.arange(9), pa.array(list("abcde")), **of)
     write_dataset(tmp_path / "made", contents, "made", users_per_file=2)
     loaded = load_dataset(tmp_path / "made")
     assert loaded.schema == schema
@@ -378,11 +351,10 @@ def test_features_of_every_owner_and_kind_come_back(tmp_path: Path) -> None:
 def test_features_of_other_writers_are_read(featured: Path) -> None:
     """Spark has no lists of a fixed size, and numbers may be doubles."""
     before = load_dataset(featured)
-    table = pq.read_table(featured / "items.parquet")
-    image = pa.array(table["image"].to_pylist(), pa.large_list(pa.float64()))
-    table = table.set_column(table.schema.get_field_index("image"), "image", image)
-    brand = table["brand"].cast(pa.int16())
-    pq.write_table(table.set_column(table.schema.get_field_index("brand"), "brand", brand), featured / "items.parquet")
+    file = featured / "items.parquet"
+    table = pq.read_table(file)
+    edit_column(file, "image", pa.array(table["image"].to_pylist(), pa.large_list(pa.float64())))
+    edit_column(file, "brand", table["brand"].cast(pa.int16()))
     for name, column in load_dataset(featured).item_features.items():
         assert np.array_equal(column.values, before.item_features[name].values)
 
@@ -401,8 +373,8 @@ def test_texts_of_other_writers_are_read(featured: Path, kind: pa.DataType) -> N
         # Arrow reads text as integers, but not as a dictionary.
         return pa.array(of, pa.string()).cast(kind) if pa.types.is_integer(kind) else pa.array(of, kind)
 
-    items = items.set_column(items.schema.get_field_index("raw_id"), "raw_id", texts(raw_ids))
     pq.write_table(items.append_column("title", texts([None, *raw_ids[1:]])), featured / "items.parquet")
+    edit_column(featured / "items.parquet", "raw_id", texts(raw_ids))
     pq.write_table(pa.table({"value": texts(values)}), featured / "vocabularies" / "brand.parquet")
     loaded = load_dataset(featured)
     titles = loaded.title_column()
@@ -416,19 +388,24 @@ def test_texts_of_other_writers_are_read(featured: Path, kind: pa.DataType) -> N
 @pytest.mark.parametrize("kind", [pa.float64(), pa.binary()], ids=str)
 def test_ids_and_values_of_another_type_are_named(featured: Path, kind: pa.DataType) -> None:
     for name, file in (("value", "vocabularies/brand.parquet"), ("raw_id", "items.parquet")):
-        table, path = pq.read_table(featured / file), featured / file
+        path = featured / file
         before = path.read_bytes()
-        pq.write_table(table.set_column(table.schema.get_field_index(name), name, pa.nulls(len(table), kind)), path)
+        edit_column(path, name, pa.nulls(len(pq.read_table(path)), kind))
         with pytest.raises(ValueError, match=f"{path.name}: column {name} has values of type {kind}, not string; make"):
             load_dataset(featured)
         path.write_bytes(before)
 
 
-def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
-    values = table[name].to_pylist()
+def edit_column(file: Path, name: str, values: pa.Array) -> None:
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, values), file)
+
+
+def edit_cell(file: Path, name: str, row: int, value: object) -> None:
+    column = pq.read_table(file)[name]
+    values = column.to_pylist()
     values[row] = value
-    at = table.schema.get_field_index(name)
-    return table.set_column(at, name, pa.array(values, table.schema.field(name).type))
+    edit_column(file, name, pa.array(values, column.type))
 
 
 @pytest.mark.parametrize(
@@ -453,8 +430,7 @@ def cell(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
 )
 def test_wrong_features_are_named(featured: Path, file: str, name: str, value: object, message: str) -> None:
     path = featured / "items.parquet" if file == "items" else featured / "sequences" / "part-00000.parquet"
-    table = pq.read_table(path)
-    pq.write_table(cell(table, name, 2, value), path)
+    edit_cell(path, name, 2, value)
     with pytest.raises(ValueError, match=rf"^{featured}: {path.name}: {message}; make it again with"):
         load_dataset(featured)
 
@@ -469,10 +445,8 @@ def test_wrong_features_are_named(featured: Path, file: str, name: str, value: o
     ],
 )
 def test_features_of_another_type_are_named(featured: Path, name: str, kind: pa.DataType, message: str) -> None:
-    table = pq.read_table(featured / "items.parquet")
     zero: object = [0.0, 0.0] if name == "image" else 0
-    column = pa.array([zero] * len(table), kind)
-    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), featured / "items.parquet")
+    edit_column(featured / "items.parquet", name, pa.array([zero] * small_data.ITEMS, kind))
     with pytest.raises(ValueError, match=rf"items\.parquet: {message}; make it again"):
         load_dataset(featured)
 
