@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -33,32 +33,10 @@ def sequence(dataset: Dataset, user: int) -> list[int]:
     return dataset.items_flat[dataset.offsets[user] : dataset.offsets[user + 1]].tolist()
 
 
-def batches(
-    dataset: Dataset | None = None,
-    batch_size: int = 4,
-    max_length: int = 6,
-    negatives: int = 5,
-    share: Share = "sequence",
-    seed: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-    in_batch: int = 0,
-    group_positions: int = 10,
-) -> TrainingBatches:
+def batches(dataset: Dataset | None = None, **options: Any) -> TrainingBatches:
     dataset = dataset or of_lengths(LENGTHS)
-    return TrainingBatches(
-        dataset,
-        dataset.schema,
-        batch_size=batch_size,
-        max_length=max_length,
-        negatives=negatives,
-        share=share,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        in_batch=in_batch,
-        group_positions=group_positions,
-    )
+    usual = {"batch_size": 4, "max_length": 6, "negatives": 5, "share": "sequence", "seed": 1, "group_positions": 10}
+    return TrainingBatches(dataset, dataset.schema, **usual | options)
 
 
 def items_of(batch: Batch) -> dict[str, list]:
@@ -172,6 +150,7 @@ def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size:
         whole = batches(share=share).at(step)
         parts = [batches(share=share, rank=rank, world_size=world_size).at(step) for rank in range(world_size)]
         expected = items_of(whole)
+        assert whole.packing.row_T.tolist() == list(range(whole.total_positions))
         together = [items_of(part) for part in parts]
         for key in ("inputs", "targets", "rows", "positions"):
             assert [entry for part in together for entry in part[key]] == expected[key]
@@ -223,18 +202,11 @@ def test_log_q_is_how_often_negatives_are_drawn() -> None:
     assert batches(dataset).at(0).log_q_V is None
 
 
-def test_row_numbers_count_the_positions_of_the_global_batch() -> None:
-    for rank in range(3):
-        batch = batches(rank=rank, world_size=3).at(0)
-        before = sum(len(batches(rank=earlier, world_size=3).at(0).input_T) for earlier in range(rank))
-        assert batch.packing.row_T.tolist() == list(range(before, before + len(batch.input_T)))
-
-
 def test_ranks_get_about_as_many_positions_each() -> None:
     random = np.random.default_rng(0)
     dataset = of_lengths(random.integers(4, 60, 200).tolist())
     for step in range(2):
-        parts = [batches(dataset, 100, 50, rank=rank, world_size=4).at(step) for rank in range(4)]
+        parts = [batches(dataset, batch_size=100, max_length=50, rank=rank, world_size=4).at(step) for rank in range(4)]
         positions = [len(part.input_T) for part in parts]
         # A cut falls at the nearest boundary between sequences: half of the longest, 50, on either side.
         assert max(abs(count - sum(positions) / 4) for count in positions) <= 50
@@ -252,17 +224,30 @@ def test_unique_items_are_sorted_and_are_those_named() -> None:
             assert sorted(set(named.tolist())) == list(range(len(batch.id_V)))
 
 
-def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items() -> None:
-    dataset = of_lengths([4] * 25)
-    source = batches(dataset, batch_size=25, negatives=40)
-    drawn = np.array([items_of(source.at(step))["negatives"] for step in range(40)])
-    assert drawn.shape == (40, 25, 40)
-    assert len(np.unique(drawn.reshape(-1, 40), axis=0)) == 1000
-    count = np.bincount(drawn.ravel(), minlength=100)
-    # 400 times each: 99 degrees of freedom, a standard deviation of 14.
-    assert 99 - 5 * 14 < float(((count - 400) ** 2 / 400).sum()) < 99 + 5 * 14
-    shared = batches(dataset, batch_size=25, negatives=40, share="batch")
-    assert shared.at(0).negatives_GN.shape == (1, 40)
+@pytest.mark.parametrize(("share", "length", "users", "groups"), [("sequence", 4, 25, 25), ("position", 12, 10, 90)])
+def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items(
+    share: Share, length: int, users: int, groups: int
+) -> None:
+    dataset = of_lengths([length] * users)
+    source = batches(dataset, batch_size=users, max_length=9, negatives=40, share=share)
+    steps = 1000 // groups
+    drawn = np.array([items_of(source.at(step))["negatives"] for step in range(steps)])
+    assert drawn.shape == (steps, groups, 40)
+    assert len(np.unique(drawn.reshape(-1, 40), axis=0)) == steps * groups
+    items = length * users
+    count, times = np.bincount(drawn.ravel(), minlength=items), drawn.size / items
+    # So many degrees of freedom, and the standard deviation of their chi-squared distribution.
+    free, deviation = items - 1, np.sqrt(2 * (items - 1))
+    assert free - 5 * deviation < float(((count - times) ** 2 / times).sum()) < free + 5 * deviation
+
+
+def test_where_the_groups_are() -> None:
+    dataset = of_lengths([12] * 10)
+    options = {"batch_size": 10, "max_length": 9}
+    assert batches(dataset, share="position", **options).at(0).bounds == list(range(91))
+    assert batches(dataset, share="sequence").at(0).bounds == [0, 6, 12, 18, 24]
+    shared = batches(dataset, share="batch").at(0)
+    assert shared.bounds == [0, 24] and shared.negatives_GN.shape == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -286,26 +271,9 @@ def test_a_group_is_sequences_with_about_so_many_positions(
     assert len({tuple(row) for row in items_of(batch)["negatives"]}) == len(bounds) - 1
 
 
-def test_every_position_can_have_negatives_of_its_own() -> None:
-    dataset = of_lengths([12] * 10)
-    source = batches(dataset, batch_size=10, max_length=9, negatives=40, share="position")
-    drawn = np.array([items_of(source.at(step))["negatives"] for step in range(10)])
-    assert drawn.shape == (10, 90, 40)
-    assert len(np.unique(drawn.reshape(-1, 40), axis=0)) == 900
-    count = np.bincount(drawn.ravel(), minlength=120)
-    # 300 times each: 119 degrees of freedom, a standard deviation of 15.
-    assert 119 - 5 * 15 < float(((count - 300) ** 2 / 300).sum()) < 119 + 5 * 15
-    batch = source.at(0)
-    assert batch.bounds == list(range(91))
-    assert batches(dataset, share="sequence").at(0).bounds == [0, 6, 12, 18, 24]
-    assert batches(dataset, share="batch").at(0).bounds == [0, 24]
-
-
 def test_no_user_with_enough_actions_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^nowhere: no user has 2 actions, .*beside those held out .*; prepare it again from more data$",
-    ):
+    problem = r"^nowhere: no user has 2 actions, .*beside those held out .*; prepare it again from more data$"
+    with pytest.raises(ValueError, match=problem):
         batches(of_lengths([3, 0, 2]))
     assert len(batches(of_lengths([3, 4])).at(0).input_T) == 1
 
@@ -349,9 +317,8 @@ def test_a_split_by_time_is_that_of_all_actions_in_order(lengths: list[int], see
             if at and times[items[at]] < until[split]:
                 expected[split].append((items[:at], items[at]))
     if not expected["validation"] or not expected["test"]:
-        with pytest.raises(
-            ValueError, match=r"^nowhere: data\.split is time and data\.held_out .* give another data\.held"
-        ):
+        problem = r"^nowhere: data\.split is time and data\.held_out .* give another data\.held"
+        with pytest.raises(ValueError, match=problem):
             split_by_time(dataset, share)
         return
     held_out = split_by_time(dataset, share)

@@ -5,25 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from reading import decoded
+from reading import decoded, file_of, parquet_of, prepared, summary
 
-from logitmix.trainer.cli import main
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 
 HEADER = "user,item,timestamp"
 
 
-def prepared(
-    folder: Path, rows: list[str], capsys: pytest.CaptureFixture[str], *words: str, name: str = "table"
-) -> tuple[Dataset, str]:
-    """The dataset of these lines, and what the command says."""
-    (folder / "in.csv").write_text("".join(f"{row}\n" for row in rows))
-    out = str(folder / "out")
-    main(["prepare", name, "--source", str(folder / "in.csv"), "--out", out, "--overwrite", *words])
-    shown = capsys.readouterr()
-    return load_dataset(out), shown.err + shown.out
+def of_rows(folder: Path, rows: list[str], name: str = "table", **options: Any) -> tuple[Dataset, str]:
+    """The dataset of these lines, what prepare says, and the summary."""
+    source = file_of(folder, "".join(f"{row}\n" for row in rows).encode(), "in.csv")
+    dataset, said = prepared(source, name, **{"min_user_actions": 5} | options)
+    return dataset, said + summary(dataset)
 
 
 def actions(dataset: Dataset) -> list[list[tuple[str, int]]]:
@@ -37,12 +31,10 @@ ONCE = [f"u{user},i{(7 * user + at) % 30},{at // 3}" for user in (3, 1, 2) for a
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_exact_duplicates_are_left_out_and_counted(
-    times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    once, _ = prepared(tmp_path, [HEADER, *ONCE], capsys)
+def test_exact_duplicates_are_left_out_and_counted(times: int, tmp_path: Path) -> None:
+    once, _ = of_rows(tmp_path, [HEADER, *ONCE])
     for rows in ([row for row in ONCE for _ in range(times)], ONCE * times):
-        dataset, said = prepared(tmp_path, [HEADER, *rows], capsys)
+        dataset, said = of_rows(tmp_path, [HEADER, *rows])
         assert actions(dataset) == actions(once)
         assert f"removed   {21 * (times - 1)} actions equal to an earlier one in everything (--keep-dup" in said
         assert dataset.repeated_targets == once.repeated_targets == {"validation": 0.0, "test": 0.0}
@@ -51,8 +43,8 @@ def test_exact_duplicates_are_left_out_and_counted(
     assert filters["removed"]["duplicates"] == {"users": 0, "items": 0, "actions": 21 * (times - 1)}
 
 
-def test_they_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dataset, said = prepared(tmp_path, [HEADER, *(row for row in ONCE for _ in "ab")], capsys, "--keep-duplicates")
+def test_they_can_be_kept(tmp_path: Path) -> None:
+    dataset, said = of_rows(tmp_path, [HEADER, *(row for row in ONCE for _ in "ab")], keep_duplicates=True)
     assert len(dataset.items_flat) == 42 and "removed" not in said
     assert json.loads(dataset.description())["filters"]["keep_duplicates"] is True
     # Validation alone would have the history left out, and then no test target could be found.
@@ -62,39 +54,35 @@ def test_they_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         load_dataset(tmp_path / "out")
 
 
-def test_users_are_counted_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_are_counted_without_them(tmp_path: Path) -> None:
     few = [f"few,i{at},{at}" for at in range(4)]
-    dataset, _ = prepared(tmp_path, [HEADER, *ONCE, *few, *few], capsys)
+    dataset, _ = of_rows(tmp_path, [HEADER, *ONCE, *few, *few])
     assert dataset.num_users == 3
-    with pytest.raises(SystemExit):
-        prepared(tmp_path, [HEADER, *few, *few], capsys)
-    assert "(there were 1 users with 4 actions, without 4 exact duplicates); lower" in capsys.readouterr().err
+    problem = r"\(there were 1 users with 4 actions, without 4 exact duplicates\); lower"
+    with pytest.raises(ValueError, match=problem):
+        of_rows(tmp_path, [HEADER, *few, *few])
 
 
-def test_actions_that_differ_in_a_column_are_kept_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_actions_that_differ_in_a_column_are_kept_and_counted(tmp_path: Path) -> None:
     rows = [f"u,i{at},{at}" for at in range(5)]
     lines = [f"{HEADER},event,price", *(f"{row},view,1.5" for row in rows), f"{rows[2]},cart,", f"{rows[2]},view,1.5"]
-    dataset, said = prepared(tmp_path, [*lines, f"{rows[2]},cart,"], capsys)
+    dataset, said = of_rows(tmp_path, [*lines, f"{rows[2]},cart,"])
     assert decoded(dataset, "event")["event"] == ["view", "view", "view", "cart", "view", "view"]
     assert "removed   2 actions equal to an earlier one in everything" in said
     assert "1 action has the user, item and time of another, but not its other values: it is kept\n" in said
 
 
-def test_fractions_of_seconds_tell_actions_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fractions_of_seconds_tell_actions_apart(tmp_path: Path) -> None:
     at = "2024-01-01T00:00:00"
     rows = [f"u,i,{at}.25", f"u,i,{at}.5", f"u,i,{at}.25", f"u,i,{at}.50", f"u,i,{at}"]
-    dataset, said = prepared(tmp_path, [HEADER, *rows], capsys, "--min-user-actions", "1")
+    dataset, said = of_rows(tmp_path, [HEADER, *rows], min_user_actions=1)
     assert len(dataset.items_flat) == 3 and "removed   2 actions equal" in said
 
 
-@pytest.mark.parametrize(("name", "words"), [("table", ("--timestamp-column", "")), ("sequences", ())])
-def test_where_the_order_of_rows_is_the_time_there_are_none(
-    name: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("name", "options"), [("table", {"timestamp_column": ""}), ("sequences", {})])
+def test_where_the_order_of_rows_is_the_time_there_are_none(name: str, options: dict[str, str], tmp_path: Path) -> None:
     rows = ["user,item", *["u,a"] * 3, *["u,b"] * 3] if name == "table" else [*["u a"] * 3, *["u b"] * 3]
-    dataset, said = prepared(tmp_path, rows, capsys, *words, name=name)
+    dataset, said = of_rows(tmp_path, rows, name, **options)
     assert [[item for item, _ in user] for user in actions(dataset)] == [list("aaabbb")] and "removed" not in said
 
 
@@ -105,10 +93,8 @@ def test_where_the_order_of_rows_is_the_time_there_are_none(
         ("amazon-books", [f"A1,B{item},4.0,{item}" for item in range(6)]),
     ],
 )
-def test_every_source_is_rid_of_them(
-    name: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataset, said = prepared(tmp_path, lines * 2, capsys, name=name)
+def test_every_source_is_rid_of_them(name: str, lines: list[str], tmp_path: Path) -> None:
+    dataset, said = of_rows(tmp_path, lines * 2, name)
     assert len(dataset.items_flat) == 6 and "removed   6 actions equal" in said
 
 
@@ -124,14 +110,9 @@ VALUES: list[tuple[pa.DataType, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "values"), VALUES, ids=lambda of: str(of)[:20])
-def test_columns_of_any_type_are_compared(
-    kind: pa.DataType, values: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_of_any_type_are_compared(kind: pa.DataType, values: list[Any], tmp_path: Path) -> None:
     columns = {"user": ["u"] * 4, "item": ["i"] * 4, "timestamp": [1] * 4, "of": pa.array(values, kind)}
-    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
-    out = str(tmp_path / "out")
-    main(["prepare", "table", "--source", str(tmp_path / "in.parquet"), "--out", out, "--min-user-actions", "1"])
+    dataset, said = prepared(parquet_of(tmp_path, columns))
     left = 1 if pa.types.is_null(kind) else 3
-    assert len(load_dataset(out).items_flat) == left
-    said = capsys.readouterr().err
+    assert len(dataset.items_flat) == left
     assert ("2 actions have the user, item and time of another" in said) == (left == 3)

@@ -5,9 +5,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from reading import file_of, prepared, summary
 
-from logitmix.trainer.cli import main
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.matching import match
 from logitmix.trainer.data.raw import SideTable
@@ -21,10 +20,8 @@ def matched(
 
 
 def test_what_a_table_knows_is_counted() -> None:
-    assert matched(["a", "b", "b", "x", "y", "z"], ["a", "b", "c"], ["a", "c"]) == (
-        {"ids": 5, "matched": 1, "without_actions": 3},
-        "",
-    )
+    counts = {"ids": 5, "matched": 1, "without_actions": 3}
+    assert matched(["a", "b", "b", "x", "y", "z"], ["a", "b", "c"], ["a", "c"]) == (counts, "")
     # All that it knows is filtered out, which is no fault of the table.
     assert matched(["b"], ["a", "b"], ["a"])[1] == "0 of 1 items of the actions are in items.csv (ids a / b)"
 
@@ -37,11 +34,7 @@ def test_what_a_table_knows_is_counted() -> None:
         (["B1", "B2"], ["b1", "b2"], "ids B1 / b1, which differ by case"),
         (["12 ", "7"], ["7 ", "12"], "ids '12 ' / 12, which differ by blanks"),
         (["0012", "0007"], ["12", "7"], "ids 0012 / 12, which differ by leading zeros"),
-        (
-            [" A012", " B012"],
-            ["a012", "b012"],
-            "ids ' A012' / a012, which differ by blanks, case, a trailing .0 or leading zeros",
-        ),
+        ([" A1", " B1"], ["a1", "b1"], "ids ' A1' / a1, which differ by blanks, case, a trailing .0 or leading zeros"),
         (["12", "7"], ["x", "y"], "ids 12 / x"),
         (["12", "7"], [], "ids 12 / none"),
     ],
@@ -76,32 +69,25 @@ def test_ids_that_come_again_with_other_values_are_said() -> None:
     assert SideTable(pa.array(["a", "a"]), {"v": pa.array([[1.0], None])}).contradictions("t.csv").startswith("1 id")
 
 
-def test_a_command_names_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_names_what_does_not_fit(tmp_path: Path) -> None:
     rows = "".join(f"u{user},i{item},{item}\n" for user in range(3) for item in range(6))
-    (tmp_path / "in.csv").write_text("user,item,timestamp\n" + rows)
-    (tmp_path / "items.csv").write_text(
-        "item,brand\n" + "".join(f"i{n},b{n % 2}\n" for n in (0, 1, 2, 3, 70, 71, 72)) + "i2,b7\n"
-    )
-    (tmp_path / "users.csv").write_text("user,plan\n" + "".join(f"u{n},p{n % 2}\n" for n in range(3)))
-    (tmp_path / "others.csv").write_text("user,plan\nU0,p1\nU1,p2\n")
-    out = str(tmp_path / "out")
-    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--out", out]
-    words += ["--items", str(tmp_path / "items.csv")]
-    main([*words, "--users", str(tmp_path / "users.csv")])
-    shown = capsys.readouterr()
-    assert "1 id occurs in several rows of items.csv with different values, such as i2 with those of brand" in shown.err
-    assert [line for line in shown.out.splitlines() if line.startswith(("items", "users     all"))] == [
+    file = file_of(tmp_path, f"user,item,timestamp\n{rows}".encode())
+    brands = "".join(f"i{n},b{n % 2}\n" for n in (0, 1, 2, 3, 70, 71, 72))
+    items = file_of(tmp_path, f"item,brand\n{brands}i2,b7\n".encode(), "items.csv").path
+    users = file_of(tmp_path, b"user,plan\nu0,p0\nu1,p1\nu2,p0\n", "users.csv").path
+    dataset, said = prepared(file, items=items, users=users)
+    assert "1 id occurs in several rows of items.csv with different values, such as i2 with those of brand" in said
+    assert [line for line in summary(dataset).splitlines() if line.startswith(("items", "users     all"))] == [
         "items     4 of 6 are in items.csv: 2 have no features of it; 3 of its 7 ids have no actions and are left out",
         "users     all are in users.csv",
     ]
-    assert read_description(Path(out))["side_tables"] == {
+    assert read_description(dataset.path)["side_tables"] == {
         "items": {"ids": 7, "matched": 4, "without_actions": 3},
         "users": {"ids": 3, "matched": 3, "without_actions": 0},
     }
-    with pytest.raises(SystemExit):
-        main([*words, "--overwrite", "--users", str(tmp_path / "others.csv")])
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "logitmix: 0 of 3 users of the actions are in others.csv (ids u0 / U0, which differ by case); give the actions "
-        "and --users the same ids"
+    others = file_of(tmp_path, b"user,plan\nU0,p1\nU1,p2\n", "others.csv").path
+    problem = (
+        r"0 of 3 users of the actions are in others\.csv \(ids u0 / U0, which differ by case\); give the actions and"
     )
-    load_dataset(out)
+    with pytest.raises(ValueError, match=f"^{problem} --users the same ids$"):
+        prepared(file, items=items, users=others)

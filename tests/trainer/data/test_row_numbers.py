@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from reading import file_of, prepared, summary
 
-from logitmix.trainer.cli import main
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.row_numbers import name_each_row, numbers_the_rows
 
 RNG = np.random.default_rng(3)
@@ -76,44 +75,35 @@ def test_items_are_named_by_the_names_of_columns_alone() -> None:
     assert not name_each_row("flags", pa.array([[1], [2]])) and not name_each_row("flag_id", pa.array([True, False]))
 
 
-def test_a_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_says_so(tmp_path: Path) -> None:
     rows = [(f"u{user}", f"i{(7 * user + at) % 30}", at, user + at / 8) for user in range(6) for at in range(8)]
     lines = [
         f"{row},{user},{item},{at},{1000 + 7 * row % 997},{price}" for row, (user, item, at, price) in enumerate(rows)
     ]
     # Delivered twice, and then written by pandas.
     lines += [f"{48 + row},{line.partition(',')[2]}" for row, line in enumerate(lines)]
-    (tmp_path / "in.csv").write_text("\n".join(["Unnamed: 0,user,item,timestamp,event_id,price", *lines]) + "\n")
-    items = "".join(f"{n},i{n},b{n % 3}\n" for n in range(30))
-    (tmp_path / "items.csv").write_text("Unnamed: 0,item,brand\n" + items)
-    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--items", str(tmp_path / "items.csv")]
-    words += ["--out", str(tmp_path / "out"), "--overwrite"]
-    main(words)
-    shown = capsys.readouterr()
-    said = "item_Unnamed_0, event_Unnamed_0, event_id (nearly each row has its own value)"
-    assert shown.err.splitlines() == [f"not used, unless --schema FILE states a kind: {said}"]
-    assert "removed   48 actions equal to an earlier one" in shown.out
-    dataset = load_dataset(tmp_path / "out")
+    file = file_of(tmp_path, "\n".join(["Unnamed: 0,user,item,timestamp,event_id,price", *lines]).encode())
+    rows_of_items = "".join(f"{n},i{n},b{n % 3}\n" for n in range(30))
+    items = file_of(tmp_path, f"Unnamed: 0,item,brand\n{rows_of_items}".encode(), "items.csv").path
+    dataset, said = prepared(file, items=items)
+    columns = "item_Unnamed_0, event_Unnamed_0, event_id (nearly each row has its own value)"
+    assert said == f"not used, unless --schema FILE states a kind: {columns}\n"
+    assert "removed   48 actions equal to an earlier one" in summary(dataset)
     assert [feature.name for feature in dataset.schema.features] == ["item", "brand", "price"]
-    (tmp_path / "schema.toml").write_text('[features.event_Unnamed_0]\nkind = "number"\n')
-    main([*words, "--schema", str(tmp_path / "schema.toml")])
-    assert "event_Unnamed_0" in load_dataset(tmp_path / "out").event_features
+    schema = file_of(tmp_path, b'[features.event_Unnamed_0]\nkind = "number"\n', "schema.toml").path
+    assert "event_Unnamed_0" in prepared(file, items=items, schema=schema)[0].event_features
 
 
 @pytest.mark.parametrize("index", ["", "Unnamed: 0", "__index_level_0__"])
-def test_an_index_is_not_the_id_of_a_table(index: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_is_not_the_id_of_a_table(index: str, tmp_path: Path) -> None:
     rows = "".join(f"{user},{at},u{user},{9 - at},{at}\n" for user in range(4) for at in range(8))
-    (tmp_path / "in.csv").write_text(f"{index},again,user,item,timestamp\n" + rows)
+    file = file_of(tmp_path, f"{index},again,user,item,timestamp\n{rows}".encode())
     items = "".join(f"{n},{9 - n},b{n % 3}\n" for n in range(8))
-    for part in "12":
-        (tmp_path / f"{part}.csv").write_text(f"{index},product,brand\n" + items)
     (tmp_path / "items").mkdir()
-    for part in "12":
-        (tmp_path / f"{part}.csv").rename(tmp_path / "items" / f"{part}.csv")
-    words = ["prepare", "table", "--source", str(tmp_path / "in.csv"), "--items", str(tmp_path / "items")]
-    main([*words, "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().err
-    column = load_dataset(tmp_path / "out").item_features["brand"]
+    for part in ("1.csv", "2.csv"):
+        file_of(tmp_path / "items", f"{index},product,brand\n{items}".encode(), part)
+    dataset, said = prepared(file, items=tmp_path / "items")
+    column = dataset.item_features["brand"]
     assert column.values.tolist() == [1 + (9 - item) % 3 for item in range(2, 10)]
     if index != "Unnamed: 0":
         names = index or "one without a name"

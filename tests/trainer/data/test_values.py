@@ -1,13 +1,11 @@
 """What a catalog of one month and of the next have in common, as far as `prepare` tells it."""
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-
-from logitmix.trainer.cli import main
-from logitmix.trainer.data.dataset import load_dataset
+from reading import file_of, parquet_of, prepared
 
 ITEMS = 40
 OCTOBER = {
@@ -19,15 +17,11 @@ OCTOBER = {
 }
 
 
-def kinds(folder: Path, catalog: pa.Table) -> dict[str, tuple[str, list[str]]]:
+def kinds(folder: Path, catalog: dict[str, Any]) -> dict[str, tuple[str, list[str]]]:
     """Of each feature, its kind and values."""
     rows = "".join(f"u{user},{(7 * user + at) % ITEMS},{at}\n" for user in range(30) for at in range(8))
-    (folder / "in.csv").write_text("user,item,timestamp\n" + rows)
-    pq.write_table(catalog, folder / "items.parquet")
-    out = folder / "out"
-    words = ["prepare", "table", "--source", str(folder / "in.csv"), "--items", str(folder / "items.parquet")]
-    main([*words, "--out", str(out), "--overwrite"])
-    dataset = load_dataset(out)
+    source = file_of(folder, ("user,item,timestamp\n" + rows).encode())
+    dataset, _ = prepared(source, items=parquet_of(folder, catalog).path)
     return {
         feature.name: (feature.kind, dataset.vocabulary(feature.table) if feature.sparse else [])
         for feature in dataset.schema.of("item")
@@ -37,16 +31,16 @@ def kinds(folder: Path, catalog: pa.Table) -> dict[str, tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("marker", ["NULL", "NaN", "", r"\N", "N/A", "None", "-", None])
 def test_a_missing_value_in_the_next_catalog_changes_no_kind(marker: str | None, tmp_path: Path) -> None:
-    expected = kinds(tmp_path, pa.table(OCTOBER))
+    expected = kinds(tmp_path, OCTOBER)
     assert {name: kind for name, (kind, _) in expected.items()} == {
         "price": "number", "year": "id", "brand": "id", "fee": "number",
     }  # fmt: skip
     november = {name: [*values[:3], marker, *values[4:]] for name, values in OCTOBER.items() if name != "item"}
-    assert kinds(tmp_path, pa.table({"item": OCTOBER["item"]} | november)) == expected
+    assert kinds(tmp_path, {"item": OCTOBER["item"]} | november) == expected
 
 
 def test_nor_do_numbers_instead_of_texts(tmp_path: Path) -> None:
     """pandas makes floats of whole numbers as soon as one is missing."""
-    integers = pa.table(OCTOBER | {"year": pa.array(map(int, OCTOBER["year"]))})
+    integers = OCTOBER | {"year": pa.array(map(int, OCTOBER["year"]))}
     years = pa.array([None, *map(float, OCTOBER["year"][1:])])
-    assert kinds(tmp_path, integers) == kinds(tmp_path, pa.table(OCTOBER | {"year": years}))
+    assert kinds(tmp_path, integers) == kinds(tmp_path, OCTOBER | {"year": years})

@@ -77,10 +77,7 @@ def test_conditions(condition: str, rows: str) -> None:
         ("= 4", "it must be a column, one of = != < <= > >=, and a value"),
         ("rating > high", "'high' is neither a number nor a date such as 2024-01-31, as > needs"),
         ("count >= 2024-01-31", "its values are no times since 1970, so that it cannot be compared with a date"),
-        (
-            "at >= 09/08/2024",
-            r"it cannot be told which of the first two numbers is the month \(value:1: 09/08/2024\).*",
-        ),
+        ("at >= 09/08/2024", r"it cannot be told which .* is the month \(value:1: 09/08/2024\).*"),
         ("tags = a", "values of type list<.*> cannot be compared"),
     ],
 )
@@ -93,11 +90,7 @@ def test_mistakes_are_named_beside_the_columns(condition: str, problem: str) -> 
 @pytest.mark.parametrize(
     ("condition", "unit", "problem"),
     [
-        (
-            "at > 1706659200",
-            "ms",
-            "1706659200 would be in seconds, and its values are milliseconds since 1970; write a date",
-        ),
+        ("at > 1706659200", "ms", "1706659200 would be in seconds, and its values are milliseconds since 1970; write"),
         ("at > 1706659200000", "s", "1706659200000 would be in milliseconds, and its values are seconds since 1970"),
         ("at > 20240131", "s", "20240131 would be a date in digits, and its values are seconds"),
         ("at > 2024-01-31", "", "its values are no times since 1970"),
@@ -110,7 +103,6 @@ def test_values_in_another_unit_are_refused(condition: str, unit: str, problem: 
 
 def test_columns_of_two_units_are_refused() -> None:
     both = {"at": pa.array([1706659200] * 200 + [1706659200000])}
-    with pytest.raises(
-        ValueError, match=r"some times are in seconds \(1706659200\) and others in milliseconds \(1706659200000\)"
-    ):
+    problem = r"some times are in seconds \(1706659200\) and others in milliseconds \(1706659200000\)"
+    with pytest.raises(ValueError, match=problem):
         holds("at > 2024-01-31", both)
