@@ -152,6 +152,22 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
         ("model.dim = { a = 1 }", "model.dim is {'a': 1}; it must be of type int"),
         ("model.dim = 50", "model.dim (50) must be divisible by 4"),
         ("model.encoder.dropout = 1", "model.encoder.dropout is 1.0; it must be in [0, 1)"),
+        ("train.patience = 2\nevaluate.every_epochs = 0", "train.patience is 2, but evaluate.every_epochs is 0"),
+        ("data.held_out = 0.2", "data.held_out is 0.2, but data.split is leave-one-out"),
+        ("train.refit = true\ndata.validation = false", "train.refit needs the validation actions"),
+        ("train.patience = 2\ndata.validation = false", "train.patience needs the validation actions"),
+        (
+            "train.refit = true\nevaluate.every_epochs = 0",
+            "train.refit is set, but evaluate.every_epochs is 0, so no che",
+        ),
+        (
+            "train.epochs = 2\ntrain.stop_after_epochs = 2.5",
+            "train.stop_after_epochs is 2.5; it must be from 0 to train",
+        ),
+        (
+            "evaluate = { peek_test = true, every_epochs = 0 }",
+            "evaluate.peek_test is set, but evaluate.every_epochs is 0",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_by_file_and_flag(text: str, message: str) -> None:
@@ -185,18 +201,6 @@ def test_a_recipe_is_the_same_after_being_written_and_read(name: str, tmp_path: 
     file.write_text(dump_toml(config))
     assert load_recipe(str(file)) == config
     assert config != Config()
-
-
-def test_patience_needs_evaluations() -> None:
-    load_toml("[train]\npatience = 2", "here")
-    with pytest.raises(ValueError, match=r"^here: train\.patience is 2, but evaluate\.every_epochs is 0"):
-        load_toml("[train]\npatience = 2\n[evaluate]\nevery_epochs = 0", "here")
-
-
-def test_a_share_is_held_out_by_time_alone() -> None:
-    assert load_toml('[data]\nsplit = "time"\nheld_out = 0.2', "here").data.held_out == 0.2
-    with pytest.raises(ValueError, match=r"^here: data\.held_out is 0\.2, but data\.split is leave-one-out"):
-        load_toml("[data]\nheld_out = 0.2", "here")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -1,9 +1,8 @@
 """A run's refit: trained anew on the validation actions too, for as many epochs as the best checkpoint had."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -140,20 +139,6 @@ def test_without_a_validation_part_its_actions_are_trained_on_and_the_test_part_
     assert (leave_one_out(dataset, validation=False).train_end == dataset.offsets[1:] - 1).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"train.refit": True, "data.validation": False}, "train.refit needs the validation actions"),
-        ({"train.patience": 2, "data.validation": False}, "train.patience needs the validation actions"),
-        ({"train.refit": True, "evaluate.every_epochs": 0}, "so no checkpoint is chosen"),
-        ({"train.epochs": 2, "train.stop_after_epochs": 2.5}, "from 0 to train.epochs"),
-    ],
-)
-def test_settings_that_contradict_each_other(tmp_path: Path, settings: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        small_config(tmp_path, settings)
-
-
 def test_refit_needs_a_run(tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.toml").touch()
@@ -179,5 +164,3 @@ def test_peeking_at_the_test_part_is_said_and_changes_nothing(
     assert "peeked: best on test" in capsys.readouterr().out
     alone = FP32 | {"train.epochs": 2, "evaluate.peek_test": True, "data.validation": False}
     assert "peeked/hr@10" in train(small_config(data, alone), tmp_path / "alone")
-    with pytest.raises(ValueError, match=r"evaluate.peek_test is set, but evaluate.every_epochs is 0"):
-        small_config(data, {"evaluate.peek_test": True, "evaluate.every_epochs": 0})
