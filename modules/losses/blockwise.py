@@ -51,11 +51,6 @@ class Examples:
     log_q_V: Tensor | None = None
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device; from pinned memory, so that the CPU does not wait for a GPU's work."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 @dataclass(frozen=True)
 class GateDropout:
     """Dropout of the gates, which are renormalized afterwards. row_T: global number of each position (int64)."""

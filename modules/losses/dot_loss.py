@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .blockwise import Examples, keep_gradients, kept_gradients, sent
+from ..transfer import on_device
+from .blockwise import Examples, keep_gradients, kept_gradients
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
@@ -127,7 +128,7 @@ def _pieces(examples: Examples) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         longest = pieces[-1][1] - pieces[-1][0]
         pairs = at_once if longest > 1 else min(at_once, single)
         count = max(1, pairs // (longest * max(1, N)))
-        starts_P, ends_P, group_P = sent(torch.tensor(pieces[-count:]), device).t()
+        starts_P, ends_P, group_P = on_device(torch.tensor(pieces[-count:]), device).t()
         at_PL = starts_P[:, None] + torch.arange(longest, device=device)
         real_PL = at_PL < ends_P[:, None]
         yield at_PL.where(real_PL, starts_P[:, None]), real_PL.float(), group_P

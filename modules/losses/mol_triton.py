@@ -43,7 +43,8 @@ from triton.compiler.compiler import max_shared_mem
 
 from ..noise import derive_key, threshold
 from ..noise_triton import hashed_rows, keep_mask, rounded, signed
-from .blockwise import GATES, GateDropout, sent
+from ..transfer import on_device
+from .blockwise import GATES, GateDropout
 
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
@@ -171,7 +172,7 @@ class _Problem:
         program = ((number + 1) * programs - 1) // max(tiles, 1)
         slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
         table = torch.stack([start, end, group, slot], 1).flatten()
-        both = sent(torch.cat([table, slot_group[1]]), self.target_T.device)
+        both = on_device(torch.cat([table, slot_group[1]]), self.target_T.device)
         return _Tiles(tiles, programs, both[: len(table)], both[len(table) :])
 
 

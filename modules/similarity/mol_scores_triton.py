@@ -25,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..losses import mol_triton
-from ..losses.blockwise import Side, sent
+from ..losses.blockwise import Side
 from ..noise_triton import rounded
+from ..transfer import on_device
 
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 TILE_BYTES = 64 * 1024
@@ -78,7 +79,7 @@ def mol_scores(query: Side, item: Side, cross_gate: Sequence[Tensor], item_P: Te
     with torch.cuda.device_of(item_P):
         _scores[(triton.cdiv(int(tiles_B.max()), span), B)](
             components, weights, *(part.detach().contiguous() for part in item), *gate,
-            item_P.to(torch.int64).contiguous(), sent(bound_B, device), score_P, span * plan.N,
+            item_P.to(torch.int64).contiguous(), on_device(bound_B, device), score_P, span * plan.N,
             U=U, I=I, C=C, H=H, UP=plan.UP, IP=plan.IP, CP=plan.CP, HP=plan.HP, N=plan.N,
             COARSE=half and on_gpu, EMULATED=plan.dtype == torch.bfloat16 and not on_gpu,
             num_warps=plan.warps, num_stages=1,
