@@ -243,7 +243,7 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
     assert (actual - expected).norm() <= relative * expected.norm()
 
 
-def interrupted(*_: object) -> NoReturn:
+def interrupted(*_: object, **__: object) -> NoReturn:
     """In place of what a job is killed in."""
     raise KeyboardInterrupt
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 GPU = """
 import os
@@ -48,13 +50,15 @@ def test_a_gpu_test_sees_it():
 """
 
 
-def test_only_tests_for_gpus_see_one(tmp_path: Path) -> None:
+def test_only_tests_for_gpus_see_one(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
     (tmp_path / "sitecustomize.py").write_text(GPU)
     path = os.pathsep.join([str(tmp_path), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
+    # A short name, because the ranks' fork server listens at a path within it, of 108 bytes at most.
+    base = tmp_path_factory.mktemp("g") / "b"
     words = [sys.executable, "-m", "pytest", "-p", "sitecustomize", "-p", "conftest", "-p", "no:cacheprovider"]
-    words += ["-o", "markers=long\ngpu", f"--basetemp={tmp_path / 'base'}", "test_planted.py"]
+    words += ["-o", "markers=long\ngpu", f"--basetemp={base}", "test_planted.py"]
     session = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert session.returncode == 0 and "3 passed" in session.stdout, session.stdout

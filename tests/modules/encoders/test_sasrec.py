@@ -284,6 +284,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     half = (torch.float16, torch.bfloat16)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr("logitmix.modules.noise._is_compiled_for", lambda _: False)
     monkeypatch.setattr(sdpa, "can_use_flash_attention", any_device(*half))
     monkeypatch.setattr(sdpa, "can_use_efficient_attention", any_device(*half, torch.float32))
     monkeypatch.setattr(sdpa, "can_use_cudnn_attention", any_device())
