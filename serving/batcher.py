@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,6 @@ ROWS = 2**16
 """Items that the requests of a batch ask for, at most, unless there is but one: a row takes half a kilobyte."""
 QUEUE = 512
 """Most requests that wait."""
-_NUMBERED = re.compile(r"request (\d+)(.*)", re.DOTALL)
-"""How the Retriever's lines about a request begin."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +149,14 @@ def answer(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row
     return found
 
 
-def _of_group(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
-    """Asks again without the one that is refused, as long as there is one: it is refused before anything is ranked."""
-    found: dict[int, list[Row] | Exception] = {}
-    left = list(range(len(questions)))
-    while left:
-        try:
-            found |= zip(left, _together(retriever, [questions[place] for place in left]), strict=True)
-            break
-        except ValueError as error:
-            refused = _NUMBERED.fullmatch(str(error))
-            if refused is None:
-                raise
-            # A client sent one request, and knows nothing of its number in the batch.
-            found[left.pop(int(refused[1]))] = ValueError(f"the request{refused[2]}")
-    return [found[place] for place in range(len(questions))]
+def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[list[Row] | Exception]:
+    try:
+        return _together(retriever, questions)
+    except ValueError:
+        problems = retriever.problems([of.request for of in questions], questions[0].options)
+    good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
+    rows = iter(_together(retriever, good) if good else ())
+    return [next(rows) if problem is None else ValueError(_of_one(problem)) for problem in problems]
 
 
 def _together(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
@@ -179,3 +169,8 @@ def _finite(rows: list[Row]) -> list[Row] | Exception:
     if all(math.isfinite(row["score"]) for row in rows):
         return rows
     return ValueError("the request's scores are not finite: a number among its features is too large")
+
+
+def _of_one(problem: str) -> str:
+    """A client sent one request, and knows nothing of its number in the batch."""
+    return problem.replace("request 0", "the request", 1)

@@ -30,9 +30,12 @@ class Encoder:
         self._tower, self._tables, self._reader, self._items = tower, tables, reader, items
         self._unknown_1D = self._item_inputs([{}], ["an unknown item"]).embed(tower, tables).vector_RD
 
+    def check_features(self, asked: Asked) -> None:
+        """ValueError, with the request's number, if a feature has no such value or is none of the model's."""
+        self._values([asked], self._encoded([asked]))
+
     def queries(self, asked: list[Asked]) -> Sides:
-        """The sides of B requests for both stages. ValueError, with the request's number, if a feature has
-        no such value or is none of the model's."""
+        """The sides of B requests for both stages. ValueError as `check_features` raises it."""
         device, encoded = self._items.device, self._encoded(asked)
         values = self._values(asked, encoded)
         item_T = torch.tensor([item for items in encoded for item in items])
@@ -78,11 +81,19 @@ def _packed_times(asked: list[Asked], encoded: list[list[int]]) -> tuple[Tensor,
     return torch.tensor(time_T, dtype=torch.int64), torch.tensor(asked_T, dtype=torch.int64)
 
 
-def require_finite(sides: Sides, names: Sequence[str]) -> None:
-    """ValueError that names the first query or item that is not finite: the numbers among its features may be too large
-    for that."""
+def finite(sides: Sides) -> list[bool]:
+    """Which queries or items are finite; the numbers among their features may be too large for that."""
     parts = [*sides.similarity, *(sides.hindexer or ())]
-    finite = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0)
-    for name, is_finite in zip(names, finite.tolist(), strict=True):
+    found: list[bool] = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
+    return found
+
+
+def require_finite(sides: Sides, names: Sequence[str]) -> None:
+    """ValueError that names the first query or item that is not finite."""
+    for name, is_finite in zip(names, finite(sides), strict=True):
         if not is_finite:
-            raise ValueError(f"{name}: a number among its features is too large")
+            raise ValueError(too_large(name))
+
+
+def too_large(name: str) -> str:
+    return f"{name}: a number among its features is too large"

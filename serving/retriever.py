@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from logitmix.common.storage import fetch, naming_urls
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
-from logitmix.serving.encoding import Encoder, require_finite
+from logitmix.serving.encoding import Encoder, finite, require_finite, too_large
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
@@ -204,6 +204,24 @@ class Retriever:
         Raises ValueError as `recommend` does.
         """
         return named(self._encoder.queries(self._all_asked(requests, Options(unknown=unknown).unknown)))
+
+    @torch.inference_mode()
+    def problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
+        """Why `answer` refuses each request when it is alone, and so number 0; None if it does not."""
+        problems: list[str | None] = [None] * len(requests)
+        read: dict[int, Asked] = {}
+        for place, request in enumerate(requests):
+            try:
+                asked = self._reader.read(request, 0, options.unknown)
+                self._encoder.check_features(asked)
+            except ValueError as error:
+                problems[place] = str(error)
+            else:
+                read[place] = asked
+        if read:
+            for place, is_finite in zip(read, finite(self._encoder.queries(list(read.values()))), strict=True):
+                problems[place] = None if is_finite else too_large("request 0")
+        return problems
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
         """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
