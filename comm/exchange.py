@@ -134,7 +134,7 @@ class Wire:
             count[1] += rows * segment.width * 4
 
     def count_padding(self, direction: Direction, table: str, size: int) -> None:
-        """Counts bytes that a message has beside its rows, of whichever of its tables."""
+        """Counts bytes that a message has beside its rows."""
         self._bytes[self._index[table]][DIRECTIONS.index(direction)][0] += size
 
     def sample(self, direction: Direction, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> None:
@@ -258,42 +258,38 @@ class Exchange:
 
     def _send(self, direction: Direction, encoded: Tensor, sender: End, receiver: End) -> None:
         if self.group.size() == 1:
-            self._in_flight = _InFlight(encoded, encoded, [], [encoded.numel()])
+            self._in_flight = _InFlight(encoded, encoded, [], _Segments([encoded.numel()], [encoded.numel()]))
             return
-        codec, mine = self.wire.codecs[direction], self.group.rank()
+        codec = self.wire.codecs[direction]
         send, receive = (
-            [sum(run.rows * codec.row_bytes(run.layout) for run in runs) for runs in end.runs_by_rank]
+            _Segments.of(
+                [sum(run.rows * codec.row_bytes(run.layout) for run in runs) for runs in end.runs_by_rank], self.group
+            )
             for end in (sender, receiver)
         )
         self._in_flight = _all_to_all(encoded, send, receive, self.group)
         for layout, rows in self.counted:
             self.wire.count(direction, layout, rows)
-        if tables := [segment.table for layout, _ in self.counted for segment in layout]:
-            of_owner = send if sender is self.owner else receive
-            padding = sum(_padded(size, self.group) - size for rank, size in enumerate(of_owner) if rank != mine)
-            self.wire.count_padding(direction, tables[0], padding)
+        if padding := (send if sender is self.owner else receive).padding(self.group.rank()):
+            # Of whichever of its tables.
+            table = next(segment.table for layout, _ in self.counted for segment in layout)
+            self.wire.count_padding(direction, table, padding)
 
 
-@dataclass
-class _InFlight:
-    """Bytes on their way. `sent` must live until they have arrived; `sizes` are those of each rank, without padding."""
+class _Segments(NamedTuple):
+    """Bytes that go to or come from each rank: `sizes` of them, `padded` on the wire."""
 
-    received: Tensor
-    sent: Tensor
-    pending: list[dist.Work]
-    sizes: Sequence[int]
+    sizes: list[int]
+    padded: list[int]
 
-    def wait(self) -> Tensor:
-        for work in self.pending:
-            work.wait()
-        if self.received.is_cuda:
-            self.received.record_stream(torch.cuda.current_stream())
-        total = sum(self.sizes)
-        if total == self.received.numel():
-            return self.received
-        compact = self.received.new_empty(total)
-        _copy_segments(compact.split([*self.sizes]), self.received.split([*map(_aligned, self.sizes)]), self.sizes)
-        return compact
+    @classmethod
+    def of(cls, sizes: list[int], group: dist.ProcessGroup) -> "_Segments":
+        return cls(sizes, sizes if dist.get_backend(group) == "gloo" else [*map(_aligned, sizes)])
+
+    def padding(self, mine: int) -> int:
+        """Bytes of padding that cross the wire."""
+        pairs = enumerate(zip(self.sizes, self.padded, strict=True))
+        return sum(padded - size for rank, (size, padded) in pairs if rank != mine)
 
 
 _ALIGNMENT = 16
@@ -304,9 +300,26 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _padded(size: int, group: dist.ProcessGroup) -> int:
-    """Bytes of a rank's segment on the wire."""
-    return size if dist.get_backend(group) == "gloo" else _aligned(size)
+@dataclass
+class _InFlight:
+    """Bytes on their way. `sent` must live until they have arrived."""
+
+    received: Tensor
+    sent: Tensor
+    pending: list[dist.Work]
+    segments: _Segments
+
+    def wait(self) -> Tensor:
+        for work in self.pending:
+            work.wait()
+        if self.received.is_cuda:
+            self.received.record_stream(torch.cuda.current_stream())
+        sizes, padded = self.segments
+        if padded == sizes:
+            return self.received
+        compact = self.received.new_empty(sum(sizes))
+        _copy_segments(compact.split(sizes), self.received.split(padded), sizes)
+        return compact
 
 
 def _copy_segments(targets: Sequence[Tensor], sources: Sequence[Tensor], sizes: Sequence[int]) -> None:
@@ -317,23 +330,22 @@ def _copy_segments(targets: Sequence[Tensor], sources: Sequence[Tensor], sizes: 
     )
 
 
-def _all_to_all(encoded: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> _InFlight:
-    """Starts an all-to-all of bytes, with sizes by rank, without waiting for it."""
-    padded_send, padded_receive = ([_padded(size, group) for size in sizes] for sizes in (send, receive))
+def _all_to_all(encoded: Tensor, send: _Segments, receive: _Segments, group: dist.ProcessGroup) -> _InFlight:
+    """Starts an all-to-all of bytes without waiting for it."""
     sent = encoded
-    if padded_send != send:
-        sent = encoded.new_empty(sum(padded_send))
-        _copy_segments(sent.split(padded_send), encoded.split(send), send)
-    received = torch.empty(sum(padded_receive), dtype=torch.uint8, device=encoded.device)
+    if send.padded != send.sizes:
+        sent = encoded.new_empty(sum(send.padded))
+        _copy_segments(sent.split(send.padded), encoded.split(send.sizes), send.sizes)
+    received = torch.empty(sum(receive.padded), dtype=torch.uint8, device=encoded.device)
     if dist.get_backend(group) != "gloo":
-        work = dist.all_to_all_single(received, sent, padded_receive, padded_send, group=group, async_op=True)
+        work = dist.all_to_all_single(received, sent, receive.padded, send.padded, group=group, async_op=True)
         return _InFlight(received, sent, [work], receive)
     # gloo's own all-to-all sends before it receives, so a link mostly carries one direction at a time.
-    theirs, ours = received.split(padded_receive), sent.split(padded_send)
+    theirs, ours = received.split(receive.padded), sent.split(send.padded)
     mine, W = group.rank(), group.size()
     others = [(mine + shift) % W for shift in range(1, W)]
-    pending = [group.recv([theirs[rank]], rank, 0) for rank in others if receive[rank]]
-    pending += [group.send([ours[rank]], rank, 0) for rank in others if send[rank]]
+    pending = [group.recv([theirs[rank]], rank, 0) for rank in others if receive.sizes[rank]]
+    pending += [group.send([ours[rank]], rank, 0) for rank in others if send.sizes[rank]]
     theirs[mine].copy_(ours[mine])
     return _InFlight(received, sent, pending, receive)
 

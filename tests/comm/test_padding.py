@@ -17,7 +17,8 @@ ROW = 5 + 2
 def exchanged() -> list[tuple[Tensor, Tensor, Tensor]]:
     with process_group("cpu", 60) as ranks:
         compact = _exchanged(ranks)
-        exchange._padded = lambda size, _: exchange._aligned(size)
+        # As for NCCL.
+        exchange._Segments.of = lambda sizes, _: exchange._Segments(sizes, [*map(exchange._aligned, sizes)])
         return [compact, _exchanged(ranks)]
 
 
