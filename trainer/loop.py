@@ -109,12 +109,12 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
     best checkpoint. Collective; raises Stopped as `train` does."""
     dataset, ranks = job.dataset, job.ranks
     with run_lock(run, ranks):
-        if (first := config.first) and on_first_rank(lambda: not checkpoint_paths(run), ranks):
+        begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
+        if (first := config.first) and not begun:
             _train_first(first, config, run, job)
         batches = training_batches(config, dataset, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
-        begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
         said = start_block(dataset, model, why)
         job.say(said)

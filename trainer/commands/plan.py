@@ -157,7 +157,7 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
     from logitmix.trainer.parallel.parallelize import model_schema, unsharded
     from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
-    from logitmix.trainer.parallel.traffic import expected_ids, traffic
+    from logitmix.trainer.parallel.traffic import expected_ids, rows_sent, traffic
 
     require(devices.world_size >= 1, "--world-size", devices.world_size, "at least 1")
     whole_hosts = devices.per_host >= 1 and devices.world_size % devices.per_host == 0
@@ -178,6 +178,7 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())
+    rows = rows_sent(ids, plan, devices.per_host)
     wires = {of: replace(config.comm, forward=of, backward=of) for of in ("fp8", "fp16", "fp32")}
     if config.comm.forward != config.comm.backward:
         wires = {f"{config.comm.forward} and {config.comm.backward} back": config.comm, **wires}
@@ -192,7 +193,7 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
         tower_bytes=weights * bytes_per_weight(config),
         averaged=config.train.ema > 0,
         batch_bytes=max(_batch_bytes(of_rank, plan) for of_rank in ids),
-        traffic={wire: traffic(ids, plan, of, devices.per_host) for wire, of in wires.items()},
+        traffic={wire: traffic(rows, of) for wire, of in wires.items()},
         dense_bytes=weights * (2 if config.comm.dense == "bf16" else 4),
     )
 
@@ -207,7 +208,8 @@ def first_ids(config: Config, dataset: "Dataset", world_size: int) -> "list[Mapp
     device = torch.device("cpu")
     batches = training_batches(config, dataset, Ranks(0, world_size, 0, device, None))  # type: ignore[arg-type]
     found = []
-    for batches.rank in range(world_size):
+    for rank in range(world_size):
+        batches.rank = rank
         found.append(batches.at(0).ids)
     return found
 

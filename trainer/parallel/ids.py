@@ -93,12 +93,12 @@ class IdExchange:
             current = torch.cuda.current_stream()
             current.wait_stream(self.stream)
             self._ids.record_stream(current)
+        from_ranks = self._ids.split([sum(of_rank) for of_rank in self.counts])
+        pairs = zip(from_ranks, self.counts, strict=True)
+        self._received = [from_rank.split(of_rank) for from_rank, of_rank in pairs]
 
     def of(self, lists: range) -> AskedIds:
         """Some of this rank's lists, after `wait`."""
-        assert self._ids is not None
-        pieces = self._ids.split([*chain(*self.counts)])
-        total = len(pieces) // len(self.counts)
-        chosen = [piece for number in lists for piece in pieces[number::total]]
-        values = torch.cat(chosen) if chosen else self._ids[:0]
+        chosen = [of_rank[number] for number in lists for of_rank in self._received]
+        values = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)
         return AskedIds(values, [of_rank[lists.start : lists.stop] for of_rank in self.counts])

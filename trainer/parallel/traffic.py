@@ -3,8 +3,10 @@
 Axes: V unique ids of a table that a rank's batch names, R bags.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,20 +32,26 @@ class Traffic:
     between_hosts: int = 0
 
 
-def traffic(
-    ids_by_rank: Sequence[Mapping[str, Tensor | Bags]], plan: Mapping[str, TablePlan], wire: WireConfig, per_host: int
-) -> Traffic:
-    """Of a step whose batch names these ids of each table, rank by rank: sorted unique ids [V], or for a pooled table
-    bags, whose ids are not counted. Without the padding that NCCL's messages have."""
-    codecs = CODECS["forward"].find(wire.forward), CODECS["backward"].find(wire.backward)
-    total = [0, 0, 0, 0]
+class Crossing(NamedTuple):
+    """How rows of a table go from a rank to another: their columns, whether their ids were asked for one by one, and
+    whether they leave the host."""
 
-    def count(table: str, columns: int, rows: int, ids: int, owner: int, asker: int) -> None:
+    table: str
+    columns: int
+    asked: bool
+    leaves: bool
+
+
+def rows_sent(
+    ids_by_rank: Sequence[Mapping[str, Tensor | Bags]], plan: Mapping[str, TablePlan], per_host: int
+) -> Counter[Crossing]:
+    """The rows of a step whose batch names these ids of each table, rank by rank: sorted unique ids [V], or for a
+    pooled table bags, whose ids are not counted."""
+    found = Counter[Crossing]()
+
+    def count(name: str, columns: int, rows: int, asked: bool, owner: int, asker: int) -> None:
         if owner != asker:
-            layout = (Segment(table, columns),)
-            sent = ID_BYTES * ids, *(rows * codec.row_bytes(layout) for codec in codecs)
-            leaves = owner // per_host != asker // per_host
-            total[:] = [of + more for of, more in zip(total, (*sent, sum(sent) * leaves), strict=True)]
+            found[Crossing(name, columns, asked, owner // per_host != asker // per_host)] += rows
 
     for name, table in plan.items():
         for shard in table.shards:
@@ -51,15 +59,26 @@ def traffic(
                 named = of_rank[name]
                 if not isinstance(named, Bags):
                     rows = _rows(named, shard.first_row, shard.rows)
-                    count(name, shard.columns, rows, rows, shard.rank, rank)
+                    count(name, shard.columns, rows, True, shard.rank, rank)
                 elif table.sharding in ("table_row_wise", "grid_shard"):
                     # Within the owners' host to the rank of the asker's number there, which sends the sums on.
                     through = shard.rank - shard.rank % per_host + rank % per_host
-                    count(name, shard.columns, _bags(named), 0, shard.rank, through)
+                    count(name, shard.columns, _bags(named), False, shard.rank, through)
                     if shard.rank == through:
-                        count(name, shard.columns, _bags(named), 0, through, rank)
+                        count(name, shard.columns, _bags(named), False, through, rank)
                 else:
-                    count(name, shard.columns, _bags(named), 0, shard.rank, rank)
+                    count(name, shard.columns, _bags(named), False, shard.rank, rank)
+    return found
+
+
+def traffic(rows: Mapping[Crossing, int], wire: WireConfig) -> Traffic:
+    """Of a step's rows in the precisions of a wire. Without the padding that NCCL's messages have."""
+    codecs = CODECS["forward"].find(wire.forward), CODECS["backward"].find(wire.backward)
+    total = [0, 0, 0, 0]
+    for (table, columns, asked, leaves), count in rows.items():
+        layout = (Segment(table, columns),)
+        sent = ID_BYTES * count * asked, *(count * codec.row_bytes(layout) for codec in codecs)
+        total = [of + more for of, more in zip(total, (*sent, sum(sent) * leaves), strict=True)]
     return Traffic(*total)
 
 

@@ -15,7 +15,7 @@ from logitmix.trainer.config import BY_HOST, Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.parallelize import parallelize
-from logitmix.trainer.parallel.traffic import traffic
+from logitmix.trainer.parallel.traffic import rows_sent, traffic
 
 SETTINGS = {"model.features": ["all"], "tables.tags.pooled": True, "tables.brand.sharding": "row_wise"}
 SHARDINGS = ("row_wise", "table_wise", "column_wise")
@@ -52,7 +52,7 @@ def counted(folder: Path) -> list[Tensor]:
 
 
 def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple[float, float]:
-    of = traffic(first_ids(config, load_dataset(folder), world_size), plan, config.comm, per_host=2)
+    of = traffic(rows_sent(first_ids(config, load_dataset(folder), world_size), plan, per_host=2), config.comm)
     assert (of.between_hosts == 0) == (world_size == 2) and of.between_hosts < of.ids + of.forward + of.backward
     return float(of.forward), float(of.backward)
 
