@@ -238,6 +238,17 @@ def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) ->
             yield pipeline
 
 
+def a_step(pipeline: "Pipeline") -> dict[str, Tensor]:
+    """Trains one step; the gradients of the tower by parameter."""
+    pipeline.receive_rows()
+    pipeline.loss()
+    pipeline.backward()
+    pipeline.check_gradients()
+    gradients = {name: parameter.grad.clone() for name, parameter in pipeline.model.tower.named_parameters()}
+    pipeline.apply_gradients()
+    return gradients
+
+
 def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
     """In the norm of the whole tensor: single elements may be zero but for rounding."""
     assert (actual - expected).norm() <= relative * expected.norm()

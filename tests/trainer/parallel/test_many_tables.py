@@ -10,7 +10,7 @@ import pytest
 import torch
 import two_ranks
 from sampling import one_of_each
-from small_data import a_model, a_pipeline, assert_close, gather_table, small_config, write_dataset
+from small_data import a_model, a_pipeline, a_step, assert_close, gather_table, small_config, write_dataset
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -110,14 +110,9 @@ def train_steps(config: Config, steps: int) -> Seen:
         before = {name: gather_table(model, name) for name in model.shards()}
         losses, named = [], {name: set[int]() for name in before}
         for _ in range(steps):
-            pipeline.receive_rows()
+            gradients = a_step(pipeline)
             for name, ids in pipeline.batch.ids.items():
                 named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
-            pipeline.loss()
-            pipeline.backward()
-            pipeline.check_gradients()
-            gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-            pipeline.apply_gradients()
             losses.append(pipeline.losses["loss"].detach())
         after = {name: gather_table(model, name) for name in before}
         tower = {name: parameter.detach() for name, parameter in model.tower.named_parameters()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from small_data import ITEMS, a_pipeline, assert_close, gather_table, small_config
+from small_data import ITEMS, a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -43,12 +43,7 @@ def train_steps(config: Config, steps: int) -> Seen:
         before, losses, touched = gather_table(model), [], torch.zeros(ITEMS + 1, dtype=torch.bool)
         gradients, wire_bytes = {}, 0.0
         for _ in range(steps):
-            pipeline.receive_rows()
-            pipeline.loss()
-            pipeline.backward()
-            pipeline.check_gradients()
-            gradients = {name: parameter.grad.clone() for name, parameter in model.tower.named_parameters()}
-            pipeline.apply_gradients()
+            gradients = a_step(pipeline)
             losses.append(pipeline.losses["loss"].detach())
             touched[pipeline.batch.id_V.cpu()] = True
             wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
