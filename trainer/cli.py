@@ -28,6 +28,7 @@ from logitmix.launch.processes import (
     note_mistake,
     remove_logs_of_no_run,
 )
+from logitmix.trainer.commands.flags import take_imports
 from logitmix.trainer.config import recipe_names
 from logitmix.trainer.data.registry import SOURCES
 from logitmix.trainer.quiet import quietly
@@ -98,8 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(USER_ERROR)
     try:
         with quietly(), naming_urls():
-            from logitmix.trainer.commands.words import take_imports  # needs tyro, which may not be installed
-
             others, given = take_imports(words[1:])
             load_plugins(given)
             run(words[0], others)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from logitmix.common.mappings import class_of_kind, nearest
+from logitmix.trainer.commands.flags import last_value, take
 from logitmix.trainer.commands.recipe_help import show_help
 from logitmix.trainer.commands.sizing import load_sized, settled
-from logitmix.trainer.commands.words import last_value, parse, take
+from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import (
     KINDS,
     Config,

@@ -7,9 +7,9 @@ from pathlib import Path
 from logitmix.common.storage import fetch_run, path_of, say
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
+from logitmix.trainer.commands.flags import last_value
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption
 from logitmix.trainer.commands.recipe import of_recipe
-from logitmix.trainer.commands.words import last_value
 from logitmix.trainer.config import Config
 
 USAGE = """\

@@ -4,7 +4,8 @@ import pytest
 import tyro
 from tyro import _errors
 
-from logitmix.trainer.commands.words import parts, take, take_imports, whole_numbers
+from logitmix.trainer.commands.flags import take, take_imports
+from logitmix.trainer.commands.words import parts, whole_numbers
 
 
 @pytest.mark.parametrize(
