@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels [--gpus 80 90] [--only mol_triton] [--out benchmarks/notes/kernels.md]
 
-A case is host code with sizes: those of the recipes, and the largest that the kernels' modules say they cover. It runs
+A case is host code with sizes: those of the recipes, and some that are wider, not all that `covers()` takes. It runs
 with tensors that have shapes and no memory and say that they are on the GPU. So what is compiled is what a run there
 would launch: the same constants, alignments, warps and tiles. Registers and spills are in the log of ptxas, which comes
 with Triton; shared and tensor memory are in Triton's own report. No limit is checked on the way: a kernel can compile
