@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from logitmix.common.files import file_digest
 from logitmix.common.mappings import first_line
-from logitmix.common.storage import say
+from logitmix.common.messages import say
 
 T = TypeVar("T")
 

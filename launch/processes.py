@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import say
+from logitmix.common.messages import say
 
 GRACE = 10.0
 """Seconds for ranks to end by themselves, once one of them has failed."""

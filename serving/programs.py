@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitmix.common.storage import fetch, naming_urls
+from logitmix.common.messages import naming_urls
+from logitmix.common.storage import fetch
 from logitmix.serving.directory.format import PROGRAMS
 from logitmix.serving.directory.reader import checked_extra, read_manifest
 

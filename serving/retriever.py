@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.storage import fetch, naming_urls
+from logitmix.common.messages import naming_urls
+from logitmix.common.storage import fetch
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, finite, require_finite, too_large

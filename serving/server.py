@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed import ProcessGroup
 
 from logitmix.common.mappings import require
-from logitmix.common.storage import say
+from logitmix.common.messages import say
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
 from logitmix.serving.connection import (

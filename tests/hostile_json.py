@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from logitmix.common.storage import naming_urls
+from logitmix.common.messages import naming_urls
 
 MARK = "@@"
 DEEP = "[" * 3000 + "]" * 3000

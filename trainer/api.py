@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from logitmix.common.mappings import nearest, require
+from logitmix.common.messages import naming_urls, say, shown
 from logitmix.common.plugins import load_plugins
-from logitmix.common.storage import fetch_run, naming_urls, path_of, say, shown
+from logitmix.common.storage import fetch_run, path_of
 from logitmix.serving.model import Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop

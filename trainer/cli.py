@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from logitmix.common.driver import has_driver, why_it_does_not_load
 from logitmix.common.mappings import nearest
+from logitmix.common.messages import naming_urls, say_of_disk
 from logitmix.common.plugins import load_plugins
-from logitmix.common.storage import naming_urls, say_of_disk
 from logitmix.common.versions import versions
 from logitmix.launch.processes import (
     STOPPED,

@@ -19,8 +19,8 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
+from logitmix.common.messages import require_no_secrets
 from logitmix.common.plugins import Kinds, Registry, load_plugins, references
-from logitmix.common.storage import require_no_secrets
 from logitmix.modules.config import ENCODERS, LOSSES, SIMILARITIES, ModelConfig, without_user_component
 from logitmix.trainer.metrics import METRICS
 from logitmix.trainer.schedule import SCHEDULES

@@ -11,7 +11,8 @@ import torch
 
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.storage import fetch_run, place_of, say
+from logitmix.common.messages import say
+from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import Stopped, end_lost, require_threads
 from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config

@@ -15,9 +15,10 @@ from hostile_json import VALUES, edited, lacking, places, refused
 from rich.console import Console
 from stores import Memory
 
-from logitmix.common import storage
+from logitmix.common import messages, storage
 from logitmix.common.checked import fields_of
-from logitmix.common.storage import fetch, fetch_names, fetch_run, path_of, place_of, push, shown
+from logitmix.common.messages import shown
+from logitmix.common.storage import fetch, fetch_names, fetch_run, path_of, place_of, push
 from logitmix.trainer import cli
 
 URL = "memory://bucket/a"
@@ -484,11 +485,11 @@ def test_a_copy_goes_by_its_url(memory: Memory, tmp_path: Path, capsys: pytest.C
     path = path_of(URL)
     names = {path: URL, path / "b" / "c": f"{URL}/b/c", tmp_path: str(tmp_path), Path("a/b"): "a/b"}
     assert {place: place_of(place) for place in names} == names
-    storage.say(f"reads {path / 'b'}")
-    storage.say_of_disk(f"{path} is full")
-    storage.show(f"writes {path}")
+    messages.say(f"reads {path / 'b'}")
+    messages.say_of_disk(f"{path} is full")
+    messages.show(f"writes {path}")
     console = Console(width=200)
-    storage.tell(console, f"waits for {path}")
+    messages.tell(console, f"waits for {path}")
     said = capsys.readouterr()
     assert (said.err, said.out) == (f"reads {URL}/b\n{path} is full\n", f"writes {URL}\nwaits for {URL}\n")
 
@@ -509,10 +510,10 @@ def test_a_url_that_a_path_has_cut_is_noticed() -> None:
 def test_texts_and_mistakes_name_the_url(memory: Memory) -> None:
     path = path_of(URL)
     assert shown(f"{path}: x, {path}/y, {path}.tsv, {path}-2") == f"{URL}: x, {URL}/y, {path}.tsv, {path}-2"
-    with pytest.raises(ValueError, match=f"^{URL}: what$"), storage.naming_urls():
+    with pytest.raises(ValueError, match=f"^{URL}: what$"), messages.naming_urls():
         raise ValueError(f"{path}: what")
     # What is wrong with a file of the local disk is not wrong with the store.
-    with pytest.raises(OSError) as caught, storage.naming_urls():
+    with pytest.raises(OSError) as caught, messages.naming_urls():
         raise OSError(28, "No space left on device", str(path))
     assert caught.value.filename == str(path)
 

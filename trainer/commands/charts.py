@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from logitmix.common.storage import shown
+from logitmix.common.messages import shown
 
 COLORS = 8
 """Number of colors; further groups reuse them."""

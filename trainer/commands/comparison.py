@@ -32,7 +32,8 @@ from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
 from logitmix.common.mappings import require
-from logitmix.common.storage import fetch_run, place_of, say, shown
+from logitmix.common.messages import say, shown
+from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start

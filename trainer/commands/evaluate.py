@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from logitmix.common.storage import fetch_run, say
+from logitmix.common.messages import say
+from logitmix.common.storage import fetch_run
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     OF_THE_RUN,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from logitmix.common.mappings import require
+from logitmix.common.messages import show
 from logitmix.common.plugins import references
-from logitmix.common.storage import show
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from logitmix.common.storage import fetch_run, show
+from logitmix.common.messages import show
+from logitmix.common.storage import fetch_run
 from logitmix.trainer.commands.words import parse
 
 

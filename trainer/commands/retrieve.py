@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from logitmix.common.storage import show, shown
+from logitmix.common.messages import show, shown
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
     ExportPlace,

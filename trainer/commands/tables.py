@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from logitmix.common.storage import shown
+from logitmix.common.messages import shown
 from logitmix.trainer.config import COMPARED_WITH
 
 WIDTH = 100

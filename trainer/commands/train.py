@@ -4,7 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from logitmix.common.storage import fetch_run, path_of, say
+from logitmix.common.messages import say
+from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.flags import last_value

@@ -5,7 +5,8 @@ from datetime import datetime
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
-from logitmix.common.storage import path_of, require_no_secrets
+from logitmix.common.messages import require_no_secrets
+from logitmix.common.storage import path_of
 from logitmix.trainer.data.registry import SOURCES, Source, source_of
 
 

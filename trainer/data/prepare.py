@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import clean_up, naming, whole_directory
+from logitmix.common.messages import tell
 from logitmix.common.plugins import named
-from logitmix.common.storage import alone, fetch_names, push, tell
+from logitmix.common.storage import alone, fetch_names, push
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.arrow import codes_of, order_of_texts
 from logitmix.trainer.data.columns import ranges

@@ -5,7 +5,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from logitmix.common.storage import tell
+from logitmix.common.messages import tell
 
 SHOWN = 5
 ENOUGH_TO_JUDGE = 1000

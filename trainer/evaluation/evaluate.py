@@ -16,7 +16,7 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.storage import tell
+from logitmix.common.messages import tell
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from logitmix.common.storage import shown
+from logitmix.common.messages import shown
 from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM
 from logitmix.serving.directory import writer

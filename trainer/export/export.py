@@ -24,7 +24,8 @@ from torch import Tensor
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
-from logitmix.common.storage import alone, fetch_names, say
+from logitmix.common.messages import say
+from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, USER

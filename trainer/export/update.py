@@ -18,7 +18,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import clean_up, in_turn, whole_directory
-from logitmix.common.storage import alone, fetch, push, tell
+from logitmix.common.messages import tell
+from logitmix.common.storage import alone, fetch, push
 from logitmix.modules.schema import Feature
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import CARD, IDS, Contents, is_extra, items_file

@@ -10,7 +10,7 @@ from logitmix.comm.collectives import on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
-from logitmix.common.storage import say
+from logitmix.common.messages import say
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.logs.logger import LOGGERS, Logger

@@ -21,7 +21,7 @@ from torch import Tensor
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
-from logitmix.common.storage import tell
+from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset

@@ -12,7 +12,7 @@ from torch import Tensor
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import check_file, json_digest
-from logitmix.common.storage import say
+from logitmix.common.messages import say
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config

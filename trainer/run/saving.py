@@ -27,7 +27,8 @@ from logitmix.comm.collectives import (
 )
 from logitmix.comm.process_group import Ranks
 from logitmix.common.files import naming, rename_synced, staging_path, sync, write_hashed
-from logitmix.common.storage import is_copy, push, say_of_disk
+from logitmix.common.messages import say_of_disk
+from logitmix.common.storage import is_copy, push
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows

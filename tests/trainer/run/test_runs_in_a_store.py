@@ -24,7 +24,8 @@ from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
 from logitmix.common import storage
 from logitmix.common.files import file_digest
-from logitmix.common.storage import fetch, fetch_run, path_of, push, shown
+from logitmix.common.messages import shown
+from logitmix.common.storage import fetch, fetch_run, path_of, push
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
 from logitmix.serving.live import LiveExport
