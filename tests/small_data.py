@@ -24,7 +24,8 @@ from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.description import DIGESTS
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.data.writer import DatasetContents, repeated_targets
+from logitmix.trainer.data.repeats import repeated_targets
+from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.checkpoint import load_saved

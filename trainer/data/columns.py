@@ -45,10 +45,22 @@ class Column:
         places, offsets = ranges(starts, lengths), np.concatenate([[0], np.cumsum(lengths)])
         return Column(self.values[places], offsets, {name: of[places] for name, of in self.parallel.items()})
 
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """Its arrays by names that begin with this one."""
+        offsets = {} if self.offsets is None else {f"{name}.offsets": self.offsets}
+        beside = {f"{name}.parallel.{other}": of for other, of in self.parallel.items()}
+        return {f"{name}.values": self.values, **offsets, **beside}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], name: str) -> "Column":
+        """Of `arrays`, among others."""
+        prefix = f"{name}.parallel."
+        parallel = {other.removeprefix(prefix): of for other, of in arrays.items() if other.startswith(prefix)}
+        return cls(arrays[f"{name}.values"], arrays.get(f"{name}.offsets"), parallel)
+
     @property
     def nbytes(self) -> int:
-        offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.values.nbytes + offsets + sum(of.nbytes for of in self.parallel.values())
+        return sum(of.nbytes for of in self.arrays("").values())
 
 
 def require_plausible(table: pq.ParquetFile, file: Path, features: Sequence[Feature]) -> None:

@@ -61,10 +61,10 @@ its value is the number of bits of the time since the user's previous action, in
 for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. `user`, of owner user, is the raw_user_id, or
 user_index where there is none. Where the schema has a feature or table of one of these names, only that one counts.
 
-`load_dataset` needs of dataset.json the entries up to repeated_targets, and the columns not called optional. A list may
-be a large_list; integers and floats may have any width; text may be large_string, string_view, a dictionary, or
-integers, which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids
-and texts: by number where all are digits, else by their UTF-8 bytes.
+`load_dataset` needs of dataset.json the entries up to schema, and the columns not called optional. A list may be a
+large_list; integers and floats may have any width; text may be large_string, string_view, a dictionary, or integers,
+which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids and texts:
+by number where all are digits, else by their UTF-8 bytes. repeated_targets is computed where there is no sha256.
 
 The last three entries are optional too: other writers may leave them out. Where there is one of them, all files are
 read and compared with their digests before anything else is read of them, and a Parquet file that is not listed is
@@ -86,6 +86,7 @@ from logitmix.common.checked import entry_of, fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Schema
+from logitmix.trainer.data.arrays import Arrays, mapped
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
     SEQUENCE_COLUMNS,
@@ -108,8 +109,8 @@ from logitmix.trainer.data.description import (
     reading,
     require_plugins_of,
     schema_of,
-    shares_of,
 )
+from logitmix.trainer.data.repeats import repeated_targets
 
 VALUES_AT_ONCE = 2**20
 _USERS = 2**14
@@ -118,7 +119,8 @@ _USERS = 2**14
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All sequences in memory: 4 bytes an action, 4 or 8 for its time, and the features."""
+    """All sequences: 4 bytes an action, 4 or 8 for its time, and the features. From LARGE bytes on they are in files
+    that all processes of a host map (arrays.py)."""
 
     path: Path
     name: str
@@ -251,14 +253,45 @@ def load_dataset(path: str | Path) -> Dataset:
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with reading(path, "dataset.json"):
         schema = schema_of(description, num_items)
-        repeated = shares_of(description.get("repeated_targets"))
+    for table in schema.tables:
+        if table.name != ITEM:
+            _check_vocabulary(path, table.name, table.rows)
+    arrays = mapped(path, _size(schema, num_users, num_items, actions), lambda: _read(path, schema, description))
+    columns: dict[str, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
+    for feature in schema.features:
+        if feature.name != ITEM:
+            columns[feature.owner][feature.name] = Column.from_arrays(arrays, f"{feature.owner}.{feature.name}")
+    return Dataset(
+        path,
+        description["name"],
+        num_users,
+        num_items,
+        arrays["items"],
+        arrays["offsets"],
+        arrays["timestamps"],
+        schema,
+        # Only what has a digest is as it was written.
+        description["repeated_targets"]
+        if "sha256" in description
+        else repeated_targets(arrays["offsets"], arrays["items"]),
+        item_features=columns["item"],
+        user_features=columns["user"],
+        event_features=columns["event"],
+    )
+
+
+def _size(schema: Schema, num_users: int, num_items: int, actions: int) -> int:
+    """Bytes of the arrays, about: bags have several values for each row."""
+    rows = {"item": num_items, "user": num_users, "event": actions}
+    return 8 * (num_users + actions) + sum(4 * rows[of.owner] * max(1, of.width) for of in schema.features)
+
+
+def _read(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
+    num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     parts = sorted((path / "sequences").glob("*.parquet"))
     _require_counts(path, parts, schema, num_users, actions)
     with reading(path, "dataset.json"):
         sequences = SequenceReader(schema, num_users, num_items, actions)
-    for table in schema.tables:
-        if table.name != ITEM:
-            _check_vocabulary(path, table.name, table.rows)
     for part in parts:
         with reading(path, part.name):
             for batch in batches(part, (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)):
@@ -268,20 +301,12 @@ def load_dataset(path: str | Path) -> Dataset:
             path,
             f"{sequences.user} users and {sequences.action} actions, but dataset.json says {num_users} and {actions}",
         )
-    return Dataset(
-        path,
-        description["name"],
-        num_users,
-        num_items,
-        sequences.items_flat,
-        sequences.offsets,
-        sequences.times.values,
-        schema,
-        repeated,
-        item_features=_read_items(path, schema, num_items),
-        user_features={name: reader.column() for name, reader in sequences.users.items()},
-        event_features={name: reader.column() for name, reader in sequences.events.items()},
-    )
+    arrays = {"items": sequences.items_flat, "offsets": sequences.offsets, "timestamps": sequences.times.values}
+    readers = {"user": sequences.users, "event": sequences.events, "item": _read_items(path, schema, num_items)}
+    for owner, by_name in readers.items():
+        for name, reader in by_name.items():
+            arrays |= reader.column().arrays(f"{owner}.{name}")
+    return arrays
 
 
 def _require_counts(path: Path, parts: Sequence[Path], schema: Schema, num_users: int, actions: int) -> None:
@@ -301,8 +326,8 @@ def _require_counts(path: Path, parts: Sequence[Path], schema: Schema, num_users
         broken(path, f"{rows} users and up to {values} actions, but dataset.json says {num_users} and {actions}")
 
 
-def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]:
-    """The features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
+def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, ColumnReader]:
+    """Those of the features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
     file = path / "items.parquet"
     features = schema.of("item")
     with reading(path, file.name), pq.ParquetFile(file) as table:
@@ -320,7 +345,7 @@ def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, Column]
             for name, reader in readers.items():
                 reader.append(batch.column(name), places("item_index", row))
             row += batch.num_rows
-    return {name: reader.column() for name, reader in readers.items()}
+    return readers
 
 
 def _check_vocabulary(path: Path, name: str, rows: int) -> None:

@@ -14,6 +14,7 @@ from logitmix.common.files import from_json, other_kind, parse_json
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
+from logitmix.trainer.data.arrays import is_stored
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
@@ -25,12 +26,13 @@ DIGESTS = ("kind", "files", "sha256")
 
 def is_dataset(path: Path) -> bool:
     """Whether a directory may be replaced: it has a dataset.json and nothing that the format does not know."""
-    return (path / "dataset.json").is_file() and {entry.name for entry in path.iterdir()} <= ENTRIES
+    entries = {entry.name for entry in path.iterdir() if not entry.name.lstrip(".").startswith("arrays")}
+    return "dataset.json" in entries and (path / "dataset.json").is_file() and entries <= ENTRIES
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of dataset.json, once all files have been compared with its digests, if it has any. ValueError as
-    `load_dataset` raises it."""
+    """The content of dataset.json, once all files have been compared with its digests, if it has any; those of
+    sequences/ only if they will be read (arrays.py). ValueError as `load_dataset` raises it."""
     file = path / "dataset.json"
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
@@ -41,7 +43,7 @@ def read_description(path: Path) -> dict[str, Any]:
     except ValueError as error:
         broken(path, str(error))
     if isinstance(description, dict) and description.keys() & DIGESTS:
-        _check_digests(path, content)
+        _check_digests(path, content, "sequences/" if is_stored(path) else None)
     version = description.get("format_version") if isinstance(description, dict) else None
     if version != FORMAT.version:
         broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
@@ -61,8 +63,9 @@ def _require_files(path: Path) -> None:
             broken(path, f"{name} is a {kind}, not a file")
 
 
-def _check_digests(path: Path, content: bytes) -> None:
-    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
+def _check_digests(path: Path, content: bytes, unread: str | None) -> None:
+    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first; of files
+    whose names begin with `unread`, sizes alone are compared."""
     try:
         files = FORMAT.parse(content, "dataset.json").get("files")
         if not isinstance(files, dict):
@@ -70,7 +73,7 @@ def _check_digests(path: Path, content: bytes) -> None:
         for name, entry in files.items():
             require_entry(entry, f"dataset.json: files.{name:.80}")
             try:
-                check_file(path / name, entry, "dataset.json", name)
+                check_file(path / name, entry, "dataset.json", name, not (unread and name.startswith(unread)))
             except OSError as error:
                 raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
         for file in sorted(path.rglob("*.parquet")):
@@ -95,14 +98,6 @@ def schema_of(description: Mapping[str, Any], num_items: int) -> Schema:
     if schema.table(ITEM).rows != num_items + 1:
         raise ValueError(f"table {ITEM} has {schema.table(ITEM).rows} rows, not one more than the {num_items} items")
     return dataclasses.replace(schema, users=description["users"])
-
-
-def shares_of(shares: Any) -> dict[str, float]:
-    if not isinstance(shares, Mapping) or set(shares) != {"validation", "test"}:
-        raise ValueError("no repeated_targets with the shares validation and test")
-    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares.values()):
-        raise ValueError("repeated_targets must be shares from 0 to 1")
-    return {split: float(share) for split, share in shares.items()}
 
 
 @contextmanager

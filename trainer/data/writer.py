@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 
 from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
-from logitmix.trainer.data.columns import ROW, Column, index_type
+from logitmix.trainer.data.columns import ROW, Column
 from logitmix.trainer.data.description import FORMAT
+from logitmix.trainer.data.repeats import repeated_targets
 
 USERS_PER_FILE = 100_000
 
@@ -80,23 +81,6 @@ def write_dataset(
     }
     # Last, because it makes the directory a dataset.
     return FORMAT.write(directory / "dataset.json", description)
-
-
-def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
-    """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
-    validation) is among their actions before it."""
-    lengths = np.diff(offsets)
-    users = np.flatnonzero(lengths > 2)
-    if not len(users):
-        return {"validation": 0.0, "test": 0.0}
-    shares = {}
-    for split, held_out in (("validation", 2), ("test", 1)):
-        target = np.maximum(offsets[1:] - held_out, 0)
-        same = items == np.repeat(items[target], lengths)
-        # Counts within a user's history are differences of running sums.
-        sums = np.concatenate([[0], np.cumsum(same, dtype=index_type(len(items)))])
-        shares[split] = float(np.mean(sums[target[users]] > sums[offsets[users]]))
-    return shares
 
 
 def last_actions(offsets: np.ndarray, items: np.ndarray, count: int) -> dict[str, int]:

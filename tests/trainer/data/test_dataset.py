@@ -239,8 +239,6 @@ def test_users_are_contiguous_over_files(made: Path) -> None:
         ({"schema": None}, "dataset.json: no schema"),
         ({"schema": {"features": []}}, "dataset.json: schema: tables is missing"),
         ({"schema": Schema.of_ids(4).to_mapping()}, "table item has 5 rows, not one more than the 3 items"),
-        ({"repeated_targets": {"test": 0.5}}, "no repeated_targets with the shares validation and test"),
-        ({"repeated_targets": {"test": 0.5, "validation": 2}}, "repeated_targets must be shares from 0 to 1"),
         ({"users": "3"}, "no users that is a count"),
         ({"actions": -1}, "no actions that is a count"),
         ({"name": 7}, "no name that is text"),
@@ -251,6 +249,14 @@ def test_wrong_descriptions_are_named(made: Path, changes: dict[str, object], me
     edit_description(made, **changes)
     with pytest.raises(ValueError, match=f"^{made}: .*{message}"):
         load_dataset(made)
+
+
+def test_repeated_targets_of_another_writer_are_computed(tmp_path: Path) -> None:
+    path = write(tmp_path / "made", [[0, 1, 0], [1, 1, 2]], ["a", "b", "c"])
+    assert load_dataset(path).repeated_targets == {"validation": 0.5, "test": 0.5}
+    small_data.forget_digests(path)
+    edit_description(path, repeated_targets={"test": 2})
+    assert load_dataset(path).repeated_targets == {"validation": 0.5, "test": 0.5}
 
 
 def test_damaged_files_are_named(made: Path) -> None:

@@ -3,7 +3,8 @@ import pytest
 from small_data import in_memory
 
 from logitmix.trainer.data.batches import ranking_users
-from logitmix.trainer.data.writer import last_actions, repeated_targets
+from logitmix.trainer.data.repeats import repeated_targets
+from logitmix.trainer.data.writer import last_actions
 
 
 def sequences_of(*sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:

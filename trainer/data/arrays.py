@@ -1,0 +1,110 @@
+"""The arrays of a large dataset in files that all processes of a host map: one copy in memory, however many ranks.
+
+The first process that reads the dataset makes them, beside its Parquet files; the others wait:
+
+    .arrays/arrays.json   of: SHA-256 of dataset.json; read: {file: [bytes, mtime_ns]} of the Parquet files as they were
+                          read; arrays: {name: file}, and the digests of these (common/checked.py)
+    .arrays/N.npy         an array in NumPy's format
+
+They are of no use elsewhere: a copy of the dataset may leave them out, and they may be removed.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from logitmix.common.checked import Checked, check_file, entry_of, require_entry
+from logitmix.common.files import clean_up, file_digest, in_turn, whole_directory
+from logitmix.common.mappings import first_line
+from logitmix.common.messages import say
+
+FOLDER = ".arrays"
+LARGE = 2**26
+"""Bytes from which on arrays are mapped: below, each process may hold them itself."""
+FORMAT = Checked("logitmix arrays of a dataset", 1)
+
+Arrays = dict[str, np.ndarray]
+
+
+def mapped(path: Path, size: int, read: Callable[[], Arrays]) -> Arrays:
+    """The arrays of the dataset at `path`, of about `size` bytes in all: those that `read` returns, or files that have
+    their content. These are mapped copy-on-write, so that torch takes them as its own.
+
+    `read` verifies the dataset's files, which are not read again while their sizes and times stay. One process of a
+    host, torchrun's first, verifies the files of the arrays: ValueError if one is damaged.
+    """
+    if size < LARGE:
+        return read()
+    if (found := _stored(path)) is not None:
+        return found
+    with in_turn(path):
+        # Another process may have made them meanwhile.
+        if (found := _stored(path)) is not None:
+            return found
+        # Before it is read: what changes meanwhile makes them those of another dataset.
+        source = _source(path)
+        arrays = read()
+        try:
+            _write(path, arrays, source)
+        except OSError as error:
+            say(
+                f"{path}: its arrays cannot be kept there ({first_line(error)}), so each process holds "
+                f"{size / 2**30:.1f} GiB of its own"
+            )
+            return arrays
+        return arrays if (found := _stored(path)) is None else found
+
+
+def is_stored(path: Path) -> bool:
+    """Whether the dataset at `path` has arrays of what it is now, so that its sequences need not be read."""
+    return _manifest(path) is not None
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray], source: Mapping[str, Any]) -> None:
+    clean_up(path / FOLDER)
+    with whole_directory(path / FOLDER) as staging:
+        files = {name: f"{number}.npy" for number, name in enumerate(arrays)}
+        for name, file in files.items():
+            np.save(staging / file, arrays[name])
+        entries = {file: entry_of(staging / file) for file in files.values()}
+        FORMAT.write(staging / "arrays.json", {**source, "arrays": files, "files": entries})
+    size = sum(entry["bytes"] for entry in entries.values())
+    say(f"{path}: its arrays are in {path / FOLDER} now ({size / 2**30:.1f} GiB), where all processes map them")
+
+
+def _stored(path: Path) -> Arrays | None:
+    """The arrays in the files, None if there are none of what the dataset is now."""
+    if (found := _manifest(path)) is None:
+        return None
+    folder = path / FOLDER
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        for name, entry in found["files"].items():
+            require_entry(entry, f"arrays.json: files.{name:.80}")
+            check_file(folder / name, entry, "arrays.json", content=first)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {folder}, which is made again from the dataset") from None
+    return {name: np.asarray(np.load(folder / file, mmap_mode="c")) for name, file in found["arrays"].items()}
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    file = path / FOLDER / "arrays.json"
+    if not file.is_file():
+        return None
+    try:
+        found = FORMAT.read(file)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {file.parent}, which is made again from the dataset") from None
+    return found if found.items() >= _source(path).items() else None
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """What tells the dataset from what it may become."""
+    files = {file.relative_to(path).as_posix(): file.stat() for file in sorted(path.rglob("*.parquet"))}
+    return {
+        "of": file_digest(path / "dataset.json"),
+        "read": {name: [of.st_size, of.st_mtime_ns] for name, of in files.items()},
+    }
