@@ -8,6 +8,12 @@ import pytest
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(HERE.rglob("*triton_checks.py"))
+TOGETHER = """
+import os, runpy, sys
+for program in sys.argv[2:]:
+    sys.path.insert(0, os.path.dirname(program))
+    runpy.run_path(program, run_name="__main__")
+"""
 ON_THE_CPU = """
 import sys
 sys.path.insert(0, "tests/modules")
@@ -21,14 +27,21 @@ assert not kernels, kernels
 """
 
 
-@pytest.mark.parametrize("sizes", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_the_kernels_do_what_their_plain_forms_do() -> None:
+    """A few sizes of each, in one process."""
+    run("-c", TOGETHER, "few", *map(str, PROGRAMS))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.relative_to(HERE).as_posix())
-def test_the_kernels_do_what_their_plain_forms_do(program: Path, sizes: str) -> None:
-    words = [sys.executable, "-W", "error", str(program), sizes]
-    done = subprocess.run(words, capture_output=True, text=True)
+def test_the_kernels_do_so_for_all_sizes(program: Path) -> None:
+    run(str(program), "all")
+
+
+def run(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", *words], cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_only_cuda_loads_them() -> None:
-    done = subprocess.run([sys.executable, "-c", ON_THE_CPU], cwd=HERE.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run("-W", "default", "-c", ON_THE_CPU)

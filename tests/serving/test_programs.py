@@ -161,21 +161,22 @@ SHAPES = (([1], 1), ([3, 1, 2], 3), ([LENGTH, 2, 1, LENGTH, 5], LENGTH), ([2, 1]
 """Lengths, and the longest: of one history of one item, and of histories that are all shorter than the rows."""
 
 
+SASREC = SASRecConfig(blocks=1, heads=2, max_length=LENGTH)
 POOLED = PooledConfig(hidden=8, max_length=LENGTH)
+WITH_TIMES = "mol", HSTUConfig(blocks=1, max_length=LENGTH, times=True)
 TOWERS = [
-    ("mol", SASRecConfig(blocks=2, heads=2, max_length=LENGTH)),
+    ("mol", SASREC),
     ("dot", POOLED),
     ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
-    ("dot", HSTUConfig(blocks=2, max_length=LENGTH, times=True)),
+    WITH_TIMES,
     *((of, POOLED) for of in ("mlp", "neumf", "mol, linear", "mol, no hidden", "mol, joint", "deepfm")),
 ]
-WITH_FEATURES = [of for of in TOWERS if of[0] == "mol" or sees_times(of[1])]
 
 
 @pytest.mark.parametrize(
     ("of", "schema"),
     [
-        pytest.param(of, schema, marks=[] if (schema is EVERY_KIND) == (of in WITH_FEATURES) else [pytest.mark.slow])
+        pytest.param(of, schema, marks=[pytest.mark.slow] if schema or of is WITH_TIMES else [])
         for of, schema in product(TOWERS, [None, EVERY_KIND])
     ],
 )
@@ -278,34 +279,28 @@ def in_a_clean_process(
     return [load_file(of) for of in outputs]
 
 
-def assert_onnxruntime_runs(model: SmallModel, served: Path, folder: Path) -> None:
-    """The query tower, without logitmix and torch."""
-    given, expected = zip(*(histories_for(model, *shape) for shape in SHAPES), strict=True)
-    programs = [(served / "query_tower.onnx", of) for of in given]
-    for found, of in zip(in_a_clean_process(ONNX_ALONE, programs, folder), expected, strict=True):
-        assert_close(found, of)
-
-
-@pytest.mark.parametrize("schema", [pytest.param(None, marks=pytest.mark.slow), EVERY_KIND], ids=["ids", "features"])
-def test_onnxruntime_alone_runs_the_query_tower(schema: Schema | None, tmp_path: Path) -> None:
-    model = small_model("mol", X, schema=schema)
-    served = export_small(model, tmp_path / "served", extras=["onnx"])
-    onnx.checker.check_model(served / "query_tower.onnx", full_check=True)
-    assert_onnxruntime_runs(model, served, tmp_path)
-
-
-def test_onnx_of_hstu(tmp_path: Path) -> None:
-    model = small_model("dot", X, encoder=HSTUConfig(blocks=2, max_length=LENGTH))
-    served = export_small(model, tmp_path / "served", extras=["onnx"])
-    assert_onnxruntime_runs(model, served, tmp_path)
-
-
-def test_onnx_of_pooled_histories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a word of torch to its developers."""
-    model = small_model("dot", X, encoder=POOLED)
+@pytest.mark.parametrize(
+    ("kind", "encoder", "schema"),
+    [
+        ("mol", SASREC, None),
+        ("dot", HSTUConfig(blocks=1, max_length=LENGTH), None),
+        ("dot", POOLED, EVERY_KIND),
+        pytest.param("mol", SASREC, EVERY_KIND, marks=pytest.mark.slow),
+    ],
+    ids=["ids", "hstu", "features", "mol, features"],
+)
+def test_onnxruntime_alone_runs_the_query_tower(
+    kind: str, encoder: EncoderConfig, schema: Schema | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without logitmix and torch; it is made without a word of torch to its developers."""
+    model = small_model(kind, X, schema=schema, encoder=encoder)
     served = export_small(model, tmp_path / "served", extras=["onnx"])
     assert not caplog.records
-    assert_onnxruntime_runs(model, served, tmp_path)
+    onnx.checker.check_model(served / "query_tower.onnx", full_check=True)
+    given, expected = zip(*(histories_for(model, *shape) for shape in SHAPES), strict=True)
+    programs = [(served / "query_tower.onnx", of) for of in given]
+    for found, of in zip(in_a_clean_process(ONNX_ALONE, programs, tmp_path), expected, strict=True):
+        assert_close(found, of)
 
 
 def test_an_onnx_file_holds_no_times(tmp_path: Path) -> None:
@@ -345,7 +340,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_torch_alone_runs_the_programs(tmp_path: Path) -> None:
-    model = small_model("mol", X, schema=EVERY_KIND)
+    """Those with times and features of every kind; the others above are not written and loaded."""
+    model = small_model(WITH_TIMES[0], X, schema=EVERY_KIND, encoder=WITH_TIMES[1])
     served = export_small(model, tmp_path / "served", extras=["programs"])
     assert_programs_run(model, served, "", tmp_path)
 
@@ -382,9 +378,11 @@ def assert_programs_run(model: SmallModel, served: Path, kind: str, folder: Path
     assert_close(found[1], items)
     assert_ranked(found[2], scores_of(model, given).two_stages(stage1))
     # In this process, if trusted, and of a tensor that is not contiguous.
-    given, expected = histories_for(model, *SHAPES[1])
-    given["vectors"] = given["vectors"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_close(load_program(served, f"query_tower{kind}", trust=True)(**given), expected)
+    program = load_program(served, f"query_tower{kind}", trust=True)
+    for shape in SHAPES:
+        given, expected = histories_for(model, *shape)
+        given["vectors"] = given["vectors"].transpose(0, 1).contiguous().transpose(0, 1)
+        assert_close(program(**given), expected)
 
 
 @pytest.fixture(scope="module")
