@@ -42,8 +42,9 @@ from logitmix.modules.batch import Packing
 from logitmix.modules.config import HSTUConfig, MoLConfig
 from logitmix.modules.encoders import hstu_triton
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS
-from logitmix.modules.losses import mol_triton
-from logitmix.modules.losses.blockwise import GateDropout
+from logitmix.modules.losses import dot_triton, mol_triton
+from logitmix.modules.losses.blockwise import Examples, GateDropout
+from logitmix.modules.losses.dot_loss import dot_sampled_softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity import mol_scores_triton
 from logitmix.trainer.config import load_recipe, recipe_names
@@ -220,7 +221,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
 
 
-def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> None:
+def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype, corrected: bool) -> None:
     """Both ways, 32 sequences of 128 positions with 128 negatives each."""
     G, L, N, V, M = 32, 128, 128, 3000, U * I
     sides = empty(G * L, U, C), empty(G * L, M), empty(V, I, C), empty(V, M)
@@ -230,7 +231,19 @@ def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> None:
     dropout = GateDropout(Noise(1), 0.2, place_T)
     assert mol_triton.covers(U, I, C, H, dtype, place_T.device)
     bounds = range(0, G * L + 1, L)
-    mol_triton.mol_sampled_softmax(dtype, place_T, negatives_GN, bounds, dropout, *tensors).backward()
+    log_q_V = empty(V) if corrected else None
+    mol_triton.mol_sampled_softmax(dtype, place_T, negatives_GN, bounds, dropout, log_q_V, *tensors).backward()
+
+
+def dot_loss(H: int, length: int, corrected: bool) -> None:
+    """Both ways, groups of `length` positions with 512 negatives each."""
+    G, N, V = 32, 512, 3000
+    place_T, negatives_GN = empty(G * length, dtype=torch.int64), empty(G, N, dtype=torch.int64)
+    examples = Examples(
+        place_T, place_T, range(0, G * length + 1, length), negatives_GN, empty(V) if corrected else None
+    )
+    sides = (empty(rows, H).requires_grad_() for rows in (G * length, V))
+    dot_sampled_softmax(*sides, examples).backward()
 
 
 def mol_scores(U: int, I: int, C: int, H: int, stored: torch.dtype) -> None:
@@ -287,10 +300,9 @@ def cases() -> dict[str, Case]:
     full, half = torch.float32, torch.bfloat16
     models = [load_recipe(name).model for name in recipe_names()]
     mixtures = {
-        (of.query_components, of.item_components, of.component_dim, of.gate_hidden)
-        # MoL's loss takes no negatives from the batch.
-        for of in (model.similarity for model in models if not model.loss.in_batch)
-        if isinstance(of, MoLConfig)
+        ((of.query_components, of.item_components, of.component_dim, of.gate_hidden), model.loss.in_batch > 0)
+        for model in models
+        if isinstance(of := model.similarity, MoLConfig)
     }
     heads = {(of.heads, model.dim // of.heads) for model in models if isinstance(of := model.encoder, HSTUConfig)}
     widest = (8, 8, 32, 128)
@@ -299,11 +311,16 @@ def cases() -> dict[str, Case]:
     def add(module: Any, sizes: str, case: Callable[..., None], *arguments: Any) -> None:
         named[f"{module.__name__.rpartition('.')[2]}: {sizes}"] = partial(case, *arguments)
 
-    def add_mixture(module: Any, case: Callable[..., None], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        add(module, f"{' x '.join(map(str, shape))}, {_short(dtype)}", case, *shape, dtype)
+    def add_mixture(
+        module: Any, case: Callable[..., None], shape: tuple[int, ...], dtype: torch.dtype, *corrected: bool
+    ) -> None:
+        sizes = f"{' x '.join(map(str, shape))}, {_short(dtype)}{', corrected' * any(corrected)}"
+        add(module, sizes, case, *shape, dtype, *corrected)
 
-    for shape in sorted(mixtures):
-        add_mixture(mol_triton, mol_loss, shape, half)
+    for shape, corrected in sorted(mixtures):
+        add_mixture(mol_triton, mol_loss, shape, half, corrected)
+    for H, length, corrected in product((16, 64, 128, 256, dot_triton.WIDEST), (1, 128), (False, True)):
+        add(dot_triton, f"{H}, groups of {length}{', corrected' * corrected}", dot_loss, H, length, corrected)
     for dtype in (half, torch.float16, torch.int8, full):
         for shape in (widest, (16, 8, 128, 128) if dtype != full else (8, 8, 64, 128)):
             add_mixture(mol_scores_triton, mol_scores, shape, dtype)
@@ -331,7 +348,8 @@ its columns of tensor memory (of {columns}) those of Triton; `programs` is how m
 these and their warps.
 
 Sizes: query components x item components x width x hidden units for MoL; heads x width of a head for HSTU's attention;
-queries x width for stage 1; groups x width for the FP8 codec; the width for dropout.
+the width for the dot product's loss; queries x width for stage 1; groups x width for the FP8 codec; the width for
+dropout.
 
 MoL's backward is bound by registers: its sums of the gate's gradients take 64 of a thread's 255 on A100 and H100, and a
 quarter of a B200's tensor memory.

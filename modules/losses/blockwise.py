@@ -207,6 +207,16 @@ class _Blockwise(torch.autograd.Function):
         return None, None, None, None, None, *kept_gradients(ctx, scale)
 
 
+def spans(bounds: Sequence[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The groups of `bounds`, cut into spans of `size` positions and what is left: the start, the end and the group of
+    each (int64, on the CPU)."""
+    bound_G = torch.tensor(bounds, dtype=torch.int64)
+    count_G = (bound_G.diff() + size - 1) // size
+    group = torch.repeat_interleave(torch.arange(len(count_G)), count_G)
+    start = bound_G[group] + (torch.arange(len(group)) - (count_G.cumsum(0) - count_G)[group]) * size
+    return start, torch.minimum(start + size, bound_G[group + 1]), group
+
+
 def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """For a loss whose forward computes the gradients of its tensors, in FP32; none without backward."""
     ctx.save_for_backward(*gradients)

@@ -1,4 +1,5 @@
-"""Sampled softmax over dot products with gradients written by hand: a few large matrix products and no graph.
+"""Sampled softmax over dot products with gradients written by hand: a few large matrix products and no graph; on CUDA
+two kernels (dot_triton.py).
 
 Axes: T positions, G groups of consecutive positions, N negatives of a group, V unique items, H width; P pieces of
 groups at once, padded to L positions.
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from logitmix.common.compiled import has_triton
+
 from ..transfer import on_device
 from .blockwise import Examples, keep_gradients, kept_gradients
 
@@ -20,8 +23,15 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
     """Sum over T positions of -log softmax of the target's dot product among those of the target and its N negatives
     (section 3.2), FP32 scalar. A negative equal to a position's target (an accidental hit) does not count.
 
-    Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06.
+    Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06. CUDA
+    runs Triton, up to the width that dot_triton.covers; not under torch.use_deterministic_algorithms.
     """
+    if query_TH.device.type == "cuda" and has_triton() and not torch.are_deterministic_algorithms_enabled():
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import dot_triton
+
+        if dot_triton.covers(query_TH.shape[1], query_TH.device):
+            return dot_triton.dot_sampled_softmax(query_TH, item_VH, examples)
     if examples.log_q_V is not None:
         # The correction becomes one more column of each product.
         query_TH = torch.cat([query_TH.float(), query_TH.new_ones(len(query_TH), 1, dtype=torch.float32)], 1)

@@ -44,7 +44,7 @@ def mol_sampled_softmax(
     not checked.
 
     CPUs run compiled C. CUDA runs Triton, up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
-    mol_triton.covers has the exact limits. The Triton form does not take log_q_V.
+    mol_triton.covers has the exact limits.
 
         query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
         loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
@@ -55,14 +55,14 @@ def mol_sampled_softmax(
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
-    if target_T.device.type == "cuda" and has_triton() and log_q_V is None:
+    if target_T.device.type == "cuda" and has_triton():
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import mol_triton
 
         U, I, C, H = query[0].shape[1], *item[0].shape[1:], len(cross_gate[0])
         if mol_triton.covers(U, I, C, H, dtype, target_T.device):
             tensors = (*query, *item, *cross_gate)
-            return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, *tensors)
+            return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, log_q_V, *tensors)
     return None
 
 

@@ -44,7 +44,7 @@ from triton.compiler.compiler import max_shared_mem
 from ..noise import derive_key, threshold
 from ..noise_triton import hashed_rows, keep_mask, rounded, signed
 from ..transfer import on_device
-from .blockwise import GATES, GateDropout
+from .blockwise import GATES, GateDropout, spans
 
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
@@ -73,10 +73,11 @@ def mol_sampled_softmax(
     negatives_GN: Tensor,
     bounds: Sequence[int],
     dropout: GateDropout | None,
+    log_q_V: Tensor | None,
     *tensors: Tensor,
 ) -> Tensor:
     """mol_loss.mol_sampled_softmax for sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
-    return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds), dropout, *tensors)
+    return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *tensors)
 
 
 A100, HOPPER = 160 * 1024, 220 * 1024
@@ -131,6 +132,7 @@ class _Problem:
     negatives_GN: Tensor
     bounds: Sequence[int]
     row_T: Tensor
+    log_q_V: Tensor | None
     noise: tuple[int, int, int]
     """The key's two halves, and how many of 2^16 random numbers drop a gate."""
 
@@ -149,8 +151,13 @@ class _Problem:
         half, on_gpu = self.inputs[0].dtype == torch.bfloat16, self.inputs[0].is_cuda
         sizes = dict(zip("UICH", self.counts, strict=True))
         sizes |= {name: getattr(self.plan, name) for name in ("UP", "IP", "CP", "HP")}
-        return {**sizes, "DROP": self.noise[2] > 0, "COARSE": half and on_gpu, "EMULATED": half and not on_gpu,
-                "num_stages": 1}  # fmt: skip
+        sizes |= {"DROP": self.noise[2] > 0, "CORRECTED": self.log_q_V is not None}
+        return {**sizes, "COARSE": half and on_gpu, "EMULATED": half and not on_gpu, "num_stages": 1}
+
+    @property
+    def correction(self) -> Tensor:
+        """log_q_V, or some tensor."""
+        return self.inputs[0] if self.log_q_V is None else self.log_q_V
 
     def programs(self, tiles: int) -> int:
         device = self.target_T.device
@@ -159,17 +166,11 @@ class _Problem:
         return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 
     def tiles(self) -> "_Tiles":
-        size = self.plan.TT
-        bound_G = torch.tensor(self.bounds, dtype=torch.int64)
-        count_G = (bound_G.diff() + size - 1) // size
-        tiles = int(count_G.sum())
+        start, end, group = spans(self.bounds, self.plan.TT)
+        tiles = len(group)
         programs = self.programs(tiles)
-        number = torch.arange(tiles)
-        group = torch.repeat_interleave(torch.arange(len(count_G)), count_G)
-        start = bound_G[group] + (number - (count_G.cumsum(0) - count_G)[group]) * size
-        end = torch.minimum(start + size, bound_G[group + 1])
         # Program p has tiles p * tiles // programs and on.
-        program = ((number + 1) * programs - 1) // max(tiles, 1)
+        program = (torch.arange(1, tiles + 1) * programs - 1) // max(tiles, 1)
         slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
         table = torch.stack([start, end, group, slot], 1).flatten()
         both = on_device(torch.cat([table, slot_group[1]]), self.target_T.device)
@@ -191,7 +192,7 @@ class _MolLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         dtype: torch.dtype,
-        groups: tuple[Tensor, Tensor, Sequence[int]],
+        groups: tuple[Tensor, Tensor, Sequence[int], Tensor | None],
         dropout: GateDropout | None,
         *tensors: Tensor,
     ) -> Tensor:
@@ -203,7 +204,8 @@ class _MolLoss(torch.autograd.Function):
             row_T = dropout.row_T.to(torch.int64).contiguous()
             key = derive_key(dropout.noise.key, GATES)
             noise = signed(key), signed(key >> 32), threshold(dropout.rate)
-        problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, noise)
+        log_q_V = None if groups[3] is None else groups[3].to(torch.float32).contiguous()
+        problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, log_q_V, noise)
         tiles = problem.tiles()
         with torch.cuda.device_of(target_T):
             positive_T, others_T = _forward(problem, tiles)
@@ -227,12 +229,12 @@ def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     positive_T, others_T = (torch.empty(T, dtype=torch.float32, device=target_T.device) for _ in range(2))
     if T:
         _target_forward[(triton.cdiv(T, plan.targets),)](
-            *problem.inputs, target_T, problem.row_T, positive_T, T, N, *problem.noise, TT=plan.targets,
-            num_warps=plan.warps, **problem.compiled_for,
+            *problem.inputs, target_T, problem.row_T, problem.correction, positive_T, T, N, *problem.noise,
+            TT=plan.targets, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
         _negatives_forward[(tiles.count,)](
-            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, positive_T, others_T,
-            N, *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
+            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, positive_T,
+            others_T, N, *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
     return positive_T, others_T
 
@@ -264,9 +266,9 @@ def _backward(
             **problem.compiled_for,
         )  # fmt: skip
         _negatives_backward[(tiles.programs,)](
-            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, tiles.table, whole_T, scale,
-            d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N, *problem.noise,
-            TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
+            *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, whole_T,
+            scale, d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N,
+            *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
     d_item_VIC, d_item_VM = (torch.zeros(item.shape, device=device) for item in (item_VIC, item_VM))
     item_of_slot = problem.negatives_GN[tiles.group_of_slot].flatten()
@@ -419,9 +421,10 @@ def _mixture(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["key_low", "key_high", "dropped"])
 def _negatives_forward(  # type: ignore[no-untyped-def]
-    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, tile,
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, log_q, tile,
     positive, others, N, key_low, key_high, dropped,
-    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    DROP: tl.constexpr, CORRECTED: tl.constexpr,
+    U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -459,7 +462,10 @@ def _negatives_forward(  # type: ignore[no-untyped-def]
         row_hash = hashed_rows(row_P, key_low, key_high)
         phi = _mixture(z, logit.to(tl.float32), exists, row_hash, m, dropped, DROP, UP * IP != M, COARSE)[0]
         counts = (negative_N[None, :] != target_T[:, None]) & (n < N)[None, :]
-        phi_TN = tl.where(counts, phi.reshape(TT, NT), -float("inf"))
+        phi_TN = phi.reshape(TT, NT)
+        if CORRECTED:
+            phi_TN -= tl.load(log_q + negative_N, mask=n < N, other=0.0)[None, :]
+        phi_TN = tl.where(counts, phi_TN, -float("inf"))
         higher_T = tl.maximum(highest_T, tl.max(phi_TN, 1))
         total_T = total_T * tl.exp(highest_T - higher_T) + tl.sum(tl.exp(phi_TN - higher_T[:, None]), 1)
         highest_T = higher_T
@@ -468,9 +474,10 @@ def _negatives_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tiles", "key_low", "key_high", "dropped"])
 def _negatives_backward(  # type: ignore[no-untyped-def]
-    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, tile,
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, negative, row, log_q, tile,
     whole, loss_scale, d_query, d_query_weights, d_item, d_item_weights, d_gate, tiles, N, key_low, key_high, dropped,
-    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    DROP: tl.constexpr, CORRECTED: tl.constexpr,
+    U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -529,7 +536,10 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
                 z, logit_F, exists, row_hash, m, dropped, DROP, MP != M, COARSE
             )
             counts = (negative_N[None, :] != target_T[:, None]) & (n < N)[None, :]
-            share_TN = tl.where(counts, tl.exp(phi.reshape(TT, NT) - whole_T[:, None]), 0.0)
+            phi_TN = phi.reshape(TT, NT)
+            if CORRECTED:
+                phi_TN -= tl.load(log_q + negative_N, mask=n < N, other=0.0)[None, :]
+            share_TN = tl.where(counts, tl.exp(phi_TN - whole_T[:, None]), 0.0)
             d_phi = share_TN.reshape(TT * NT) * scale_of_loss
 
             d_logit = kept * (scale * d_phi)[:, None]
@@ -596,9 +606,10 @@ def _load_components_at(side, row, c, k, inside, COUNT: tl.constexpr, C: tl.cons
 
 @triton.jit(do_not_specialize=["T", "key_low", "key_high", "dropped"])
 def _target_forward(  # type: ignore[no-untyped-def]
-    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row, positive,
+    query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row, log_q, positive,
     T, N, key_low, key_high, dropped,
-    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    DROP: tl.constexpr, CORRECTED: tl.constexpr,
+    U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -618,6 +629,8 @@ def _target_forward(  # type: ignore[no-untyped-def]
     item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
     z = _dot(hidden, tl.trans(down_MH), EMULATED) + (query_TM * item_TM + down_M[None, :])
     phi = _mixture(z, logit.to(tl.float32), exists, row_hash, m, dropped, DROP, UP * IP != M, COARSE)[0]
+    if CORRECTED:
+        phi -= tl.load(log_q + target_T, mask=t < T, other=0.0)
     tl.store(positive + t, phi, mask=t < T)
 
 
@@ -625,7 +638,8 @@ def _target_forward(  # type: ignore[no-untyped-def]
 def _target_backward(  # type: ignore[no-untyped-def]
     query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row,
     d_positive, d_query, d_query_weights, d_target, d_target_weights, d_gate, T, tiles, N, key_low, key_high, dropped,
-    DROP: tl.constexpr, U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    DROP: tl.constexpr, CORRECTED: tl.constexpr,
+    U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip

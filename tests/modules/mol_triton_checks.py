@@ -29,13 +29,15 @@ from logitmix.modules.noise import derive_key, threshold
 
 def fused(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
     dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
-    return mol_triton.mol_sampled_softmax(dtype, case.target_T, case.negatives_GN, case.bounds, dropout, *case.tensors)
+    groups = case.target_T, case.negatives_GN, case.bounds
+    return mol_triton.mol_sampled_softmax(dtype, *groups, dropout, case.log_q_V, *case.tensors)
 
 
 def on(device: str, case: Case) -> Case:
     tensors = tuple(tensor.detach().to(device).requires_grad_() for tensor in case.tensors)
     indices = {name: getattr(case, name).to(device) for name in ("target_T", "negatives_GN", "row_T")}
-    return replace(case, tensors=tensors, **indices)
+    log_q_V = None if case.log_q_V is None else case.log_q_V.to(device)
+    return replace(case, tensors=tensors, log_q_V=log_q_V, **indices)
 
 
 def check(case: Case, device: str, roundings: int = 1000) -> None:
@@ -85,7 +87,10 @@ GROUPS = [
 def check_groups(device: str, few: bool) -> None:
     for lengths, N, shape in GROUPS[:1] if few else GROUPS:
         for rate in (0.2,) if few else (0.0, 0.2):
-            check(make(lengths, N, 60, shape, rate), device)
+            case = make(lengths, N, 60, shape, rate)
+            # A correction as large as those of rare items.
+            correction = -8 * torch.rand(60, generator=torch.Generator().manual_seed(N)) if rate else None
+            check(replace(case, log_q_V=correction), device)
 
 
 def check_starved_gates(device: str) -> None:
