@@ -55,15 +55,23 @@ def mol_sampled_softmax(
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
-    if target_T.device.type == "cuda" and has_triton():
-        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+    (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
+    if has_kernels(U, I, C, H, dtype, target_T.device):
         from . import mol_triton
 
-        U, I, C, H = query[0].shape[1], *item[0].shape[1:], len(cross_gate[0])
-        if mol_triton.covers(U, I, C, H, dtype, target_T.device):
-            tensors = (*query, *item, *cross_gate)
-            return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, log_q_V, *tensors)
+        tensors = (*query, *item, *cross_gate)
+        return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, log_q_V, *tensors)
     return None
+
+
+def has_kernels(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton's kernels run on the device for these sizes."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+    from . import mol_triton
+
+    return mol_triton.covers(U, I, C, H, dtype, device)
 
 
 def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Sequence[int]) -> None:

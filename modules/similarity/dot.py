@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import DotConfig
 from ..losses.blockwise import Examples, Side
-from ..losses.dot_loss import dot_sampled_softmax
+from ..losses.dot_loss import dot_sampled_softmax, has_kernels
 from ..noise import Noise
 from .base import PairDropout, Similarity
 
@@ -21,7 +21,7 @@ class Dot(Similarity):
 
     def __init__(self, dim: int, config: DotConfig) -> None:
         super().__init__()
-        self.normalize, self.temperature = config.normalize, config.temperature
+        self.dim, self.normalize, self.temperature = dim, config.normalize, config.temperature
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
         scale = 1 / self.temperature
@@ -40,6 +40,9 @@ class Dot(Similarity):
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
         return dot_sampled_softmax(query[0], item[0], examples)
+
+    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return has_kernels(self.dim, device)
 
 
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

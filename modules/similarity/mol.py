@@ -16,7 +16,7 @@ from ..config import MoLConfig
 from ..features import Embedded
 from ..linear import Linear
 from ..losses.blockwise import GATES, Examples, GateDropout, Side
-from ..losses.mol_loss import mol_sampled_softmax
+from ..losses.mol_loss import has_kernels, mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
 from .components import Compressed, Projection, begin_as_dot_product
@@ -161,6 +161,11 @@ class MoL(Similarity):
         # In plain torch, which on a GPU is slower by far.
         return super().sampled_softmax(query, item, examples, noise) if fused is None else fused
 
+    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
+        of = self.config
+        shape = of.query_components, of.item_components, of.component_dim, of.gate_hidden
+        return has_kernels(*shape, dtype, device)
+
     def gates(self, query: Side, item: Side) -> Tensor:
         """pi(x, u) of query t with item t, FP32 [T, M]."""
         return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
@@ -227,6 +232,9 @@ class JointMoL(MoL):
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
         return Similarity.sampled_softmax(self, query, item, examples, noise)
+
+    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return False
 
     def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
         return None

@@ -23,6 +23,7 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
+from logitmix.modules.model import losses_in_blocks
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.logs.loggers import Loggers
@@ -258,6 +259,10 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
     }
     if features := dataset.schema.only(model.config.model.features).item_valued:
         block["export"] = f"not possible: {', '.join(features)} and the item ids share a table"
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    if ranks.device.type == "cuda" and (losses := losses_in_blocks(model.tower, dtype, ranks.device)):
+        slow = "has no CUDA kernel and runs block by block in plain torch, in many small launches"
+        block["loss"] = f"that of {' and '.join(losses)} {slow}"
     return with_plan(block, model.plan)
 
 

@@ -14,7 +14,10 @@ from small_data import in_memory, small_config, write_dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logitmix.comm.config import WireConfig
+from logitmix.modules.config import BCEConfig, DotConfig, HIndexerConfig, MoLConfig, NeuMFConfig
+from logitmix.modules.losses import mol_triton
 from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TrainConfig, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.logs import projector, telemetry
@@ -69,6 +72,32 @@ def test_the_start_block_says_what_cannot_be_exported() -> None:
     assert said not in start_block(dataset, model).splitlines()
     model.config = with_settings(model.config, {"model.features": ("last",)})
     assert said in start_block(dataset, model).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"similarity": DotConfig()}, ""),
+        ({"similarity": MoLConfig()}, ""),
+        ({"similarity": MoLConfig(query_components=8, item_components=9)}, "similarity"),
+        ({"similarity": MoLConfig(gating="joint")}, "similarity"),
+        ({"similarity": NeuMFConfig()}, "similarity"),
+        ({"loss": BCEConfig()}, "similarity and hindexer"),
+    ],
+)
+def test_the_start_block_says_which_losses_have_no_cuda_kernel(
+    settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mol_triton, "max_shared_mem", lambda index: 227 * 1024)
+    dataset, model = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7), some_model()
+    config = replace(model.config.model, hindexer=HIndexerConfig(dim=8, weight=0.3), **settings)
+    model.config = replace(model.config, model=config)
+    model.tower = Tower(config, dataset.schema)
+    for device in ("cpu", "cuda"):
+        model.ranks.device = torch.device(device)
+        said = [line for line in start_block(dataset, model).splitlines() if line.startswith("loss ")]
+        assert len(said) == (device == "cuda" and bool(named))
+        assert not said or f"that of {named} has no CUDA kernel" in said[0]
 
 
 def test_what_remains_follows_from_steps_or_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
