@@ -59,17 +59,22 @@ def prepare(name: str, **options: Any) -> dict[str, Any]:
 @quietly()
 @naming_urls()
 def train(
-    recipe: str, run: str | Path, settings: Mapping[str, Any] | None = None, callbacks: Sequence[Logger] = ()
+    recipe: str,
+    run: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Logger] = (),
+    scale: int = 1,
 ) -> dict[str, float]:
     """Trains a recipe (its name, or the path of a TOML file) into a run directory, or resumes the run; returns the test
     metrics of its best checkpoint, or with train.refit of its refit. `settings` are those of the command line by name:
     {"train.epochs": 8}; another kind of similarity or encoder begins with the defaults of that kind. `callbacks` are
-    told all rows of metrics, in addition to the loggers that train.loggers names; see `Logger`."""
+    told all rows of metrics, in addition to the loggers that train.loggers names; see `Logger`. `scale` is that of the
+    command line: so many times the recipe's batch."""
     known = not isinstance(callbacks, Logger) and all(isinstance(logger, Logger) for logger in callbacks)
     require(known, "callbacks", f"{callbacks!r:.40}", "a list of objects of subclasses of Logger")
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
-    config, found = load_sized(recipe, str(settings.get("data.path", "")))
+    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale)
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)

@@ -71,6 +71,13 @@ class ProcessesOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleOption:
+    scale: int = 1
+    """Train with so many times the recipe's batch, such as for so many GPUs, and with learning rates to match
+    (docs/scale.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ItemProcessesOption(ProcessesOption):
     processes: int = 1
     """Processes to start on this host, which share the items; torchrun starts its own."""

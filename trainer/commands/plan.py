@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.trainer.commands.options import JSONOption
+from logitmix.trainer.commands.options import JSONOption, ScaleOption
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu-gib GIB]
                             [--items N [--users N] [--rows TABLE=N ...] [--history N]]
-                            [--json] [--section.field VALUE ...]
+                            [--scale N] [--json] [--section.field VALUE ...]
 
 It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
 rank would hold and what a step would send. With --items, no dataset is needed.
@@ -31,7 +31,7 @@ logitmix plan RECIPE --help lists the sections of settings"""
 
 
 @dataclass(frozen=True)
-class Arguments(JSONOption, Config):
+class Arguments(JSONOption, ScaleOption, Config):
     """Where the tables of a job would be placed, and the memory that each rank would need, without its machines."""
 
     world_size: int = 8

@@ -1,10 +1,13 @@
-"""The recipe `auto`: settings that follow from a dataset's size. Imports no torch."""
+"""The recipe `auto`: settings that follow from a dataset's size; and recipes for more ranks. Imports no torch."""
 
+import math
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from logitmix.common.files import from_json
+from logitmix.common.mappings import require_from
 from logitmix.common.storage import fetch
 from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
@@ -59,9 +62,37 @@ def sized(description: Mapping[str, Any]) -> Sized:
     return settings
 
 
-def load_sized(name: str, data_path: str = "") -> tuple[Config, Sized]:
-    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings. Without a path, the
-    dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
+def load_sized(name: str, data_path: str = "", scale: int = 1) -> tuple[Config, Sized]:
+    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings; for `scale` times
+    the batch. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it
+    raises the error later."""
+    require_from(1, 2**16, "--scale", scale)
+    recipe, found = _load(name, data_path)
+    if scale == 1:
+        return recipe, found
+    settings = scaled(recipe, scale)
+    return with_settings(recipe, {name: value for name, (value, _) in settings.items()}), {**found, **settings}
+
+
+def scaled(config: Config, scale: int) -> Sized:
+    """Settings of a recipe for `scale` times its batch, such as for so many GPUs; docs/scale.md has what it costs.
+
+    Learning rates rise with the root of the batch, as Adam's noise asks for (Malladi et al., "On the SDEs and Scaling
+    Rules for Adaptive Gradient Algorithms", 2022); a moving average forgets as many examples (Busbridge et al., "How to
+    Scale Your EMA", 2023); epochs, and the epochs of a warm-up, stay.
+    """
+    rates = [name for name in flatten(replace(config, start={})) if name.endswith(".lr")]
+    now, times = flatten(config), f"{scale} times the batch"
+    settings: dict[str, tuple[Any, str]] = {"train.batch_size": (now["train.batch_size"] * scale, times)}
+    settings |= {name: (float(f"{now[name] * math.sqrt(scale):.4g}"), f"times the root of {scale}") for name in rates}
+    if warmup := now["train.warmup_steps"]:
+        settings["train.warmup_steps"] = (max(1, warmup // scale), times)
+    if ema := now["train.ema"]:
+        settings["train.ema"] = (float(f"{ema**scale:.6g}"), times)
+    return settings
+
+
+def _load(name: str, data_path: str) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name != AUTO:
         return recipe, {}
@@ -86,7 +117,7 @@ def settled(config: Config, found: Sized) -> tuple[Config, str]:
     if not kept:
         return config, ""
     said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in kept.items())
-    return config, textwrap.fill(f"auto: {said}", 120, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return config, textwrap.fill(f"sized: {said}", 120, subsequent_indent=" " * 7, break_on_hyphens=False)
 
 
 def _power_of_two(number: float) -> int:

@@ -9,12 +9,12 @@ from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.flags import last_value
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ScaleOption
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
 
 USAGE = """\
-usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR]
+usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR] [--scale N]
        logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
 
        --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
@@ -24,7 +24,7 @@ logitmix train RECIPE --help lists what the recipe changes and the sections of s
 
 
 @dataclass(frozen=True)
-class Arguments(JSONOption, ProcessesOption, Config):
+class Arguments(JSONOption, ProcessesOption, ScaleOption, Config):
     """Train a recipe, or resume its run from the last intact checkpoint."""
 
     run: str = ""

@@ -33,6 +33,8 @@ from logitmix.trainer.parallel.plan import with_plan
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.step.pipeline import Pipeline
 
+FEW = 16
+"""Users of a rank below which a GPU has little to do."""
 SPIKE, LEAST_LOSSES = 6, 30
 DEVIATIONS_A_MAD = 1.4826
 """Of a normal distribution: the standard deviation as a multiple of the median absolute deviation."""
@@ -257,6 +259,10 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
         "precision": precision,
         "wire": sent,
     }
+    each = train.batch_size // ranks.world_size
+    if device == "cuda" and ranks.world_size > 1 and each < FEW:
+        block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "
+        block["batch"] += "recipe has for one, and with learning rates to match (docs/scale.md)"
     if features := dataset.schema.only(model.config.model.features).item_valued:
         block["export"] = f"not possible: {', '.join(features)} and the item ids share a table"
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32

@@ -1,6 +1,7 @@
 """What the recipe `auto` makes of a dataset, and what stands above it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from logitmix.modules.config import MoLConfig
 from logitmix.trainer import api, cli
 from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
-from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
+from logitmix.trainer.config import Config, dump_toml, load_recipe, recipe_names, with_settings
 
 BRAND = {"name": "brand", "owner": "item", "kind": "id", "table": "brand"}
 AGE = {"name": "age", "owner": "user", "kind": "number"}
@@ -63,7 +64,7 @@ def test_what_is_said_stands_above_what_is_sized(
 ) -> None:
     config, said = settled(*load_sized("auto", str(clicks)))
     assert config.train.epochs != load_recipe("auto").train.epochs and config.model.features == ("brand",)
-    assert said.startswith("auto: ") and f"train.epochs {config.train.epochs} (" in said
+    assert said.startswith("sized: ") and f"train.epochs {config.train.epochs} (" in said
     path = str(clicks)
     cli.main(["train", "auto", "--data.path", path])
     assert said in capsys.readouterr().err
@@ -103,3 +104,39 @@ def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path:
         (tmp_path / "broken" / "dataset.json").write_text(content)
         assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), {})
     assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), {})
+
+
+def test_a_recipe_for_more_ranks_has_a_larger_batch_and_rates(
+    to_train: list[Config], capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    recipe = load_recipe("ml-1m-mol")
+    scaled, found = load_sized("ml-1m-mol", scale=4)
+    assert (recipe.train.batch_size, scaled.train.batch_size) == (32, 128)
+    assert (scaled.tables.lr, scaled.dense.lr) == (2 * recipe.tables.lr, 2 * recipe.dense.lr)
+    assert with_settings(scaled, {"train.batch_size": 32, "tables.lr": 1e-3, "dense.lr": 1e-3}) == recipe
+    assert "train.batch_size 128 (4 times the batch); tables.lr 0.002 (" in settled(scaled, found)[1]
+    cli.main(["train", "ml-1m-mol", "--scale", "4", "--dense.lr", "0.1"])
+    assert to_train == [with_settings(scaled, {"dense.lr": 0.1})]
+    assert "dense.lr" not in capsys.readouterr().err
+    api.train("ml-1m-mol", "run", {"dense.lr": 0.1}, scale=4)
+    assert to_train[1] == to_train[0]
+    for words, problem in (
+        ("0", "--scale is 0; it must be from 1 to 65,536"),
+        ("x", "--scale is x; it must be a whole number"),
+    ):
+        assert problem in refusal("train", "ml-1m-mol", "--scale", words)
+
+
+def test_what_counts_steps_is_scaled_with_their_number(tmp_path: Path) -> None:
+    settings = {"train.warmup_steps": 100, "train.ema": 0.99, "tables.item.lr": 0.01}
+    (tmp_path / "own.toml").write_text(dump_toml(with_settings(load_recipe("ml-1m-dot"), settings)))
+    scaled, _ = load_sized(str(tmp_path / "own.toml"), scale=16)
+    assert (scaled.train.warmup_steps, scaled.train.ema) == (6, pytest.approx(0.99**16, rel=1e-5))
+    assert scaled.tables.of("item").lr == 0.04 and scaled.train.epochs == load_recipe("ml-1m-dot").train.epochs
+
+
+def test_auto_is_scaled_from_what_follows_from_its_dataset(clicks: Path) -> None:
+    one, _ = load_sized("auto", str(clicks))
+    eight, found = load_sized("auto", str(clicks), scale=8)
+    assert eight.train.batch_size == 8 * one.train.batch_size and eight.train.epochs == one.train.epochs
+    assert "train.epochs" in found and found["train.batch_size"][1] == "8 times the batch"

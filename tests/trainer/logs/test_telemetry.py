@@ -64,6 +64,15 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
     assert "precision   FP32 (as the run began)\n" in chosen
 
 
+def test_the_start_block_says_when_gpus_have_few_users() -> None:
+    dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
+    few = "batch       4 users a rank keep no GPU busy; --scale 8 trains with as many as the recipe has for one"
+    for ranks, batch_size, device, expected in ((8, 32, "cuda", 1), (8, 128, "cuda", 0), (8, 32, "cpu", 0)):
+        model = some_model(ranks, batch_size=batch_size)
+        model.ranks.device = torch.device(device)
+        assert start_block(dataset, model).count(few) == expected
+
+
 def test_the_start_block_says_what_cannot_be_exported() -> None:
     dataset, model = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7), some_model()
     schema = Schema((*dataset.schema.features, Feature("last", "user", "id", ITEM)), dataset.schema.tables)
