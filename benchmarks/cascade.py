@@ -184,7 +184,7 @@ def train_hindexer(trained: Trained) -> None:
     tables = {table.name: model.read_rows(table.name, 0, table.rows) for table in tower.schema.tables}
     with process_group("cpu", 60) as ranks:
         batches = training_batches(config, trained.dataset, ranks)
-    for step in range(config.train.epochs * batches.steps_per_epoch):
+    for step in range(round(config.train.epochs * batches.steps_per_epoch)):
         batch = replace(batches.at(step), noise=None)
         rows = {name: tables[name][ids] for name, ids in batch.ids.items() if isinstance(ids, Tensor)}
         query, item = tower.at_positions(rows, batch)

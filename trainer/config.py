@@ -150,7 +150,8 @@ class TrainConfig:
     """Determines initial weights, dropout, negatives and batch order, for any number of ranks."""
     batch_size: int = 128
     """B: users of a global batch, divided among the ranks."""
-    epochs: int = 40
+    epochs: float = 40.0
+    """Passes over the users that are trained on; 0.1 trains on a tenth of them."""
     stop_after_epochs: float = 0.0
     """Stop earlier, after these epochs, with the learning rates of train.epochs; 0 trains all epochs."""
     minutes: float = 0.0
@@ -204,13 +205,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
-        for name in ("batch_size", "epochs", "threads", "log_every", "keep", "stop_seconds"):
+        for name in ("batch_size", "threads", "log_every", "keep", "stop_seconds"):
             require_from(1, 2**31 - 1, f"train.{name}", getattr(self, name))
+        require(0 < self.epochs < 2**31, "train.epochs", self.epochs, "above 0 and below 2^31")
         require(
             0 <= self.stop_after_epochs <= self.epochs,
             "train.stop_after_epochs",
             self.stop_after_epochs,
-            f"from 0 to train.epochs ({self.epochs})",
+            f"from 0 to train.epochs ({self.epochs:g})",
         )
         for name in ("minutes", "patience", "warmup_steps", "checkpoint_every", "profile"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
@@ -230,8 +232,9 @@ COMPARED_WITH = BASELINES | {"peeked": "peeked: best on test"}
 class EvaluateConfig:
     """When and how the corpus is ranked, and the metric that chooses the best checkpoint."""
 
-    every_epochs: int = 1
-    """Epochs between two evaluations on the validation items; 0 evaluates nothing, neither these nor the test items."""
+    every_epochs: float = 1.0
+    """Epochs between two evaluations on the validation items, each of which saves a checkpoint; 0.1 evaluates ten times
+    an epoch, and 0 nothing, neither these nor the test items."""
     metric: str = "hr@10"
     """Validation metric that chooses the best checkpoint."""
     exclude_history: HistoryRule = "auto"

@@ -182,10 +182,14 @@ def _steps(
 ) -> RunProgress:
     """Trains all steps from `done` to the end of the run. Raises Stopped after a step that is saved."""
     config = model.config
-    total = config.train.epochs * batches.steps_per_epoch
-    stop_after = config.train.stop_after_epochs or config.train.epochs
-    last = max(1, round(stop_after * batches.steps_per_epoch))
-    evaluate_every = (config.evaluate.every_epochs or 1) * batches.steps_per_epoch
+    total, last, evaluate_every = (
+        max(1, round(epochs * batches.steps_per_epoch))
+        for epochs in (
+            config.train.epochs,
+            config.train.stop_after_epochs or config.train.epochs,
+            config.evaluate.every_epochs or 1,
+        )
+    )
     save_every = config.train.checkpoint_every or evaluate_every
     minutes = on_first_rank(lambda: own_minutes(run, config), model.ranks)
     with (

@@ -162,7 +162,7 @@ REFUSED = {
     "train needs a recipe first": "train --run x",
     "did you mean demo-mol?": "train demo-moll",
     "unknown key model.encoder.haeds (did you mean heads?)": "train typo.toml",
-    "train.epochs is 'many'; it must be of type int": "train type.toml",
+    "train.epochs is 'many'; it must be of type float": "train type.toml",
     "bad.toml: not valid TOML": "train bad.toml",
     "unknown option --train.batchsize (did you mean --train.batch-size?); see": "train ring.toml --train.batchsize 3",
     "set model.dim to 8 or 12": "train ring.toml --model.dim 10 --run new",

@@ -169,7 +169,13 @@ def test_help_says_what_a_recipe_changes_and_which_sections_there_are(command: s
     said = helped(command, "ml-1m-mol", *["--train.clip", "0.5", "--tables.item.lr", "2", "--train.refit", "--help"])
     assert len(said.splitlines()) < 60
     changed, sections = said.partition("\noptions:")[0].splitlines(), said.partition("sections of settings:")[2]
-    flags = ("train.epochs 24", "train.clip 0.5", "tables.item.lr 2.0", "train.refit", "start.model.loss.negatives 512")
+    flags = (
+        "train.epochs 24.0",
+        "train.clip 0.5",
+        "tables.item.lr 2.0",
+        "train.refit",
+        "start.model.loss.negatives 512",
+    )
     assert {f"  --{flag}" for flag in flags} <= {*changed}
     assert not [line for line in changed if "train.seed" in line or "model.dim" in line]
     names = [line.split()[0] for line in sections.splitlines() if line[2:3].strip() and line.startswith("  ")]
@@ -229,7 +235,7 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train demo-mol --train.epochs 3.5", "--train.epochs is 3.5; it must be a whole number; see logitmix train"),
+        ("train demo-mol --train.threads 3.5", "--train.threads is 3.5; it must be a whole number; see logitmix train"),
         ("train demo-mol --dense.lr fast", "--dense.lr is fast; it must be a number; see logitmix train"),
         ("train demo-mol --model.encoder.times", "model.encoder.times is a setting of kind hstu"),
         ("train demo-mol --model.encoder.kind hsut", "model.encoder.kind is 'hsut' (did you mean hstu?)"),

@@ -137,7 +137,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
     [
         ("model.dim = 64.0", "model.dim is 64.0; it must be of type int"),
         ('model.dim = "64"', "model.dim is '64'; it must be of type int"),
-        ("train.epochs = true", "train.epochs is True; it must be of type int"),
+        ("train.epochs = true", "train.epochs is True; it must be of type float"),
         ("comm.emulate = 1", "comm.emulate is 1; it must be of type bool"),
         ('comm.emulate = "false"', "comm.emulate is 'false'; it must be of type bool"),
         ("evaluate.exclude_history = true", "evaluate.exclude_history is True; it must be one of auto, yes, no"),

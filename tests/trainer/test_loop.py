@@ -86,6 +86,20 @@ def test_patience_counts_the_evaluations_of_the_whole_run(tmp_path: Path, capsys
     assert evaluated(run) == [4, 8, 12, 16, 20]
 
 
+def test_parts_of_epochs_are_trained_and_evaluated(tmp_path: Path) -> None:
+    """An epoch is 4 steps. Where it stops may change when the run is resumed."""
+    data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
+    settings = STILL | {"train.epochs": 1.5, "evaluate.every_epochs": 0.5, "train.schedule": "cosine"}
+    train(small_config(data, settings | {"train.stop_after_epochs": 0.75}), run)
+    assert evaluated(run) == [2, 3]
+    train(small_config(data, settings | {"train.stop_after_epochs": 1.25}), run)
+    assert evaluated(run) == [2, 3, 4, 5]
+    train(small_config(data, settings), run)
+    assert evaluated(run) == [2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match=r"train.epochs was 1\.5, is 2\.0; use another run"):
+        train(small_config(data, settings | {"train.epochs": 2}), run)
+
+
 def stop_in_evaluation(config: Config, run: Path) -> None:
     """A signal comes while the run is evaluated for the first time."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match=r"stopped by SIGTERM after step \d"):

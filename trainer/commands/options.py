@@ -73,8 +73,7 @@ class ProcessesOption:
 @dataclass(frozen=True, kw_only=True)
 class ScaleOption:
     scale: int = 1
-    """Train with so many times the recipe's batch, such as for so many GPUs, and with learning rates to match
-    (docs/scale.md)."""
+    """So many times the recipe's batch, with rates to match."""
 
 
 @dataclass(frozen=True, kw_only=True)

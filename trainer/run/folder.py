@@ -30,8 +30,8 @@ LOOKS, LOOK_SECONDS = 5, 0.05
 MARK_SECONDS = 3.0
 """In which a new file is seen on all hosts that share a directory."""
 MAY_CHANGE = {
-    "train.epochs", "train.minutes", "train.patience", "train.threads", "train.device", "train.log_every",
-    "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "train.loggers",
+    "train.epochs", "train.stop_after_epochs", "train.minutes", "train.patience", "train.threads", "train.device",
+    "train.log_every", "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "train.loggers",
     "comm.timeout_seconds", "data.path", "train.refit", "train.save_in_background", "train.on_damage",
     "train.on_save_failure", "train.stop_seconds", "evaluate.baselines",
 }  # fmt: skip

@@ -81,7 +81,7 @@ def own_minutes(run: Path, config: Config) -> float:
     return max(0.0, config.train.minutes - read_results(start)["seconds"] / 60)
 
 
-def _epochs_of_schedule(run: Path, config: Config) -> int:
+def _epochs_of_schedule(run: Path, config: Config) -> float:
     """The epochs over which a run's learning rates fell: all, or those that there was time for."""
     epochs, minutes = config.train.epochs, own_minutes(run, config)
     if minutes == math.inf or not (run / "results.json").exists():

@@ -88,12 +88,12 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     page = parsed(tmp_path / "out.html")
     overview, metrics, others = list(page.iter("table"))[:3]
     size = "a <b> & c: 60 users, 50 items, 700 actions"
-    said = "validation True, every_epochs 1 (3 seeds) has hr@10 0.2500 on the test part. No other run has it yet."
+    said = "validation True, every_epochs 1.0 (3 seeds) has hr@10 0.2500 on the test part. No other run has it yet."
     assert texts(page, "p")[:2] == [said, size]
     assert texts(overview, "tr") == [
         "runseedstest hr@10validationevery_epochsstatetraining time",
-        f"{runs[0]} + 20, 3, 00.2500 [0.1578, 0.3723]True11 of 3 finished, 4, 2, 0 steps0.2 min each",
-        f"{runs[3]}0-False0finished, 4 steps0.4 min",
+        f"{runs[0]} + 20, 3, 00.2500 [0.1578, 0.3723]True1.01 of 3 finished, 4, 2, 0 steps0.2 min each",
+        f"{runs[3]}0-False0.0finished, 4 steps0.4 min",
     ]
     assert texts(metrics, "th") == ["metric", f"{runs[0]} + 2", str(runs[3]), "popularity"]
     assert texts(metrics, "tr")[1:] == ["hr@100.2500 [0.1578, 0.3723]-0.3000", "mrr0.1000--"]

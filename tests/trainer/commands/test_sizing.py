@@ -64,7 +64,7 @@ def test_what_is_said_stands_above_what_is_sized(
 ) -> None:
     config, said = settled(*load_sized("auto", str(clicks)))
     assert config.train.epochs != load_recipe("auto").train.epochs and config.model.features == ("brand",)
-    assert said.startswith("sized: ") and f"train.epochs {config.train.epochs} (" in said
+    assert said.startswith("sized: ") and f"train.epochs {config.train.epochs:g} (" in said
     path = str(clicks)
     cli.main(["train", "auto", "--data.path", path])
     assert said in capsys.readouterr().err

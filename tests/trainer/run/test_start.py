@@ -315,7 +315,7 @@ def test_what_it_does_not_say_is_as_in_the_run_itself() -> None:
         ({"start.model.dimm": 8}, "start: unknown key model.dimm (did you mean dim?)"),
         ({"start.data.path": "other"}, "start is data; it must be settings of model, tables, dense, train, evaluate"),
         ({"start.train.threads": 2}, "start.train.threads is 2; it must be that of the run itself (1)"),
-        ({"start.train.epochs": 0}, "start: train.epochs is 0; it must be from 1 to 2,147,483,647"),
+        ({"start.train.epochs": 0}, "start: train.epochs is 0.0; it must be above 0 and below 2^31"),
         (
             {"train.minutes": 3.0, "start.train.minutes": 3.0},
             "start.train.minutes is 3.0; it must be above 0 and below train.minutes (3)",
@@ -358,7 +358,7 @@ def test_the_command_line_changes_them(tmp_path: Path, refusal: Callable[..., st
     for given, said in (
         (["--start.train.epoch", "3"], "--start: unknown option --train.epoch (did you mean --train.epochs?)"),
         (["--start.train.epochs", "x"], "--start: "),
-        (["--start.train.epochs", "0"], "--start: train.epochs is 0; it must be"),
+        (["--start.train.epochs", "0"], "--start: train.epochs is 0.0; it must be"),
         (["--start.model.similarity.kind", "dott"], "did you mean dot?"),
         (["--start.train.epochs", "3", "--no-start"], "--no-start leaves out the run that --start has settings of"),
         (["--start.data.path", "other"], "start is data; it must be settings of model"),
