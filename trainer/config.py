@@ -274,8 +274,8 @@ class Config:
     """A named run: defaults < recipe < command line."""
 
     warm_start: str = ""
-    """Run whose best checkpoint gives the initial weights, even if the dataset has grown since. Rows are matched by raw
-    ids and values, so that run's dataset must still be there."""
+    """Run whose best checkpoint gives the initial weights. Rows are matched by the raw ids and values of its
+    dataset, which must still be there."""
     start: dict[str, Any] = field(default_factory=dict)
     """A run that is trained first, in RUN/start, and whose best checkpoint gives the initial weights: its settings that
     differ from this run's, --start.SECTION.SETTING or a section [start]. With train.minutes, it has half of them. A
