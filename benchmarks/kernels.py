@@ -46,7 +46,7 @@ from logitmix.modules.losses import dot_triton, mol_triton
 from logitmix.modules.losses.blockwise import Examples, GateDropout
 from logitmix.modules.losses.dot_loss import dot_sampled_softmax
 from logitmix.modules.noise import Noise
-from logitmix.modules.similarity import mol_scores_triton
+from logitmix.modules.similarity import gated_triton, mol_scores_triton, normalize_triton
 from logitmix.trainer.config import load_recipe, recipe_names
 
 
@@ -292,7 +292,24 @@ def codec(width: int, groups: int, dtype: torch.dtype, forward: bool) -> None:
 
 
 def dropout(width: int, dtype: torch.dtype) -> None:
-    noise_triton.dropped(empty(10_000, width, dtype=dtype), empty(10_000, dtype=torch.int64), 1, 2, 1.25)
+    """By itself, after relu, and added to FP32 numbers."""
+    x, row_R = empty(10_000, width, dtype=dtype), empty(10_000, dtype=torch.int64)
+    noise_triton.dropped(x, row_R, 1, 2, 1.25)
+    noise_triton.dropped(x, row_R, 1, 2, 1.25, relu=x)
+    noise_triton.dropped(x, row_R, 1, 2, 1.25, empty(10_000, width))
+    noise_triton.dropped(empty(10_000, width), row_R, 1, 2, 1.25, dtype=dtype)
+
+
+def normalization(width: int, dtype: torch.dtype) -> None:
+    """Both ways, of components or vectors."""
+    x = empty(10_000, width, dtype=dtype).requires_grad_()
+    normalize_triton.l2_normalize(x, 20.0, dtype, 1e-6).backward(empty(10_000, width, dtype=dtype))
+
+
+def gated_units(hidden: int, dtype: torch.dtype) -> None:
+    """Both ways."""
+    both = empty(10_000, 2 * hidden, dtype=dtype).requires_grad_()
+    gated_triton.gated(both).backward(empty(10_000, hidden, dtype=dtype))
 
 
 def cases() -> dict[str, Case]:
@@ -333,6 +350,10 @@ def cases() -> dict[str, Case]:
         add(fp8_triton, sizes, codec, width, groups, dtype, forward)
     for width, dtype in product((1, 64, 4096), (full, half)):
         add(noise_triton, f"{width}, {_short(dtype)}", dropout, width, dtype)
+    for width, dtype in product((32, 64, 1024), (full, half)):
+        add(normalize_triton, f"{width}, {_short(dtype)}", normalization, width, dtype)
+    for hidden, dtype in product((128, 512), (full, half)):
+        add(gated_triton, f"{hidden}, {_short(dtype)}", gated_units, hidden, dtype)
     return named
 
 
@@ -349,7 +370,7 @@ these and their warps.
 
 Sizes: query components x item components x width x hidden units for MoL; heads x width of a head for HSTU's attention;
 the width for the dot product's loss; queries x width for stage 1; groups x width for the FP8 codec; the width for
-dropout.
+dropout, normalization and gated units.
 
 MoL's backward is bound by registers: its sums of the gate's gradients take 64 of a thread's 255 on A100 and H100, and a
 quarter of a B200's tensor memory.

@@ -119,6 +119,16 @@ def process_group(
         heartbeat.stop()
 
 
+def own_group(ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
+    """Another group of all ranks, for collectives that run beside those of `ranks.group`: on CUDA the collectives of
+    one group wait for each other. Collective."""
+    if ranks.world_size == 1:
+        return ranks.group
+    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+    limit_waiting(group, ranks.device, timeout_seconds)
+    return group
+
+
 def limit_waiting(group: dist.ProcessGroup, device: torch.device, timeout_seconds: int) -> None:
     """Has collectives of a group wait so long for the other ranks. On CUDA longer, because at its time limit NCCL's
     watchdog ends the process, and a rank that hangs is to be named before."""

@@ -46,21 +46,28 @@ class SampledLosses(nn.Module):
         "mutual_information", if there are any.
         """
         tower = self.tower
-        query, item = tower.at_positions(rows, batch)
-        sides = self._sides(tower.similarity, query, item, batch)
+        sides, of_hindexer = self.towers(rows, batch)
         losses = {"similarity": self._loss(tower.similarity, *sides, batch)}
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
             gates_TM = tower.similarity.target_gates(*sides, _examples(batch), batch.noise)
             losses["mutual_information"] = mutual_information(gates_TM, batch.total_positions, self.sum_over_ranks)
             losses["loss"] = losses["loss"] - weight * losses["mutual_information"]
-        if tower.hindexer is not None:
-            if tower.config.hindexer.detach:
-                query, item = query.detach(), item.detach()
-            sides = self._sides(tower.hindexer, query, item, batch)
-            losses["hindexer"] = self._loss(tower.hindexer, *sides, batch)
+        if tower.hindexer is not None and of_hindexer is not None:
+            losses["hindexer"] = self._loss(tower.hindexer, *of_hindexer, batch)
             losses["loss"] = losses["loss"] + tower.config.hindexer.weight * losses["hindexer"]
         return losses
+
+    def towers(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[tuple[Side, Side], tuple[Side, Side] | None]:
+        """The sides of queries and items for the similarity, and for the h-indexer if there is one."""
+        tower = self.tower
+        query, item = tower.at_positions(rows, batch)
+        sides = self._sides(tower.similarity, query, item, batch)
+        if tower.hindexer is None:
+            return sides, None
+        if tower.config.hindexer.detach:
+            query, item = query.detach(), item.detach()
+        return sides, self._sides(tower.hindexer, query, item, batch)
 
     def _sides(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> tuple[Side, Side]:
         return (

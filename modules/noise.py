@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
@@ -49,21 +50,34 @@ class Noise:
 
     key: int
 
-    def dropout(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
-        """Zero a share `rate` of x [R, ..., C] and rescale the rest.
+    def relu_dropout(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
+        """`dropout` of relu(x)."""
+        if rate and len(x) and x.is_cuda and x.dtype in _COMPILED and has_triton():
+            # In one kernel; the results are the same.
+            return _ReluDropped.apply(x, rows_R, derive_key(self.key, site), threshold(rate))
+        return self.dropout(F.relu(x), rate, site, rows_R)
+
+    def dropout(self, x: Tensor, rate: float, site: str, rows_R: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Zero a share `rate` of x [R, ..., C] and rescale the rest; the result is added to `onto`, of the same shape,
+        if it is given.
 
         `site` names the place in the model; `rows_R` (int64) names each row globally. The rate is exact to 2^-16.
         """
         if rate == 0 or len(x) == 0:
-            return x
+            return x if onto is None else onto + x
         key, drop = derive_key(self.key, site), threshold(rate)
         if x.dtype in _COMPILED and _is_compiled_for(x.device.type):
-            return _Dropped.apply(x, rows_R, key, drop)
+            # Only Triton adds in the same kernel; the results are the same.
+            if onto is not None and x.is_cuda and onto.dtype in _COMPILED:
+                return _DroppedOnto.apply(x, onto, rows_R, key, drop)
+            dropped = _Dropped.apply(x, rows_R, key, drop)
+            return dropped if onto is None else onto + dropped
         width = x[0].numel()
         columns = torch.arange((width + 1) // 2, device=x.device)
         lanes = random_bits(key, rows_R, columns).view(torch.int16)
         keep = lanes[:, :width].reshape(x.shape) >= drop - 32768
-        return x * (keep.to(x.dtype) * _scale(drop))
+        dropped = x * (keep.to(x.dtype) * _scale(drop))
+        return dropped if onto is None else onto + dropped
 
     def without_rows(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
         """Zero a share `rate` of the rows of x [R, C], whole, and leave the others as they are; otherwise as
@@ -96,15 +110,56 @@ class _Dropped(torch.autograd.Function):
         return _dropped(gradient, *ctx.saved_tensors, *ctx.mask), None, None, None
 
 
-def _dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+class _DroppedOnto(torch.autograd.Function):
+    """What is dropped and added, in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, onto: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+        ctx.save_for_backward(rows_R)
+        ctx.mask, ctx.dtypes = (key, drop), (x.dtype, onto.dtype)
+        return _dropped(x, rows_R, key, drop, onto)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (rows_R,), (key, drop), (d_x, d_onto) = ctx.saved_tensors, ctx.mask, ctx.dtypes
+        return _dropped(gradient, rows_R, key, drop, dtype=d_x), gradient.to(d_onto), None, None, None
+
+
+class _ReluDropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+        ctx.save_for_backward(x, rows_R)
+        ctx.mask = key, drop
+        return _dropped(x, rows_R, key, drop, relu=x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, rows_R), (key, drop) = ctx.saved_tensors, ctx.mask
+        return _dropped(gradient, rows_R, key, drop, relu=x), None, None, None
+
+
+def _dropped(
+    x: Tensor,
+    rows_R: Tensor,
+    key: int,
+    drop: int,
+    onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    relu: Tensor | None = None,
+) -> Tensor:
+    """x after dropout. On CUDA only: in `dtype`, or in its own; added to `onto`; without the numbers where `relu`, of
+    the same shape, is negative or 0."""
     assert rows_R.shape == x.shape[:1] and rows_R.dtype == torch.int64
     # In the type of x, as torch multiplies by it.
-    scale = float(torch.tensor(_scale(drop), dtype=x.dtype))
+    dtype = dtype or x.dtype
+    scale = float(torch.tensor(_scale(drop), dtype=dtype))
     if x.is_cuda:
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import noise_triton
 
-        return noise_triton.dropped(x, rows_R, key, drop, scale)
+        return noise_triton.dropped(x, rows_R, key, drop, scale, onto, dtype, relu)
     library = _library()
     assert library is not None
     x, rows_R = x.contiguous(), rows_R.contiguous()

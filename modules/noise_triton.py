@@ -18,19 +18,35 @@ BUDGET = {"_dropout": (4, 0)}
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
-def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int, scale: float) -> Tensor:
-    """x [R, ...], FP32 or BF16, times `scale` (a number of x's type), or times 0 where noise.py's 16 random bits are
-    below `drop`."""
+def dropped(
+    x: Tensor,
+    rows_R: Tensor,
+    key: int,
+    drop: int,
+    scale: float,
+    onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    relu: Tensor | None = None,
+) -> Tensor:
+    """x [R, ...], FP32 or BF16, as numbers of `dtype` (its own, if none is given) times `scale`, a number of that type,
+    or times 0 where noise.py's 16 random bits are below `drop`. Where
+    `relu`, of the same shape, is at most 0, there is 0 instead. Then `onto` is added, as torch adds numbers of the two
+    types."""
+    dtype = dtype or x.dtype
+    has_onto, has_relu = onto is not None, relu is not None
+    to = dtype if onto is None else torch.promote_types(dtype, onto.dtype)
     x, rows_R = x.contiguous(), rows_R.contiguous()
-    out, R, W = torch.empty_like(x), len(x), x[0].numel()
+    onto, relu = x if onto is None else onto.contiguous(), x if relu is None else relu.contiguous()
+    out, R, W = torch.empty(x.shape, dtype=to, device=x.device), len(x), x[0].numel()
     if W == 0:
         return out
     columns = min(MOST_COLUMNS, triton.next_power_of_2(W))
     rows = ELEMENTS // columns
     with torch.cuda.device_of(x):
         _dropout[(triton.cdiv(R, rows), triton.cdiv(W, columns))](
-            x, rows_R, out, R, W, signed(key), signed(key >> 32), drop, scale, ROWS=rows, COLUMNS=columns,
-            EMULATED=x.dtype == torch.bfloat16 and x.device.type != "cuda",
+            x, rows_R, onto, relu, out, R, W, signed(key), signed(key >> 32), drop, scale, ROWS=rows,
+            COLUMNS=columns, ONTO=has_onto, RELU=has_relu,
+            HALF=dtype == torch.bfloat16, EMULATED=x.device.type != "cuda", enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -73,16 +89,29 @@ def keep_mask(row_hash, column, dropped):  # type: ignore[no-untyped-def]
     return (half ^ 0x8000).to(tl.int32) >= dropped
 
 
+@triton.jit
+def _in_half(x, HALF: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x rounded to BF16, in FP32; or x."""
+    return rounded(x, tl.bfloat16, EMULATED).to(tl.float32) if HALF else x
+
+
 @triton.jit(do_not_specialize=["R", "key_low", "key_high", "dropped"])
 def _dropout(  # type: ignore[no-untyped-def]
-    x, row, out, R, W, key_low, key_high, dropped, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+    x, row, onto, relu, out, R, W, key_low, key_high, dropped, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ONTO: tl.constexpr, RELU: tl.constexpr, HALF: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (r < R)[:, None] & (w < W)[None, :]
     at = r[:, None] * W + w[None, :]
     keep = keep_mask(hashed_rows(tl.load(row + r, mask=r < R, other=0), key_low, key_high), w, dropped)
+    value = _in_half(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), HALF, EMULATED)
     # A product, so that what is not finite stays so.
-    product = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.where(keep, scale, 0.0)
-    tl.store(out + at, rounded(product, x.dtype.element_ty, EMULATED), mask=inside)
+    value = _in_half(value * tl.where(keep, scale, 0.0), HALF, EMULATED)
+    if RELU:
+        value = tl.where(tl.load(relu + at, mask=inside, other=0.0) <= 0, 0.0, value)
+    if ONTO:
+        value = tl.load(onto + at, mask=inside, other=0.0).to(tl.float32) + value
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + at, rounded(value, dtype, EMULATED and dtype == tl.bfloat16), mask=inside)

@@ -157,8 +157,7 @@ class Tower(nn.Module):
     def at_positions(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Embedded, Embedded]:
         """The query at each position of a batch, and its unique items."""
         items = self.item_tower(rows, batch.features)
-        # Sparse: inputs are few compared with negatives, so their gradient need not be as large as the items'.
-        input_TD = F.embedding(batch.input_T, items.vector_RD, sparse=not items.groups)
+        input_TD = _inputs(items, batch.input_T)
         return self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise), items
 
     @torch.no_grad()
@@ -182,6 +181,15 @@ class Tower(nn.Module):
         count = {"user": sequences, "event": positions}
         own = [feature for feature in self.schema.features if feature.owner in count]
         return Features(values={f.name: features.values[f.name].first(count[f.owner]) for f in own})
+
+
+def _inputs(items: Embedded, index_T: Tensor) -> Tensor:
+    """The vectors of some items, by place."""
+    if items.vector_RD.is_cuda:
+        # A GPU adds a gradient by places in one kernel, and sorts a sparse one.
+        return items.vector_RD.index_select(0, index_T)
+    # Sparse: inputs are few compared with negatives, so their gradient need not be as large as the items'.
+    return F.embedding(index_T, items.vector_RD, sparse=not items.groups)
 
 
 def _numbers(of: Embedded) -> Tensor:

@@ -27,6 +27,8 @@ SAMPLE = {
     ("hstu_triton: 2 x 32, bfloat16", 80),
     ("fp8_triton: 3 x 64, bfloat16, backward", 90),
     ("noise_triton: 64, bfloat16", 100),
+    ("normalize_triton: 32, bfloat16", 90),
+    ("gated_triton: 512, bfloat16", 80),
 }
 """A few seconds for each module; `make soak` compiles all."""
 INSTRUCTIONS = {

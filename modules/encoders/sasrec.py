@@ -47,10 +47,14 @@ class _Block(nn.Module):
 
     def forward(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         q_TD = self.attention_norm(x_TD)
-        x_TD = q_TD + self._drop(self._attend(q_TD, x_TD, packing), noise, "attention", packing)
+        x_TD = self._drop(self._attend(q_TD, x_TD, packing), noise, "attention", packing, q_TD)
         x_TD = self.feed_norm(x_TD)
-        hidden_TD = self._drop(F.relu(self.up(x_TD)), noise, "up", packing)
-        return x_TD + self._drop(self.down(hidden_TD), noise, "down", packing)
+        hidden_TD = self.up(x_TD)
+        if noise:
+            hidden_TD = noise.relu_dropout(hidden_TD, self.rate, f"{self.site}.up", packing.row_T)
+        else:
+            hidden_TD = F.relu(hidden_TD)
+        return self._drop(self.down(hidden_TD), noise, "down", packing, x_TD)
 
     def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
         T, D = x_TD.shape
@@ -58,8 +62,11 @@ class _Block(nn.Module):
         jagged = x_TD.is_cuda and packing.shortest > 0 and D // self.heads % 8 == 0
         return self.output((attend_jagged if jagged else attend_padded)(packed, packing).reshape(T, D))
 
-    def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
-        return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x
+    def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing, onto: Tensor | None = None) -> Tensor:
+        """x after dropout, added to `onto`."""
+        if noise is None:
+            return x if onto is None else onto + x
+        return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T, onto)
 
 
 def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:

@@ -35,7 +35,12 @@ class Stack(nn.Module):
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
         if noise:
             item_TD = noise.without_rows(item_TD, self.history_rate, "history", packing.row_T)
-        x_TD = item_TD * self.scale + self.position_LD.index_select(0, packing.position_T)
+        position_TD = self.position_LD.index_select(0, packing.position_T)
+        if item_TD.is_cuda:
+            # One kernel.
+            x_TD = torch.add(position_TD, item_TD, alpha=self.scale)
+        else:
+            x_TD = item_TD * self.scale + position_TD
         if noise:
             x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
         for block in self.blocks:

@@ -29,7 +29,8 @@ Precision: FP32 inputs have FP32 products, never TF32. In BF16 all sums are FP32
 rounded where they enter a product, and sigmoids are accurate to 2^-11. Sizes are padded to powers of two: `covers`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +220,28 @@ class _MolLoss(torch.autograd.Function):
         with torch.cuda.device_of(scale):
             positive_T, others_T = ctx.saved_tensors
             gradients = _backward(ctx.problem, ctx.tiles, positive_T, others_T, scale)
-        return (None, None, None, *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)))
+            return None, None, None, *_cast(gradients, ctx.dtypes)
+
+
+def _cast(gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """In one launch for each type."""
+    cast = [
+        of if of.dtype == dtype else torch.empty_like(of, dtype=dtype)
+        for of, dtype in zip(gradients, dtypes, strict=True)
+    ]
+    pairs = [pair for pair in zip(cast, gradients, strict=True) if pair[0] is not pair[1]]
+    for dtype in {to.dtype for to, _ in pairs}:
+        torch._foreach_copy_(
+            [to for to, _ in pairs if to.dtype == dtype], [of for to, of in pairs if to.dtype == dtype]
+        )
+    return cast
+
+
+def _zeros(device: torch.device, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+    """FP32, in one launch."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = torch.zeros(sum(sizes), device=device).split(sizes)
+    return (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
@@ -251,7 +273,9 @@ def _backward(
     d_query_TUC, d_query_TM, d_target_TIC, d_target_TM = (
         torch.empty(T, *shape, dtype=torch.float32, device=device) for shape in ((U, C), (M,), (I, C), (M,))
     )
-    d_slot_NIC, d_slot_NM = (torch.zeros(slots * N, *shape, device=device) for shape in ((I, C), (M,)))
+    d_slot_NIC, d_item_VIC, d_slot_NM, d_item_VM = _zeros(
+        device, (slots * N, I, C), tuple(item_VIC.shape), (slots * N, M), tuple(item_VM.shape)
+    )
     target_tiles = triton.cdiv(T, plan.targets)
     target_programs = problem.programs(target_tiles)
     d_gate = torch.empty(target_programs + tiles.programs, 2 * H * M + H + M, device=device)
@@ -270,7 +294,6 @@ def _backward(
             scale, d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N,
             *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
         )  # fmt: skip
-    d_item_VIC, d_item_VM = (torch.zeros(item.shape, device=device) for item in (item_VIC, item_VM))
     item_of_slot = problem.negatives_GN[tiles.group_of_slot].flatten()
     for d_item, d_slot, d_target in ((d_item_VIC, d_slot_NIC, d_target_TIC), (d_item_VM, d_slot_NM, d_target_TM)):
         d_item.index_add_(0, item_of_slot, d_slot)

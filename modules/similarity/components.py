@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from logitmix.common.compiled import has_triton
+
 from ..features import AdaptiveCompression
 from ..linear import Linear
 
@@ -26,9 +28,19 @@ class Projection(nn.Module):
     def forward(self, x_RD: Tensor) -> Tensor:
         """[R, D] -> [R, K, C]."""
         if self.gated is not None:
-            value, gate = self.gated(x_RD).chunk(2, dim=-1)
-            x_RD = value * F.silu(gate)
+            x_RD = _gated(self.gated(x_RD))
         return self.output(x_RD).unflatten(-1, self.shape)
+
+
+def _gated(both_RH: Tensor) -> Tensor:
+    """[R, 2 H] of values and gates -> [R, H]."""
+    if both_RH.is_cuda and has_triton() and both_RH.dtype in (torch.float32, torch.bfloat16):
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import gated_triton
+
+        return gated_triton.gated(both_RH)
+    value, gate = both_RH.chunk(2, dim=-1)
+    return value * F.silu(gate)
 
 
 class Compressed(nn.Module):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from logitmix.common.compiled import has_triton
+
 from ..config import DotConfig
 from ..losses.blockwise import Examples, Side
 from ..losses.dot_loss import dot_sampled_softmax, has_kernels
@@ -48,6 +50,12 @@ class Dot(Similarity):
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """x scaled to length `scale` along the last axis, computed in FP32; zero where x is zero (F.normalize with an eps
     of 1e-6, in fewer passes over memory and keeping only x for the backward)."""
+    if x.is_cuda and has_triton():
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from . import normalize_triton
+
+        if normalize_triton.covers(x, dtype):
+            return normalize_triton.l2_normalize(x, scale, dtype, _EPS)
     normalized: Tensor = _Normalize.apply(x, scale, dtype)
     return normalized
 

@@ -89,6 +89,7 @@ class MoL(Similarity):
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [T, U, C], already divided by tau, and gating weights [T, M]. With a component of the
         user's id, its embedding is the last group [T, D]."""
+        query_TD = _in_autocast(query_TD)
         components = self.query_projection(query_TD)
         if self.user_map is not None:
             *groups, user_TD = groups
@@ -101,7 +102,7 @@ class MoL(Similarity):
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
-        dropped_ND = item_ND
+        dropped_ND = item_ND = _in_autocast(item_ND)
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
         components = self.item_projection(dropped_ND)
@@ -247,6 +248,11 @@ class JointMoL(MoL):
 def mixture_of_logits(dim: int, config: MoLConfig) -> MoL:
     """With the gating that the configuration names."""
     return JointMoL(dim, config) if config.gating == "joint" else MoL(dim, config)
+
+
+def _in_autocast(x_RD: Tensor) -> Tensor:
+    """On CUDA in autocast's dtype, so that the layers that take it do not each cast it."""
+    return x_RD.to(torch.get_autocast_dtype("cuda")) if x_RD.is_cuda and torch.is_autocast_enabled("cuda") else x_RD
 
 
 def _logits_of_pairs(query: Side, item: Side) -> Tensor:

@@ -21,6 +21,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
+from logitmix.trainer.parallel import parallelize
 
 METHODS = (
     "_allgather_base",
@@ -53,8 +54,8 @@ Seen = tuple[str, str, str, int]
 """What was being done, the group, the collective, and a number for the thread that started it."""
 
 
-def recorded(config: Config, folder: Path) -> list[Seen]:
-    """The collectives of this rank in a run's training, evaluation and export."""
+def recorded(config: Config, folder: Path, flat: bool) -> list[Seen]:
+    """The collectives of this rank in a run's training, evaluation and export; `flat` as on CUDA."""
     seen: list[Seen] = []
     threads: dict[int, int] = {}
     doing = ""
@@ -87,6 +88,7 @@ def recorded(config: Config, folder: Path) -> list[Seen]:
             patch.setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name), name))
         patch.setattr(exchange, "_all_to_all", exchanged)
         patch.setattr(DistributedDataParallel, "__init__", replicated)
+        patch.setattr(parallelize, "FLAT_ON", ("cpu",) if flat else ())
         doing = "train"
         train(config, folder / "run")
         doing = "evaluate"
@@ -96,10 +98,13 @@ def recorded(config: Config, folder: Path) -> list[Seen]:
     return seen
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(world_size: int, tmp_path: Path) -> None:
+def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(
+    world_size: int, flat: bool, tmp_path: Path
+) -> None:
     config = small_config(write_dataset(tmp_path / "data", features=True), SETTINGS)
-    first, *others = two_ranks.run(recorded, config, tmp_path, world_size=world_size)
+    first, *others = two_ranks.run(recorded, config, tmp_path, flat, world_size=world_size)
     for of_rank in others:
         different = next((pair for pair in zip(first, of_rank, strict=False) if pair[0] != pair[1]), None)
         assert different is None and len(of_rank) == len(first), different
@@ -114,3 +119,6 @@ def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(world_size
     for _, group, _, thread in first:
         by_group.setdefault(group, set()).add(thread)
     assert all(len(threads) == 1 for threads in by_group.values()), by_group
+    # The tower's gradients have a group of their own, in which nothing else runs.
+    summed = [group for group in by_group if {name for _, of, name, _ in first if of == group} == {"allreduce"}]
+    assert len(summed) == flat

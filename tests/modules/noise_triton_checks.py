@@ -10,6 +10,8 @@ import sys
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,16 +32,67 @@ def plain(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor) -> tuple[Tensor
     return out.detach(), torch.autograd.grad(out, x, d_out)[0]
 
 
+def check_together(device: str, few: bool) -> None:
+    """With what is before or after it in the same kernel, bit for bit."""
+    random = torch.Generator().manual_seed(1)
+    dtypes = (torch.float32, torch.bfloat16)
+    for x_dtype, onto_dtype in ((of, to) for of in dtypes for to in dtypes):
+        for shape in SHAPES[:2] if few else SHAPES[:-1]:
+            rows_R = ROWS.repeat(40)[: shape[0]]
+            x, onto, d_out = (torch.randn(shape, generator=random) for _ in range(3))
+            x, onto = x.to(x_dtype), onto.to(onto_dtype)
+            check_one_kernel(x, onto, rows_R, d_out, device)
+
+
+def check_one_kernel(x: Tensor, onto: Tensor, rows_R: Tensor, d_out: Tensor, device: str) -> None:
+    rate, here = 0.3, Noise(KEY)
+    mask = rows_R, derive_key(KEY, "here"), noise.threshold(rate)
+    d_sum = d_out.to(torch.promote_types(x.dtype, onto.dtype))
+    equal(
+        with_gradients(lambda x, onto: here.dropout(x, rate, "here", rows_R, onto), (x, onto), d_sum),
+        in_triton(lambda x, onto: noise._DroppedOnto.apply(x, onto, *mask), (x, onto), d_sum, device),
+    )
+    equal(
+        with_gradients(lambda x: here.relu_dropout(x, rate, "here", rows_R), (x,), d_out.to(x.dtype)),
+        in_triton(lambda x: noise._ReluDropped.apply(x, *mask), (x,), d_out.to(x.dtype), device),
+    )
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor, ...]:
+    leaves = [of.detach().requires_grad_() for of in inputs]
+    with mock.patch.object(noise, "_is_compiled_for", lambda device_type: device_type == "cuda"):
+        out = function(*leaves)
+    return out, *torch.autograd.grad(out, leaves, d_out)
+
+
+def in_triton(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], d_out: Tensor, device: str
+) -> tuple[Tensor, ...]:
+    def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int, **others: Any) -> Tensor:
+        scale = float(torch.tensor(noise._scale(drop), dtype=others.get("dtype") or x.dtype))
+        return noise_triton.dropped(x, rows_R.to(device), key, drop, scale, **others)
+
+    def named(x: Tensor, rows_R: Tensor, key: int, drop: int, onto: Tensor | None = None, **others: Any) -> Tensor:
+        return dropped(x, rows_R, key, drop, onto=onto, **others)
+
+    with mock.patch.object(noise, "_dropped", named):
+        return with_gradients(function, tuple(of.to(device) for of in inputs), d_out.to(device))
+
+
+def equal(plain: tuple[Tensor, ...], of_triton: tuple[Tensor, ...]) -> None:
+    for should, got in zip(plain, of_triton, strict=True):
+        assert got.dtype == should.dtype and torch.equal(got.cpu(), should)
+
+
 def fused(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor, device: str) -> tuple[Tensor, Tensor]:
     moved, rows_R, d_out = (tensor.to(device) for tensor in (x, rows_R, d_out))
     moved.requires_grad_()
 
-    def in_triton(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        scale = float(torch.tensor(noise._scale(drop), dtype=x.dtype))
-        return noise_triton.dropped(x, rows_R, key, drop, scale)
+    def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
+        return noise_triton.dropped(x, rows_R, key, drop, float(torch.tensor(noise._scale(drop), dtype=x.dtype)))
 
     # On a GPU it is chosen by itself.
-    with mock.patch.object(noise, "_dropped", noise._dropped if device == "cuda" else in_triton):
+    with mock.patch.object(noise, "_dropped", noise._dropped if device == "cuda" else dropped):
         out = Noise(KEY).dropout(moved, rate, "here", rows_R)
         return out.detach().cpu(), torch.autograd.grad(out, moved, d_out)[0].cpu()
 
@@ -58,6 +111,7 @@ def check_all(device: str, few: bool = False) -> None:
                     assert not got.numel() or rate < 0.1 or bool((got == 0).any())
         check_layouts(dtype, device)
         check_not_finite(dtype, device)
+    check_together(device, few)
 
 
 def check_layouts(dtype: torch.dtype, device: str) -> None:

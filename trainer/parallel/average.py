@@ -43,8 +43,9 @@ class MovingAverage:
         if steps % interval:
             return
         decay = min(self.decay, (steps - 1) / (steps + 8)) ** interval
-        for average, weight in self._pairs:
-            average.mul_(decay).add_(weight, alpha=1 - decay)
+        averages, weights = map(list, zip(*self._pairs, strict=True))
+        torch._foreach_mul_(averages, decay)
+        torch._foreach_add_(averages, weights, alpha=1 - decay)
         for copied, buffer in self._buffers:
             copied.copy_(buffer)
 

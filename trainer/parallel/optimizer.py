@@ -127,13 +127,16 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     if config.optimizer == "sgd":
         return torch.optim.SGD(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     betas = (config.beta1, config.beta2)
+    # On CUDA all weights are moved by one kernel, which also has the step there.
+    fused = any(parameter.is_cuda for parameter in module.parameters()) or None
     optimizer = torch.optim.AdamW(
-        module.parameters(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay
+        module.parameters(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
     )
     # The moments exist from the start, so that a checkpoint has tensors to load into.
     for parameter in module.parameters():
         zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in ADAM.states}
-        optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+        step = torch.zeros((), device=parameter.device if fused else None)
+        optimizer.state[parameter] = {"step": step, **zeros}
     return optimizer
 
 

@@ -23,7 +23,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTenso
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
-from logitmix.comm.process_group import Ranks, limit_waiting
+from logitmix.comm.process_group import Ranks, limit_waiting, own_group
 from logitmix.common.mappings import nearest
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
@@ -36,6 +36,7 @@ from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
+from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, plan_tables
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
@@ -50,7 +51,7 @@ class ParallelModel:
     pooled: Sequence[PooledTable]
     table_optimizers: TableOptimizers
     plan: Mapping[str, TablePlan]
-    replicated: DistributedDataParallel
+    replicated: DistributedDataParallel | FlatLosses
     wire: Wire
     ranks: Ranks
     config: Config
@@ -64,7 +65,9 @@ class ParallelModel:
     @property
     def tower(self) -> Tower:
         """The tower in training."""
-        return cast(SampledLosses, self.replicated.module).tower
+        replicated = self.replicated
+        losses = replicated.losses if isinstance(replicated, FlatLosses) else cast(SampledLosses, replicated.module)
+        return losses.tower
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs; collective."""
@@ -84,11 +87,22 @@ class ParallelModel:
         if not self.tower.training:  # after an evaluation
             self.tower.train()
         with autocast(self.config, self.ranks.device):
-            return self.replicated(rows, batch)
+            losses: dict[str, Tensor] = self.replicated(rows, batch)
+            return losses
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the tower, summed over the ranks: DDP averages, hence the factor."""
-        (loss * self.ranks.world_size).backward()
+        """Gradients of the rows, and of the tower, whose sum over the ranks begins: `tower_gradients` has it. It is
+        computed as a mean, and so are the rows', hence a factor of the number of ranks."""
+        if isinstance(self.replicated, FlatLosses):
+            self.replicated.backward(loss)
+        else:
+            (loss * self.ranks.world_size).backward()
+
+    def tower_gradients(self) -> list[Tensor]:
+        """Of all weights, summed over the ranks: whose memory the parameters' gradients are in."""
+        if isinstance(self.replicated, FlatLosses):
+            return [self.replicated.gradient()]
+        return [each.grad for each in self.tower.parameters() if each.grad is not None]
 
     def shards(self) -> dict[str, ShardedTensor]:
         """The tables in training by name, with this rank's shards; by reference."""
@@ -126,11 +140,7 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
     generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
     tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
-    replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
-    if ranks.device.type == "cpu":
-        _keep_order(replicated)
-    if config.comm.dense == "bf16":
-        replicated.register_comm_hook(ranks.group, _bf16_gradients)
+    replicated = _replicated(losses, config, ranks)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     plan = describe(plans, embedded, config)
     parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, None, stream)
@@ -218,6 +228,23 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Rank
         if group is not None:
             limit_waiting(group, ranks.device, config.comm.timeout_seconds)
     return sharded
+
+
+FLAT_ON = ("cuda",)
+"""Kinds of devices on which a tower's weights are one parameter."""
+
+
+def _replicated(losses: SampledLosses, config: Config, ranks: Ranks) -> DistributedDataParallel | FlatLosses:
+    half = config.comm.dense == "bf16"
+    if ranks.device.type in FLAT_ON:
+        return FlatLosses(
+            losses, own_group(ranks, config.comm.timeout_seconds), torch.bfloat16 if half else torch.float32
+        )
+    replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
+    _keep_order(replicated)
+    if half:
+        replicated.register_comm_hook(ranks.group, _bf16_gradients)
+    return replicated
 
 
 def _keep_order(replicated: DistributedDataParallel) -> None:

@@ -7,6 +7,7 @@ table are updated, so no row is stale.
 Axes: V unique ids of a table that a batch names, D width of its rows.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -120,7 +121,12 @@ class Pipeline:
         self.minutes, self.time_passed = minutes, 0.0
         self.state: State = "no rows sent"
         self.broken_rank, self._in_a_row = -1, 0
-        self._first_nonfinite = torch.zeros((), dtype=torch.int64, device=model.ranks.device)
+        device = model.ranks.device
+        # A GPU would have to be waited for.
+        self._may_skip = device.type == "cpu"
+        self._sums = torch.zeros(model.config.train.log_every, device=device)
+        """On CUDA, for each step since the last logged one: not finite if the loss or a gradient was not."""
+        self._first_unread = 0
         self._thread = ThreadPoolExecutor(1, "batches")
         self._making: Future[Batch] | None = None
         self._rows: RowExchange | None = None
@@ -190,6 +196,9 @@ class Pipeline:
         self._require("backward", "loss computed")
         with self.clock("backward"):
             self.model.backward(self.losses["loss"])
+        if not self._may_skip:
+            # At once, beside the sum of the dense part's gradients.
+            self._send_gradients()
         self.state = "gradients computed"
 
     def check_gradients(self) -> None:
@@ -198,21 +207,32 @@ class Pipeline:
         it checks at logged steps alone, as `require_finite` does."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
-            parameters = self.model.tower.parameters()
-            self.gradient_norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
-            total = self.losses["loss"].detach() + self.gradient_norm
-            for row_VD in self.rows.values():
-                if row_VD.grad is not None:
-                    total = total + row_VD.grad.sum()
-            nonfinite = ~total.isfinite()
-            if self.model.ranks.device.type == "cpu":
-                self._agree_to_skip(bool(nonfinite))
+            of_tower = self.model.tower_gradients()
+            of_rows = [row_VD.grad for row_VD in self.rows.values() if row_VD.grad is not None]
+            if self._may_skip:
+                self.gradient_norm = get_total_norm(of_tower)
+                total = self.losses["loss"].detach() + self.gradient_norm
+                for gradient_VD in of_rows:
+                    total = total + gradient_VD.sum()
+                self._agree_to_skip(not total.isfinite())
             else:
-                first = self._first_nonfinite
-                self._first_nonfinite = torch.where((first == 0) & nonfinite, self.step, first)
+                self._note_sums(of_tower, of_rows)
                 if self.logged:
                     self.require_finite()
         self.state = "gradients checked"
+
+    def _note_sums(self, of_tower: list[Tensor], of_rows: list[Tensor]) -> None:
+        """Keeps a sum on the device that is finite if the loss and all gradients are."""
+        norms = torch.stack([*torch._foreach_norm([*of_tower, *of_rows]), self.losses["loss"].detach()])
+        count = len(of_tower)
+        self.gradient_norm = norms[0] if count == 1 else torch.linalg.vector_norm(norms[:count])
+        torch.sum(norms, 0, out=self._sums[self.step % len(self._sums)])
+        self._first_unread = self._first_unread or self.step
+
+    def _send_gradients(self) -> None:
+        assert self._rows
+        with self.clock("all_to_all"):
+            self._rows.send_gradients()
 
     def _agree_to_skip(self, nonfinite: bool) -> None:
         ranks = self.model.ranks
@@ -228,7 +248,14 @@ class Pipeline:
 
     def require_finite(self) -> None:
         """On CUDA, ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
-        if step := largest(int(self._first_nonfinite), self.model.ranks):
+        if self._may_skip:
+            return
+        first = 0
+        if self._first_unread:
+            sums, unread = self._sums.tolist(), range(self._first_unread, self.step + 1)
+            first = next((step for step in unread if not math.isfinite(sums[step % len(sums)])), 0)
+            self._first_unread = 0
+        if step := largest(first, self.model.ranks):
             raise ValueError(_not_finite(f"step {step}"))
 
     def out_of_time(self) -> bool:
@@ -251,8 +278,9 @@ class Pipeline:
             self._skip(next_batch)
             return
         self._set_learning_rates()
+        if self._may_skip:
+            self._send_gradients()
         with self.clock("all_to_all"):
-            self._rows.send_gradients()
             self.wire_counts = self.model.wire.pop_counts() if self.logged else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
             scale = self._clip_gradients(self._rows) if self.model.cuts else None
@@ -282,9 +310,7 @@ class Pipeline:
         squares = all_reduce_sum(rows.receive_gradients(), self.model.ranks)
         self.total_norm = (squares + self.gradient_norm.double().square()).sqrt().float()
         scale = clip_scale(self.total_norm, self.model.config.train.clip)
-        for parameter in self.model.tower.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        torch._foreach_mul_(self.model.tower_gradients(), scale)
         return scale
 
     def _send_rows(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import Config
+from logitmix.trainer.parallel import parallelize
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.saving import Saver
@@ -155,6 +156,28 @@ def a_broken_step(config: Config, where: str, breaks: int, run: Path) -> tuple[b
             pipeline.train_step()
         assert not pipeline.skipping and not all(map(torch.equal, whole_state(pipeline), before))
         return unchanged, broken, pipeline.progress.skipped, [gather_table(pipeline.model)]
+
+
+@pytest.mark.parametrize("where", ["loss", "rows", "dense", "nowhere"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_on_cuda_it_is_noted_and_read_where_the_device_is_waited_for(
+    data: Path, where: str, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU as there: the step that was the first is named at the next logged one."""
+    monkeypatch.setattr(parallelize, "FLAT_ON", ("cpu",) if flat else ())
+    with a_pipeline(small_config(data, {"train.log_every": 3, "train.epochs": 3}), 9) as pipeline:
+        pipeline._may_skip = False
+        for _ in range(4):
+            pipeline.train_step()
+        break_step(pipeline, where)
+        pipeline.check_gradients()
+        pipeline.apply_gradients()
+        if where == "nowhere":
+            assert pipeline.gradient_norm.isfinite() and pipeline.gradient_norm > 0
+            assert pipeline.train_step()["loss"].isfinite()
+        else:
+            with pytest.raises(ValueError, match=r"^the loss or a gradient is not finite at step 5; "):
+                pipeline.train_step()
 
 
 @pytest.mark.parametrize("where", ["loss", "rows", "dense"])

@@ -1,0 +1,145 @@
+"""The tower's weights as one parameter, for CUDA: there a step of a small model takes as long as its kernels' launches.
+
+Autocast casts weight by weight, and so do the gradients' casts, their copies into DDP's buckets and their norms: five
+launches a weight, for a few hundred numbers each. Here all are cast in one launch, their gradients are gathered in
+three, and the ranks sum one tensor. The loss and the gradients are the same, bit for bit.
+
+Axes: P numbers of all weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from logitmix.modules.batch import Batch
+from logitmix.modules.model import SampledLosses
+
+_ALIGNED = 64
+"""A weight begins at a multiple of so many numbers: products read 16 bytes at a time, in BF16 too."""
+
+
+class _Part(NamedTuple):
+    """One weight's place among all, and whether autocast would cast it."""
+
+    name: str
+    start: int
+    shape: torch.Size
+    cast: bool
+
+    def of(self, flat_P: Tensor) -> Tensor:
+        return flat_P[self.start : self.start + self.shape.numel()].view(self.shape)
+
+
+class FlatLosses(nn.Module):
+    """A tower's losses, of which the one parameter has all weights. The tower's own parameters become parts of its
+    memory, so whoever moves, loads or reads them does so as before; their gradients are parts of its gradient.
+
+    Under autocast, weights of linear layers are cast together. Those that score pairs are not: their gradients are sums
+    of many small ones, in FP32.
+    """
+
+    def __init__(self, losses: SampledLosses, group: dist.ProcessGroup, wire: torch.dtype = torch.float32) -> None:
+        """`group` averages the gradients, as numbers of type `wire`; nothing else runs in it, so that its collectives
+        run beside others. All weights are FP32 and on one device."""
+        super().__init__()
+        # In a tuple, because its parameters are no others than the flat one.
+        self._held, self.group, self.wire = (losses,), group, wire
+        self.parts = _parts(losses)
+        last = self.parts[-1]
+        first = next(losses.parameters())
+        self.flat_P = nn.Parameter(first.new_zeros(_aligned(last.start + last.shape.numel())))
+        self._ranks = torch.full((), float(group.size()), device=first.device)
+        """What the loss is multiplied by, for a mean over the ranks."""
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+        weights = dict(losses.named_parameters())
+        with torch.no_grad():
+            for part in self.parts:
+                of_flat = part.of(self.flat_P.detach())
+                of_flat.copy_(weights[part.name])
+                weights[part.name].data = of_flat
+        self.weights = [weights[part.name] for part in self.parts]
+
+    @property
+    def losses(self) -> SampledLosses:
+        return self._held[0]
+
+    def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        device = self.flat_P.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.flat_P.grad = None
+        parts = _Divided.apply(self.flat_P, self.parts, dtype)
+        named = {part.name: of for part, of in zip(self.parts, parts, strict=True)}
+        losses: dict[str, Tensor] = functional_call(self.losses, named, (rows, batch))
+        return losses
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of all weights; begins their mean over the ranks."""
+        loss.backward(self._ranks)
+        assert self.flat_P.grad is not None
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            weight.grad = part.of(self.flat_P.grad)
+        if self.group.size() > 1:
+            sent = self.flat_P.grad.mul_(1 / self.group.size()).to(self.wire)
+            self._pending.append((dist.all_reduce(sent, group=self.group, async_op=True), sent))
+
+    def gradient(self) -> Tensor:
+        """The gradient [P], the mean of the ranks'."""
+        assert self.flat_P.grad is not None
+        while self._pending:
+            work, summed = self._pending.pop()
+            work.wait()
+            if summed is not self.flat_P.grad:
+                self.flat_P.grad.copy_(summed)
+        return self.flat_P.grad
+
+
+def _parts(losses: SampledLosses) -> list[_Part]:
+    of_pairs = {
+        id(weight)
+        for stage in (losses.tower.similarity, losses.tower.hindexer)
+        if stage is not None
+        for weight in stage.pair_parameters()
+    }
+    linear = {
+        id(weight) for module in losses.modules() if isinstance(module, nn.Linear) for weight in module.parameters()
+    }
+    weights = dict(losses.named_parameters())
+    cast = {name: id(weight) in linear - of_pairs for name, weight in weights.items()}
+    parts, start = [], 0
+    for name in sorted(weights, key=lambda name: not cast[name]):
+        parts.append(_Part(name, start, weights[name].shape, cast[name]))
+        start = _aligned(start + weights[name].numel())
+    return parts
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // _ALIGNED) * _ALIGNED
+
+
+class _Divided(torch.autograd.Function):
+    """The parts of all weights, those to cast in `dtype`."""
+
+    @staticmethod
+    def forward(ctx: Any, flat_P: Tensor, parts: Sequence[_Part], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parts, ctx.like = parts, flat_P.detach()
+        full = flat_P.detach()
+        end = max((part.start + _aligned(part.shape.numel()) for part in parts if part.cast), default=0)
+        low = full if dtype is None else full[:end].to(dtype)
+        return tuple(part.of(low if part.cast else full) for part in parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        total_P = torch.zeros_like(ctx.like)
+        pairs = [(part.of(total_P), of) for part, of in zip(ctx.parts, gradients, strict=True) if of is not None]
+        # A launch takes tensors of one type.
+        for dtype in {of.dtype for _, of in pairs}:
+            targets, sources = zip(*(pair for pair in pairs if pair[1].dtype == dtype), strict=True)
+            torch._foreach_copy_(targets, sources)
+        return total_P, None, None
