@@ -77,7 +77,7 @@ def test_evaluate_repeats_the_results_on_any_number_of_processes(
 def test_the_exported_model_retrieves_what_the_trained_one_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = jobs.run(["export", "runs/ring", "--out", "exports/ring"], folder, processes=2, torchrun=True)
+    said = two_ranks.command(["export", "runs/ring", "--out", "exports/ring"], folder, world_size=2)
     assert said.count("exports/ring: 40 items") == 1
     dataset = load_dataset(folder / "data/clicks")
     users = ranking_users(dataset, "test", 12)

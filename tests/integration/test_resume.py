@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from small_data import small_config, write_dataset
 
 from logitmix.launch.processes import STOPPED
 from logitmix.trainer import loop
+from logitmix.trainer.__main__ import main
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
@@ -30,11 +32,10 @@ def start(
     words: list[str], folder: Path, run: Path, rows: int, torchrun: bool = False, restarts: int = 0
 ) -> subprocess.Popen[str]:
     """A job that has just written that many rows, or has ended."""
-    file = run / "metrics.jsonl"
-    before = _changed(file)
+    written = rows_written(run, rows)
     process = jobs.start(words, folder, processes=2, torchrun=torchrun, restarts=restarts)
     try:
-        while process.poll() is None and (_changed(file) == before or len(file.read_text().splitlines()) < rows):
+        while process.poll() is None and not written():
             time.sleep(0.01)
     except BaseException:  # the time of the test is over
         jobs.kill(process.pid)
@@ -43,21 +44,28 @@ def start(
 
 
 def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) -> bool:
-    """SIGKILLs every process of the job `delay` seconds after it has written that many rows; False if it ended."""
-    process = start(words, folder, run, rows)
-    try:
+    """SIGKILLs both ranks of a job `delay` seconds after it has written that many rows; False if it ended."""
+    written = rows_written(run, rows)
+    with two_ranks.started(main, ["logitmix", *words], folder, world_size=2) as (ranks, _):
+        while all(rank.is_alive() for rank in ranks) and not written():
+            time.sleep(0.01)
         time.sleep(delay)
-        ended = process.poll() is not None
-    finally:
-        jobs.kill(process.pid)
-        process.communicate()
-    assert not ended or process.returncode == 0
-    return not ended
+        statuses = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+    assert statuses in ([None, None], [0, 0])
+    return statuses[0] is None
 
 
-def _changed(file: Path) -> int:
-    """When; a job that goes on rewrites the rows of the one before."""
-    return file.stat().st_mtime_ns if file.exists() else 0
+def rows_written(run: Path, rows: int) -> Callable[[], bool]:
+    """Whether a job that begins now has written that many; one that goes on rewrites the rows of the one before."""
+    file = run / "metrics.jsonl"
+
+    def changed() -> int:
+        return file.stat().st_mtime_ns if file.exists() else 0
+
+    before = changed()
+    return lambda: changed() != before and len(file.read_text().splitlines()) >= rows
 
 
 @pytest.fixture(scope="module")

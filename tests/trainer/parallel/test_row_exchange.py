@@ -27,7 +27,7 @@ RANKS = 2
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "auto")
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32"}
 RANDOM = [*(f"random {number}" for number in range(80)), *(f"fp8 {number}" for number in range(20))]
-SAMPLE = RANDOM[::5]
+SAMPLE = RANDOM[::10]
 """`make soak` runs all."""
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.5}
 
