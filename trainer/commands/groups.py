@@ -251,9 +251,15 @@ def name_of(group: Group, groups: Sequence[Group]) -> str:
     names = differing(groups)
     name = str(group.runs[0].path)
     if 1 <= len(names) <= 2 and all(setting in group.settings for setting in names):
-        name = ", ".join(f"{setting.split('.', 1)[-1]} {group.settings[setting]}" for setting in names)
+        name = ", ".join(f"{short} {group.settings[setting]}" for setting, short in short_names(names).items())
     seeds = len(group.runs)
     return f"{name} ({seeds} seeds)" if seeds > 1 else name
+
+
+def short_names(settings: Sequence[str]) -> dict[str, str]:
+    """The settings without their first section, where that leaves them different."""
+    short = [name.split(".", 1)[-1] for name in settings]
+    return {name: name if short.count(of) > 1 else of for name, of in zip(settings, short, strict=True)}
 
 
 def _figure(group: Group, metric: str) -> str:

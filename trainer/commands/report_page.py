@@ -32,6 +32,7 @@ from logitmix.trainer.commands.groups import (
     differing,
     grouped,
     mean_of,
+    short_names,
     verdict,
 )
 from logitmix.trainer.config import COMPARED_WITH, flatten
@@ -91,7 +92,7 @@ def _overview(groups: Sequence[Group]) -> str:
         cells += [*(markup(_value(group.settings.get(name))) for name in settings), _state(group), _minutes(group)]
         rows.append(cells + [markup(_dataset(group.runs[0]))] * (len(datasets) > 1))
     heads = ["run"] + ["seeds"] * several + [f"test {markup(metric)}"] + ["difference to the best"] * any(found)
-    heads += [f'<span title="{markup(name)}">{markup(name.split(".", 1)[-1])}</span>' for name in settings]
+    heads += [f'<span title="{markup(name)}">{markup(of)}</span>' for name, of in short_names(settings).items()]
     heads += ["state", "training time"] + ["dataset"] * (len(datasets) > 1)
     notes = [*datasets] if len(datasets) == 1 else []
     if any(found):

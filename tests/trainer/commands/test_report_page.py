@@ -12,7 +12,7 @@ from small_data import made_run, small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands.charts import POINTS, chart, thinned, ticks
-from logitmix.trainer.commands.groups import Run, differences, differing, grouped, verdict
+from logitmix.trainer.commands.groups import Run, differences, differing, grouped, short_names, verdict
 from logitmix.trainer.commands.report_page import wilson, write_report
 from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import means
@@ -258,6 +258,11 @@ def test_the_time_of_the_run_that_was_trained_first_counts(tmp_path: Path) -> No
     assert texts(next(page.iter("table")), "tr")[1].count("finished, 12 steps") == 1
     assert spent == [f"3.0 min, the first 2.0 of them in {run / 'start'}", "1.0 min"]
     assert "It begins with that of the run that was trained first." in "".join(texts(page, "p"))
+
+
+def test_settings_of_the_same_name_keep_their_sections() -> None:
+    names = ["tables.lr", "dense.lr", "train.batch_size"]
+    assert [*short_names(names).values()] == ["tables.lr", "dense.lr", "batch_size"]
 
 
 def test_wilson() -> None:
