@@ -489,7 +489,7 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("kind", "features"),
-    one_of_each(product(["dot", "mlp", "neumf", "deepfm", "mol"], [True, False]), itemgetter(0), itemgetter(1)),
+    one_of_each(product(["dot", "mlp", "neumf", "deepfm", "mol"], [True, False]), itemgetter(0)),
 )
 def test_items_may_be_computed_when_they_are_ranked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, features: bool

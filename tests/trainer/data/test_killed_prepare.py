@@ -42,7 +42,7 @@ def kinds(found: list[dict[str, Any]], old: dict[str, str] | None, new: dict[str
     return ["new" if one["there"] == new else "old" if one["there"] else "none" for one in found if one["killed"]]
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_prepare_leaves_the_old_or_the_new_dataset(tmp_path: Path, step: int) -> None:
     old_source, source = write_source(tmp_path / "old.csv", 200, 0), write_source(tmp_path / "new.csv", 400, 1)
     old, new = finished(old_source, tmp_path / "old"), finished(source, tmp_path / "new")
