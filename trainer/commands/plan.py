@@ -1,5 +1,5 @@
-"""`logitmix plan`: where a job's tables would be placed, what its ranks would hold and what a step would send, without
-the job's machines, and if need be without its dataset."""
+"""`logitmix plan`: where a job's tables would be placed, what its ranks would hold, what a step would send, and about
+how long it would take, without the job's machines, and if need be without its dataset."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,18 +15,19 @@ from logitmix.trainer.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logitmix.modules.batch import Bags
+    from logitmix.modules.batch import Bags, Batch
+    from logitmix.trainer.commands.step_time import StepTime
     from logitmix.trainer.data.dataset import Dataset
     from logitmix.trainer.parallel.plan import Devices, TablePlan
     from logitmix.trainer.parallel.traffic import Traffic
 
 USAGE = """\
-usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu-gib GIB]
+usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu NAME] [--gpu-gib GIB]
                             [--items N [--users N] [--rows TABLE=N ...] [--history N]]
                             [--scale N] [--json] [--section.field VALUE ...]
 
 It places the tables as `logitmix train` with the same settings would, without starting anything, and prints what each
-rank would hold and what a step would send. With --items, no dataset is needed.
+rank would hold, what a step would send, and about how long it would take. With --items, no dataset is needed.
 logitmix plan RECIPE --help lists the sections of settings"""
 
 
@@ -40,8 +41,12 @@ class Arguments(JSONOption, ScaleOption, Config):
     """Ranks of each host; all, but 8 at most, when 0."""
     device: Literal["cuda", "cpu"] = "cuda"
     """What the ranks run on."""
-    gpu_gib: float = 80.0
-    """Memory of a GPU in GiB."""
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    """The GPU that the time of a step is estimated for."""
+    gpu_gib: float = 0.0
+    """Memory of a GPU in GiB; that of --gpu when 0."""
+    kernels: int = 0
+    """Kernels that the host starts in a step, where they have been counted; an estimate when 0."""
     items: float = 0
     """Items, such as 1e9, where there is no dataset yet."""
     users: float = 0
@@ -50,6 +55,13 @@ class Arguments(JSONOption, ScaleOption, Config):
     """With --items: further tables of items, as NAME=ROWS."""
     history: float = 0
     """With --items: mean length of a history; the most when 0."""
+
+    def devices(self) -> "Devices":
+        from logitmix.trainer.commands.step_time import GPUS
+        from logitmix.trainer.parallel.plan import Devices
+
+        memory = int((self.gpu_gib or GPUS[self.gpu].gib) * 2**30) if self.device == "cuda" else None
+        return Devices(self.world_size, self.per_host or min(self.world_size, 8), self.device, memory)
 
     def imagined(self) -> "Imagined | None":
         """The dataset that is described in place of a real one."""
@@ -84,13 +96,9 @@ def _table(word: str) -> Table:
 
 def run(words: list[str]) -> None:
     arguments, config, _ = of_recipe(Arguments, "plan", words, USAGE)
-    from logitmix.trainer.parallel.plan import Devices
-
-    require(arguments.gpu_gib > 0, "--gpu-gib", arguments.gpu_gib, "above 0")
-    per_host = arguments.per_host or min(arguments.world_size, 8)
-    memory = int(arguments.gpu_gib * 2**30) if arguments.device == "cuda" else None
-    devices = Devices(arguments.world_size, per_host, arguments.device, memory)
-    plan = plan_job(config, devices, arguments.imagined())
+    require(arguments.gpu_gib >= 0, "--gpu-gib", arguments.gpu_gib, "above 0, or 0 for that of --gpu")
+    require(arguments.kernels >= 0, "--kernels", arguments.kernels, "at least 0")
+    plan = plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu, arguments.kernels)
     arguments.tell(dataclasses.asdict(plan), plan.text())
 
 
@@ -110,12 +118,19 @@ class JobPlan:
     """On each rank: the tower with its gradients, its optimizer's state and its moving average."""
     averaged: bool
     """Whether there are moving averages (train.ema)."""
-    batch_bytes: int
-    """On each rank at most: the rows of a batch and of the next one, and gradients."""
+    step_bytes: "StepBytes"
     traffic: "Mapping[str, Traffic]"
     """Of a step's rows, by their precision: the same in both directions, or else as configured."""
     dense_bytes: int
     """Of the tower's gradients, which a step sums over the ranks."""
+    gpu: str
+    step_time: "StepTime | None"
+    """On GPUs."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """About what the rank with the most would hold."""
+        return max(self.table_bytes) + self.tower_bytes + self.step_bytes.total + CONTEXT[self.devices.kind]
 
     def text(self) -> str:
         """Lines as those that training begins with."""
@@ -125,18 +140,42 @@ class JobPlan:
         parameters = sum(table.rows * table.dim for table in self.tables.values())
         held = list(dict.fromkeys(binary_size(count) for count in (min(self.table_bytes), max(self.table_bytes))))
         room = f" of {devices.bytes / 2**30:,g} GiB" if devices.bytes else ""
-        averages = "both with moving averages; " if self.averaged else ""
+        averages = ", both with moving averages" if self.averaged else ""
+        step = self.step_bytes
         block = {
             "dataset": f"{self.dataset}: {self.users:,} users, {self.items:,} items",
             "parameters": f"{parameters:,} in tables, {self.tower_parameters:,} in the tower",
             "ranks": f"{devices.world_size} on {devices.kind}, {devices.per_host} on each host",
             "memory": f"on each rank{room}: tables with their optimizers {' to '.join(held)}, tower with gradients and "
-            f"optimizer {binary_size(self.tower_bytes)}, rows of two batches {binary_size(self.batch_bytes)};",
-            "": f"{averages}activations come on top",
+            f"optimizer {binary_size(self.tower_bytes)}{averages};",
+            "": f"in a step of {step.sequences:,} sequences: activations {binary_size(step.activations)}, rows "
+            f"{binary_size(step.rows)}, batches {binary_size(step.batches)}; about {binary_size(self.rank_bytes)} in "
+            "all",
+        }
+        if line := self.too_much():
+            block["NO ROOM"] = line
+        block |= {
             "wire": f"ids, rows and gradients that a rank sends in a step: {', '.join(map(self._sent, self.traffic))};",
             " ": f"gradients of the tower to be summed: {binary_size(self.dense_bytes)}",
         }
+        if self.step_time:
+            block |= _timed(self.step_time, self.gpu)
         return with_plan(block, self.tables)
+
+    def too_much(self) -> str:
+        """What a GPU has no room for in a step, and the setting that mends it; empty if there is room."""
+        from logitmix.trainer.parallel.plan import binary_size
+
+        of, step = self.devices.bytes, self.step_bytes
+        if of is None or self.rank_bytes <= of:
+            return ""
+        left = of - (self.rank_bytes - step.total)
+        # A little less, because a smaller batch names more items for each of its positions.
+        fits = self.devices.world_size * int(0.95 * left / step.total * step.sequences)
+        mended = f"set --train.batch-size {fits}" if fits >= self.devices.world_size else "use more ranks"
+        return (
+            f"for a step's {binary_size(step.total)} beside the tables, {binary_size(max(0, left))} is left: {mended}"
+        )
 
     def _sent(self, wire: str) -> str:
         from logitmix.trainer.parallel.plan import binary_size
@@ -146,13 +185,51 @@ class JobPlan:
         return f"{binary_size((of.ids + of.forward + of.backward) // W)} with {wire}{between}"
 
 
-def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = None) -> JobPlan:
-    """The plan of a run on these devices, with the dataset of the configuration or one of the imagined sizes.
+CONTEXT = {"cuda": 2**30, "cpu": 2**23}
+"""Bytes of a rank, about, that are no tensors: CUDA, NCCL and the code of kernels; TorchRec's objects."""
+FRAGMENTED = {"cuda": 1.0, "cpu": 1.5}
+"""Memory of a process by that of its step's tensors. Measured on CPU (benchmarks.estimates --memory), where the C
+library puts tensors into what earlier ones of other sizes have left. Not known for a GPU."""
+
+
+def _timed(of: "StepTime", gpu: str) -> dict[str, str]:
+    from logitmix.trainer.commands.step_time import ASSUMED
+
+    longest = ", ".join(f"{name} {of.parts[name] * 1e3:,.2f}" for name in of.longest())
+    return {
+        "step": f"about {of.total * 1e3:,.2f} ms on {gpu.upper()}, with {of.kernels:,} kernels; arithmetic or memory "
+        f"alone at least {of.floor * 1e3:,.2f};",
+        "  ": f"of it, in ms: {longest}.",
+        "   ": f"Assumed: {ASSUMED}",
+    }
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a step needs on the rank with the largest batch, beside tables and tower; estimated."""
+
+    sequences: int
+    activations: int
+    """With the rows' gradients."""
+    rows: int
+    """Those of the batch, as received and as leaves of the graph, and room for the next batch's."""
+    batches: int
+    """That in training, the next one, and the one that is being made."""
+    total: int
+
+
+def plan_job(
+    config: Config, devices: "Devices", imagined: Imagined | None = None, gpu: str = "h100", kernels: int = 0
+) -> JobPlan:
+    """The plan of a run on these devices, with the dataset of the configuration or one of the imagined sizes. `kernels`
+    as in `step_time`.
 
     Raises ValueError for no dataset, settings that the devices do not support, and tables that they have no room for.
     """
     import torch
 
+    from logitmix.trainer.commands.miniature import bytes_of, imagined_batch, work_of
+    from logitmix.trainer.commands.step_time import GPUS, Load, step_time
     from logitmix.trainer.data.dataset import load_dataset
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
     from logitmix.trainer.parallel.parallelize import model_schema, unsharded
@@ -166,15 +243,19 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
         named = [feature.name for feature in imagined.schema.features[1:]]
         config = replace(config, model=replace(config.model, features=(*config.model.features, *named)))
         schema, name, users = imagined.schema, "imagined", imagined.schema.users
-        length = imagined.history or config.model.encoder.max_length
+        longest = config.model.encoder.max_length
+        length = min(imagined.history or longest, longest)
         sequences = -(-config.train.batch_size // devices.world_size)
-        ids: list[Mapping[str, Tensor | Bags]] = [
-            expected_ids(model_schema(schema, config), config.model.loss, sequences, length)
-        ] * devices.world_size
+        used = model_schema(schema, config)
+        expected = expected_ids(used, config.model.loss, sequences, length)
+        ids: list[Mapping[str, Tensor | Bags]] = [expected] * devices.world_size
+        batch = imagined_batch(used, config, sequences, length, _lookups(expected))
     else:
         dataset = load_dataset(config.data.path)
         schema, name, users = dataset.schema, dataset.name, dataset.num_users
-        ids = first_ids(config, dataset, devices.world_size)
+        used = model_schema(schema, config)
+        parts = first_batches(config, dataset, devices.world_size)
+        ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.target_T))
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())
@@ -182,6 +263,24 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     wires = {of: replace(config.comm, forward=of, backward=of) for of in ("fp8", "fp16", "fp32")}
     if config.comm.forward != config.comm.backward:
         wires = {f"{config.comm.forward} and {config.comm.backward} back": config.comm, **wires}
+    if config.train.precision == "auto":
+        # What it chooses on CUDA. On a CPU it would be measured.
+        precision: Literal["bf16", "fp32"] = "bf16" if devices.kind == "cuda" else "fp32"
+        config = replace(config, train=replace(config.train, precision=precision))
+    lookups = _lookups(batch.ids)
+    work = work_of(config, used, batch, lookups)
+    row_bytes = sum(4 * count * plan[name].dim for name, count in lookups.items())
+    held = work.bytes, 3 * row_bytes, 3 * bytes_of(batch)
+    activations, leaves, batches = (round(FRAGMENTED[devices.kind] * of) for of in held)
+    sent, W = traffic(rows, config.comm), devices.world_size
+    between = sent.between_hosts / W
+    load = Load(
+        within=(sent.ids + sent.forward + sent.backward) / W - between,
+        between=between,
+        dense=weights * (2 if config.comm.dense == "bf16" else 4),
+        tables=sum(_moved(plan[name]) * count for name, count in lookups.items()),
+        optimizer=2 * weights * bytes_per_weight(config),
+    )
     return JobPlan(
         dataset=name,
         users=users,
@@ -192,14 +291,21 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
         tower_parameters=weights,
         tower_bytes=weights * bytes_per_weight(config),
         averaged=config.train.ema > 0,
-        batch_bytes=max(_batch_bytes(of_rank, plan) for of_rank in ids),
+        step_bytes=StepBytes(len(batch.packing.lengths_B), activations, leaves, batches, activations + leaves + batches),
         traffic={wire: traffic(rows, of) for wire, of in wires.items()},
-        dense_bytes=weights * (2 if config.comm.dense == "bf16" else 4),
+        dense_bytes=int(load.dense),
+        gpu=gpu,
+        step_time=step_time(GPUS[gpu], work, load, W, devices.per_host, kernels) if devices.kind == "cuda" else None,
     )
 
 
 def first_ids(config: Config, dataset: "Dataset", world_size: int) -> "list[Mapping[str, Tensor | Bags]]":
     """The ids that the first step's batch names, rank by rank."""
+    return [batch.ids for batch in first_batches(config, dataset, world_size)]
+
+
+def first_batches(config: Config, dataset: "Dataset", world_size: int) -> "list[Batch]":
+    """The ranks' parts of the first step's batch."""
     import torch
 
     from logitmix.comm.process_group import Ranks
@@ -210,13 +316,22 @@ def first_ids(config: Config, dataset: "Dataset", world_size: int) -> "list[Mapp
     found = []
     for rank in range(world_size):
         batches.rank = rank
-        found.append(batches.at(0).ids)
+        found.append(batches.at(0))
     return found
 
 
-def _batch_bytes(ids: "Mapping[str, Tensor | Bags]", plan: "Mapping[str, TablePlan]") -> int:
-    """Rows as received and as leaves of the graph, of two batches, and the gradients of one."""
+def _lookups(ids: "Mapping[str, Tensor | Bags]") -> dict[str, int]:
+    """The rows that a rank's batch needs of each table: a row for each bag of a pooled one."""
     from logitmix.modules.batch import Bags
 
-    rows = {name: len(of.offsets) - 1 if isinstance(of, Bags) else len(of) for name, of in ids.items()}
-    return sum(5 * 4 * rows[name] * table.dim for name, table in plan.items())
+    return {name: len(of.offsets) - 1 if isinstance(of, Bags) else len(of) for name, of in ids.items()}
+
+
+ROW_PASSES = 9
+"""How often a row or its gradient is read or written, in FP32, between its table and the loss: by the lookup, codec,
+copies to their places, and back."""
+
+
+def _moved(table: "TablePlan") -> float:
+    """Bytes read and written for a row that a step names, with its update."""
+    return 4 * ROW_PASSES * table.dim + 2 * table.bytes / table.rows

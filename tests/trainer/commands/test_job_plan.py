@@ -1,6 +1,8 @@
 """`logitmix plan`, for jobs that cannot be started here. That it foresees a job's own plan: test_main_job.py."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +13,11 @@ from small_data import small_config, write_dataset
 from logitmix.modules.config import LossConfig
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer import cli
+from logitmix.trainer.commands import miniature
+from logitmix.trainer.commands.miniature import Work
+from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
+from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.commands.step_time import GPU, GPUS, LAUNCH, REACHED, Load, step_time
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.parallel.traffic import expected_ids
 
@@ -45,7 +52,8 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
         ("--items 0.5", "--items is 0.5; it must be at least 1"),
         ("--users 5", "--users is 5.0; it must be given with --items alone"),
         ("--items 5 --rows city", "--rows has 'city'; give NAME=ROWS, such as city=50000"),
-        ("--gpu-gib 0", "--gpu-gib is 0.0; it must be above 0"),
+        ("--gpu-gib -1", "--gpu-gib is -1.0; it must be above 0, or 0 for that of --gpu"),
+        ("--kernels -1", "--kernels is -1; it must be at least 0"),
         ("--world-size 0", "--world-size is 0; it must be at least 1"),
         ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
         ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains on CUDA"),
@@ -86,3 +94,88 @@ def test_ids_that_are_expected_are_those_of_random_draws() -> None:
     assert abs(len(found["item"]) - np.mean(different)) < 3
     assert len(found["city"]) == 40 and torch.equal(found["city"], torch.arange(40))
     assert torch.equal(found["item"], found["item"].unique()) and int(found["item"][-1]) < 1000
+
+
+@pytest.fixture(scope="module")
+def imagined() -> Callable[..., JobPlan]:
+    def plan(*words: str) -> JobPlan:
+        arguments, config, _ = of_recipe(Arguments, "plan", ["ml-1m-mol", "--items", "5000", *words], USAGE)
+        return plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu, arguments.kernels)
+
+    return plan
+
+
+def test_what_a_part_of_a_batch_says_of_the_whole(
+    imagined: Callable[..., JobPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model.features", "city", "--rows", "city=3000", "--train.batch-size", "24", "--history", "60"]
+    words += ["--world-size", "1", "--model.loss.negatives", "16", "--train.precision", "fp32"]
+    whole = imagined(*words)
+    monkeypatch.setattr(miniature, "POSITIONS", 300)
+    part = imagined(*words)
+    assert abs(part.step_bytes.activations / whole.step_bytes.activations - 1) < 0.02
+    assert part.step_time and whole.step_time
+    for name in ("arithmetic", "memory traffic"):
+        assert abs(part.step_time.parts[name] / whole.step_time.parts[name] - 1) < 0.02
+
+
+def test_arithmetic_is_that_of_the_layers_and_pairs(imagined: Callable[..., JobPlan]) -> None:
+    """More negatives take more products of pairs, each four times: MoL's backward repeats them."""
+    words = [
+        "--train.batch-size",
+        "4",
+        "--history",
+        "50",
+        "--world-size",
+        "1",
+        "--device",
+        "cuda",
+        "--model.loss.share",
+    ]
+    few, many = (imagined(*words, "batch", "--model.loss.negatives", str(N)).step_time for N in (1000, 3000))
+    assert few and many
+    macs = 64 * 32 + 2 * 64 * 128
+    seconds = 4 * 2 * macs * 200 * 2000 / (GPUS["h100"].bf16 * REACHED["bf16"])
+    layers = many.parts["arithmetic"] - few.parts["arithmetic"] - seconds
+    # More negatives name more items, which pass through the item's layers.
+    assert 0 < layers < 0.2 * seconds
+
+
+def test_a_step_that_does_not_fit_names_the_batch_that_does(imagined: Callable[..., JobPlan]) -> None:
+    words = ["--world-size", "2", "--gpu-gib", "4", "--history", "200", "--train.batch-size"]
+    found = imagined(*words, "4096").too_much()
+    assert found and "left: set --train.batch-size " in found
+    fits = int(found.split()[-1])
+    assert 64 < fits < 4096 and not imagined(*words, str(fits)).too_much()
+    assert imagined(*words, str(round(1.15 * fits))).too_much()
+
+
+def test_the_time_of_a_step() -> None:
+    gpu = GPU(1, bf16=1e12, fp32=1e11, memory=1e9, nvlink=1e9, network=1e8)
+    work = Work(bf16=1e9, fp32=2e8, traffic=5e6, kernels=100)
+    load = Load(within=1e5, between=1e5, dense=1e6, tables=1e6, optimizer=1e6)
+    found = step_time(gpu, work, load, world_size=16, per_host=8, kernels=1000)
+    expected = {
+        "starting kernels": 1000 * LAUNCH,
+        "arithmetic": 1e-3 / REACHED["bf16"] + 2e-3 / REACHED["fp32"],
+        "memory traffic": 7e-3 / REACHED["memory"],
+        "rows within a host": 1e-4 / REACHED["nvlink"],
+        "rows between hosts": 1e-3 / REACHED["network"],
+        # Each GPU sends 2 x 7/8 of its bytes within the host, and 2 x 1/2 of its eighth to the other host.
+        "sum of gradients": 1.75e-3 / REACHED["nvlink"] + 1.25e-3 / REACHED["network"],
+    }
+    assert found.parts == pytest.approx(expected) and found.floor == pytest.approx(7e-3)
+    assert found.longest() == ["memory traffic", "starting kernels", "arithmetic"]
+    device = expected["arithmetic"] + expected["memory traffic"]
+    # The sum of gradients takes less than half of the device's work, so it is hidden.
+    assert found.total == pytest.approx(device + expected["rows within a host"] + expected["rows between hosts"])
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_training() -> None:
+    """On CPU, for three sizes."""
+    command = [sys.executable, "-m", "benchmarks.estimates", "--memory", "--json"]
+    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert len(rows) == 3
+    for row in rows:
+        assert abs(row["estimated"] / row["measured"] - 1) < 0.15, row

@@ -1,0 +1,99 @@
+"""About how long a step takes on GPUs that are not here, from their data sheets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from logitmix.trainer.commands.miniature import Work
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What its data sheet says, without sparsity."""
+
+    gib: float
+    bf16: float
+    """Matrix products, operations a second; a multiply-add is two."""
+    fp32: float
+    memory: float
+    """Bytes a second."""
+    nvlink: float
+    """Bytes a second in one direction, to the other GPUs of a host of eight."""
+    network: float
+    """Bytes a second of the network card that a host has for each GPU."""
+
+
+GPUS: Mapping[str, GPU] = {
+    "a100": GPU(80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
+    "h100": GPU(80, 989e12, 67e12, 3.35e12, 450e9, 50e9),
+    "h200": GPU(141, 989e12, 67e12, 4.8e12, 450e9, 50e9),
+    "b200": GPU(180, 2250e12, 75e12, 8e12, 900e9, 50e9),
+}
+"""SXM cards of 80, 80, 141 and 180 GB in NVIDIA's DGX or HGX hosts, whose network is of 200 Gbit/s a GPU, then 400."""
+LAUNCH = 5e-6
+"""Seconds in which torch's host starts a kernel, and a collective."""
+REACHED = {"bf16": 0.5, "fp32": 0.7, "memory": 0.7, "nvlink": 0.7, "network": 0.8}
+"""The part of a data sheet's rate that is reached."""
+OTHER_KERNELS = 100
+"""Of a step, beside the tower's forward, loss and backward: the exchange of rows, the tables and the optimizers."""
+ASSUMED = (
+    f"{LAUNCH * 1e6:g} us to start a kernel; of the data sheet's rates "
+    f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank's step takes besides the tower's forward, loss and backward. Bytes."""
+
+    within: float
+    """Ids, rows and gradients that it sends to the other ranks of its host."""
+    between: float
+    """And to those of other hosts."""
+    dense: float
+    """The tower's gradients."""
+    tables: float
+    """Read and written by lookups, codec and updates of rows."""
+    optimizer: float
+    """Read and written by the dense optimizer."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds. The host starts kernels while the device computes, so the longer of both counts."""
+
+    parts: Mapping[str, float]
+    """By what takes them."""
+    total: float
+    floor: float
+    """The larger of arithmetic and memory traffic at the data sheet's rates."""
+    kernels: int
+    """Kernels that the host starts."""
+
+    def longest(self) -> list[str]:
+        """The three parts that take longest."""
+        return sorted(self.parts, key=lambda name: -self.parts[name])[:3]
+
+
+def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, kernels: int = 0) -> StepTime:
+    """Of a step of each rank. `kernels` replaces their counted number."""
+    kernels = kernels or round(work.kernels) + OTHER_KERNELS
+    traffic = work.traffic + load.tables + load.optimizer
+    hosts, local = world_size // per_host, min(per_host, world_size)
+    # A ring of n ranks sends the gradients' bytes 2 (n - 1) / n times; with hosts, each rank has its share to add up.
+    ring = 2 * load.dense * (local - 1) / local / (gpu.nvlink * REACHED["nvlink"])
+    ring += 2 * load.dense / local * (hosts - 1) / hosts / (gpu.network * REACHED["network"])
+    arithmetic = work.bf16 / (gpu.bf16 * REACHED["bf16"]) + work.fp32 / (gpu.fp32 * REACHED["fp32"])
+    parts = {
+        "starting kernels": kernels * LAUNCH,
+        "arithmetic": arithmetic,
+        "memory traffic": traffic / (gpu.memory * REACHED["memory"]),
+        "rows within a host": load.within / (gpu.nvlink * REACHED["nvlink"]),
+        "rows between hosts": load.between / (gpu.network * REACHED["network"]),
+        "sum of gradients": ring,
+    }
+    device = parts["arithmetic"] + parts["memory traffic"]
+    computed = max(parts["starting kernels"], device)
+    hidden = min(ring, device / 2)
+    total = computed + parts["rows within a host"] + parts["rows between hosts"] + ring - hidden
+    floor = max(work.bf16 / gpu.bf16 + work.fp32 / gpu.fp32, traffic / gpu.memory)
+    return StepTime({name: of for name, of in parts.items() if of}, total, floor, kernels)
