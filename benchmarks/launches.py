@@ -420,8 +420,8 @@ def as_if_on_a_gpu() -> Iterator[None]:
 
     shard = parallelize._shard
 
-    def sharded(collections: Any, plans: Any, config: Any, ranks: Ranks) -> Any:
-        return shard(collections, plans, config, replace(ranks, device=torch.device("cpu")))
+    def sharded(collections: Any, plans: Any, config: Any, ranks: Ranks, replicas: Any) -> Any:
+        return shard(collections, plans, config, replace(ranks, device=torch.device("cpu")), replicas)
 
     properties = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, major=9, minor=0)
     cuda = {

@@ -187,8 +187,9 @@ class Exchange:
     summed: bool = False
     order: Tensor | None = None
     counted: Sequence[tuple[RowLayout, int | Tensor]] = ()
+    owner_like: tuple[torch.Size, torch.dtype] | None = field(default=None, repr=False)
+    """Of the owner's values, where gradients are received of rows that were not sent."""
     _in_flight: "_InFlight | None" = field(default=None, repr=False)
-    _owner_like: tuple[torch.Size, torch.dtype] | None = field(default=None, repr=False)
 
     def start(self, values: Tensor) -> Awaitable[Tensor]:
         """Sends the owner's values; differentiable, collective."""
@@ -197,7 +198,7 @@ class Exchange:
         return _RowsInFlight(self, _SendRows.apply(self, values))
 
     def send_rows(self, values: Tensor) -> None:
-        self._owner_like = values.shape, values.dtype
+        self.owner_like = values.shape, values.dtype
         values = values if self.order is None else values.index_select(0, self.order)
         self._send("forward", self._encode("forward", values, self.owner), self.owner, self.requester)
 
@@ -216,8 +217,8 @@ class Exchange:
         self._send("backward", encoded, self.requester, self.owner)
 
     def receive_gradients(self) -> Tensor:
-        assert self._owner_like is not None
-        shape, dtype = self._owner_like
+        assert self.owner_like is not None
+        shape, dtype = self.owner_like
         gradient = self._decode("backward", self.owner, shape)
         if get_gradient_division():
             gradient.div_(self.group.size())

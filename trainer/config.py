@@ -111,13 +111,27 @@ TABLE_OPTIMIZERS.offer(TableSettings, "optimizer")
 class TablesConfig(TableSettings):
     """The sharded embedding tables. A table by itself: --tables.NAME.SETTING, or a section [tables.NAME]."""
 
+    group_size: int = 0
+    """Ranks that hold all tables together; other groups of as many ranks have copies (2D parallelism). Rows are sent
+    within a group, and gradients summed over all. 0: all ranks are one group."""
     by_name: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=OTHER_SECTIONS)
     """Settings of single tables that differ from those of all."""
 
     def __post_init__(self) -> None:
         self.check("tables")
+        require(self.group_size >= 0, "tables.group_size", self.group_size, "0 or more")
         for name in self.by_name:
             self.of(name).check(f"tables.{name}")
+
+    def ranks_of_group(self, world_size: int) -> int:
+        """Ranks of each group among so many. ValueError where the groups would not be equal."""
+        size = min(self.group_size or world_size, world_size)
+        if world_size % size:
+            raise ValueError(
+                f"tables.group_size is {self.group_size}, but {world_size} ranks cannot be divided into such groups; "
+                "set it to a divisor, or to 0"
+            )
+        return size
 
     def of(self, name: str) -> TableSettings:
         """The settings of the table of that name."""

@@ -119,6 +119,25 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
     assert losses(changed) == pytest.approx(losses(whole), rel=1e-4)
 
 
+def test_groups_of_ranks_go_on_as_one_group_and_as_one_process(tmp_path: Path) -> None:
+    """Four ranks as 2 x 2, whose checkpoint has each row once: loading refuses rows that overlap."""
+    settings = SETTINGS | {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
+    settings |= {"model.features": ["all"], "tables.tags.pooled": True, "train.epochs": 3, "tables.group_size": 2}
+    config = small_config(write_dataset(tmp_path / "data", features=True), settings)
+    began = tmp_path / "began"
+    two_ranks.run(train_runs, {began: replace_epochs(config, 1)}, world_size=4)
+    runs = {size: shutil.copytree(began, tmp_path / f"group of {size}") for size in (0, 1, 2)}
+    two_ranks.run(train_runs, {runs[0]: replace_group(config, 0), runs[2]: config}, world_size=4)
+    alone = tmp_path / "alone"
+    train_runs({runs[1]: config, alone: config})
+    for run in runs.values():
+        assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def replace_group(config: Config, size: int) -> Config:
+    return replace(config, tables=replace(config.tables, group_size=size))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_any_number_of_ranks_goes_on_within_rounding(tmp_path: Path) -> None:

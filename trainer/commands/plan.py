@@ -110,6 +110,8 @@ class JobPlan:
     users: int
     items: int
     devices: "Devices"
+    group_size: int
+    """Ranks that hold all tables together."""
     tables: "Mapping[str, TablePlan]"
     table_bytes: tuple[int, ...]
     """By rank: its rows with their optimizers' state and moving averages."""
@@ -142,10 +144,11 @@ class JobPlan:
         room = f" of {devices.bytes / 2**30:,g} GiB" if devices.bytes else ""
         averages = ", both with moving averages" if self.averaged else ""
         step = self.step_bytes
+        groups = f"; groups of {self.group_size} with all tables each" if self.group_size < devices.world_size else ""
         block = {
             "dataset": f"{self.dataset}: {self.users:,} users, {self.items:,} items",
             "parameters": f"{parameters:,} in tables, {self.tower_parameters:,} in the tower",
-            "ranks": f"{devices.world_size} on {devices.kind}, {devices.per_host} on each host",
+            "ranks": f"{devices.world_size} on {devices.kind}, {devices.per_host} on each host{groups}",
             "memory": f"on each rank{room}: tables with their optimizers {' to '.join(held)}, tower with gradients and "
             f"optimizer {binary_size(self.tower_bytes)}{averages};",
             "": f"in a step of {step.sequences:,} sequences: activations {binary_size(step.activations)}, rows "
@@ -182,7 +185,9 @@ class JobPlan:
 
         of, W = self.traffic[wire], self.devices.world_size
         between = f" ({binary_size(of.between_hosts // W)} to other hosts)" if self.devices.per_host < W else ""
-        return f"{binary_size((of.ids + of.forward + of.backward) // W)} with {wire}{between}"
+        if of.peers:
+            between = f"{between}, {binary_size(of.peers // W)} of it to other groups"
+        return f"{binary_size(of.total // W)} with {wire}{between}"
 
 
 CONTEXT = {"cuda": 2**30, "cpu": 2**23}
@@ -259,7 +264,8 @@ def plan_job(
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())
-    rows = rows_sent(ids, plan, devices.per_host)
+    size = config.tables.ranks_of_group(devices.world_size)
+    rows = rows_sent(ids, plan, devices.per_host, size)
     wires = {of: replace(config.comm, forward=of, backward=of) for of in ("fp8", "fp16", "fp32")}
     if config.comm.forward != config.comm.backward:
         wires = {f"{config.comm.forward} and {config.comm.backward} back": config.comm, **wires}
@@ -275,7 +281,7 @@ def plan_job(
     sent, W = traffic(rows, config.comm), devices.world_size
     between = sent.between_hosts / W
     load = Load(
-        within=(sent.ids + sent.forward + sent.backward) / W - between,
+        within=sent.total / W - between,
         between=between,
         dense=weights * (2 if config.comm.dense == "bf16" else 4),
         tables=sum(_moved(plan[name]) * count for name, count in lookups.items()),
@@ -286,12 +292,15 @@ def plan_job(
         users=users,
         items=schema.num_items,
         devices=devices,
+        group_size=size,
         tables=plan,
-        table_bytes=tuple(bytes_by_rank(plan, devices.world_size)),
+        table_bytes=tuple(bytes_by_rank(plan, size)) * (devices.world_size // size),
         tower_parameters=weights,
         tower_bytes=weights * bytes_per_weight(config),
         averaged=config.train.ema > 0,
-        step_bytes=StepBytes(len(batch.packing.lengths_B), activations, leaves, batches, activations + leaves + batches),
+        step_bytes=StepBytes(
+            len(batch.packing.lengths_B), activations, leaves, batches, activations + leaves + batches
+        ),
         traffic={wire: traffic(rows, of) for wire, of in wires.items()},
         dense_bytes=int(load.dense),
         gpu=gpu,

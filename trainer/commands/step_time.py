@@ -33,8 +33,9 @@ LAUNCH = 5e-6
 """Seconds in which torch's host starts a kernel, and a collective."""
 REACHED = {"bf16": 0.5, "fp32": 0.7, "memory": 0.7, "nvlink": 0.7, "network": 0.8}
 """The part of a data sheet's rate that is reached."""
-OTHER_KERNELS = 100
-"""Of a step, beside the tower's forward, loss and backward: the exchange of rows, the tables and the optimizers."""
+FUSED, OTHER_KERNELS = 0.45, 25
+"""Kernels by torch's operations in the same forward and backward on a CPU, and those beside: tables, exchange and
+optimizers. Fitted to the counts of benchmarks/notes/launches.md: 247 for ml-1m-mol and 157 for ml-1m-dot."""
 ASSUMED = (
     f"{LAUNCH * 1e6:g} us to start a kernel; of the data sheet's rates "
     f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"
@@ -76,7 +77,7 @@ class StepTime:
 
 def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, kernels: int = 0) -> StepTime:
     """Of a step of each rank. `kernels` replaces their counted number."""
-    kernels = kernels or round(work.kernels) + OTHER_KERNELS
+    kernels = kernels or round(FUSED * work.kernels) + OTHER_KERNELS
     traffic = work.traffic + load.tables + load.optimizer
     hosts, local = world_size // per_host, min(per_host, world_size)
     # A ring of n ranks sends the gradients' bytes 2 (n - 1) / n times; with hosts, each rank has its share to add up.

@@ -1,26 +1,32 @@
-"""The norm of all gradients, those of the tables' rows included, and the scale that clips them to a norm.
+"""The norm of all gradients, those of the tables' rows included, the scale that clips them to a norm, and the sum of
+rows' gradients over copies of the tables.
 
 A row's gradient is the sum over the ranks, which is known only when the row's owner has received all parts. But the
 tables update their rows inside the backward of the lookup. With clipping, the graph is therefore cut at the lookup's
-output: gradients stop there until the norm is known.
+output: gradients stop there until the norm is known. Where several groups of ranks have copies of the tables, they stop
+there until those of all groups are there; then the update looks up the rows of all groups.
 
 Axes: S ids that a lookup names, R bags, U unique ids, C columns that a rank has of a table.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from logitmix.comm.exchange import Wire
 from logitmix.trainer.parallel.optimizer import ShardedCollection, bags_by_feature, kernels, of_each_id
+from logitmix.trainer.parallel.replicas import PeerGradients, Replicas
 
 Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
 
 
-class DetachedLookup(NamedTuple):
+@dataclass(frozen=True)
+class DetachedLookup:
     """One lookup of a rank's shards: `output` has the graph that updates them; `leaf` has its values, and gets its
     gradient from the rest of the step. Both [S, C], or for bags [R, C of all tables]."""
 
@@ -28,21 +34,38 @@ class DetachedLookup(NamedTuple):
     features: KeyedJaggedTensor
     output: Tensor
     leaf: Tensor
+    peers: PeerGradients | None = None
+    """Where there are other groups of ranks."""
+
+    def share(self) -> None:
+        """Sends the gradients that have arrived to the other groups; does nothing where there are none."""
+        if self.peers:
+            self.peers.send([*self._gradients()])
 
     def squares(self) -> Tensor:
         """The sum of squares of the rows' gradients; the gradients of a row that was asked for several times are summed
-        first."""
-        ids = self.features.values().long().split(self.features.length_per_key())
+        first. Zero in all groups but the first, which have the same rows."""
         total = torch.zeros((), dtype=torch.float64, device=self.leaf.device)
-        for ids_S, gradient_SC in zip(ids, self._gradients(), strict=True):
+        features, gradients = self.peers.receive() if self.peers else (self.features, self._gradients())
+        if self.peers and self.peers.peers.rank():
+            return total
+        ids = features.values().long().split(features.length_per_key())
+        for ids_S, gradient_SC in zip(ids, gradients, strict=True):
             unique_U, inverse_S = ids_S.unique(return_inverse=True)
             row_UC = gradient_SC.new_zeros(len(unique_U), gradient_SC.shape[1]).index_add_(0, inverse_S, gradient_SC)
             total += row_UC.square().sum(dtype=torch.float64)
         return total
 
-    def update(self, scale: Tensor) -> None:
+    def update(self, scale: Tensor | float = 1.0) -> None:
         """The rest of the backward, which updates the rows."""
-        torch.autograd.backward([self.output], [self._gradient * scale])
+        output, gradient = self.output, self._gradient
+        if self.peers:
+            features, gradients = self.peers.receive()
+            _count_one_lookup(self.kernel)
+            # Not through the hook that cuts.
+            output = cast(Any, self.kernel).forward(features)
+            gradient = torch.cat(gradients, dim=1 if self.peers.pooled else 0)
+        torch.autograd.backward([output], [gradient * scale])
 
     def _gradients(self) -> Iterable[Tensor]:
         """The gradients of each feature's ids [S, C], feature by feature."""
@@ -62,8 +85,9 @@ class DetachedLookup(NamedTuple):
 class DetachedLookups:
     """Cuts the graph at the output of every lookup of sharded tables."""
 
-    def __init__(self, collections: Iterable[ShardedCollection]) -> None:
+    def __init__(self, collections: Iterable[ShardedCollection], replicas: Replicas, wire: Wire) -> None:
         self._cuts: list[DetachedLookup] = []
+        self._replicas, self._wire = replicas, wire
         for collection in collections:
             for kernel in kernels(collection):
                 if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
@@ -76,8 +100,21 @@ class DetachedLookups:
 
     def _cut(self, kernel: Kernel, arguments: tuple[KeyedJaggedTensor], output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
-        self._cuts.append(DetachedLookup(kernel, arguments[0], output, leaf))
+        (features,), peers = arguments, None
+        if self._replicas.peers:
+            tables = [kernel.config.embedding_tables[table].name for table in kernel._feature_table_map]
+            pooled = isinstance(kernel, BaseBatchedEmbeddingBag)
+            peers = PeerGradients(features, tables, pooled, self._replicas.peers, self._wire)
+        self._cuts.append(DetachedLookup(kernel, features, output, leaf, peers))
         return leaf
+
+
+def _count_one_lookup(kernel: Kernel) -> None:
+    """FBGEMM's Adam counts lookups as steps: of two in a step it forgets the first."""
+    tables = getattr(kernel, "emb_module", None)
+    for name in ("iter", "iter_cpu"):
+        if (count := getattr(tables, name, None)) is not None:
+            count.sub_(1)
 
 
 def clip_scale(norm: Tensor, clip: float) -> Tensor:

@@ -38,7 +38,8 @@ from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
-from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, plan_tables
+from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, placed, plan_tables
+from logitmix.trainer.parallel.replicas import SUFFIX, Replicas
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
@@ -54,9 +55,10 @@ class ParallelModel:
     replicated: DistributedDataParallel | FlatLosses
     wire: Wire
     ranks: Ranks
+    replicas: Replicas
     config: Config
     cuts: DetachedLookups | None
-    """With gradient clipping: where the backward of lookups waits for the norm."""
+    """With gradient clipping or several groups of ranks: where the backward of lookups waits."""
     average: MovingAverage | None
     """With train.ema."""
     stream: torch.cuda.Stream | None
@@ -72,7 +74,7 @@ class ParallelModel:
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs; collective."""
         ranks = self.ranks
-        return RowExchange(self.tables, self.pooled, ids, ranks.group, ranks.device, self.stream, self.cuts)
+        return RowExchange(self.tables, self.pooled, ids, self.replicas.group, ranks.device, self.stream, self.cuts)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch, for use once its rows are sent."""
@@ -125,8 +127,11 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
     a module leaves without initial values.
     """
     model, embedded = unsharded(schema, config, ranks.device)
-    plans = plan_tables(embedded, config, Devices.of(ranks), ranks.group)
-    collections = _shard(model.tables, plans, config, ranks)
+    devices, size = Devices.of(ranks), config.tables.ranks_of_group(ranks.world_size)
+    plans = plan_tables(embedded, config, devices, ranks.group)
+    plan = describe(plans, embedded, config)
+    replicas = Replicas.of(ranks, size, config.comm.timeout_seconds)
+    collections = _shard(model.tables, placed(plans, replicas.first_rank, devices.per_host), config, ranks, replicas)
     wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
     sharded, pooled = [], []
     for each in collections.values():
@@ -135,15 +140,21 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
         else:
             pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
     optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
-    cuts = DetachedLookups(cast(Any, collections.values())) if config.train.clip else None
+    cuts = None
+    if config.train.clip or replicas.peers:
+        cuts = DetachedLookups(cast(Any, collections.values()), replicas, wire)
+    if replicas.peers:
+        for table in embedded:
+            wire.register(torchrec_name(table.name) + SUFFIX)
 
     generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
     tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
     replicated = _replicated(losses, config, ranks)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-    plan = describe(plans, embedded, config)
-    parallel = ParallelModel(sharded, pooled, optimizers, plan, replicated, wire, ranks, config, cuts, None, stream)
+    parallel = ParallelModel(
+        sharded, pooled, optimizers, plan, replicated, wire, ranks, replicas, config, cuts, None, stream
+    )
     tables = parallel.shards()
     if not restored:
         _initialize(tables, config)
@@ -198,6 +209,11 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
             f"the sharding of table {name} is {settings.sharding}, which only pooled tables can have; set another "
             f"tables.{name}.sharding{pooled}"
         )
+    if settings.sharding in BY_HOST and config.tables.group_size:
+        raise ValueError(
+            f"the sharding of table {name} is {settings.sharding}, which has no copies; set another "
+            f"tables.{name}.sharding, or tables.group_size to 0"
+        )
     if settings.precision == "fp16" and device.type == "cpu":
         raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
     if settings.precision == "fp16" and settings.optimizer in TABLE_OPTIMIZERS.plugins:
@@ -212,12 +228,12 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
         )
 
 
-def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks) -> nn.ModuleDict:
+def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks, replicas: Replicas) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, config.tables.of(table_name(key)))
     # TorchRec would keep the groups of the ranks of a host from an earlier process group, which has ended.
     torchrec.distributed.comm._INTRA_PG = torchrec.distributed.comm._CROSS_PG = None
-    env, sharded = ShardingEnv.from_process_group(ranks.group), nn.ModuleDict()
+    env, sharded = ShardingEnv.from_process_group(replicas.group), nn.ModuleDict()
     for name, each in collections.items():
         bags = isinstance(each, EmbeddingBagCollection)
         sharder: Any = EmbeddingBagCollectionSharder() if bags else EmbeddingCollectionSharder()

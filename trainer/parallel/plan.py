@@ -7,6 +7,7 @@ and the FP8 wire gives each shard's columns their own scale. A table with too fe
 instead of row_wise. Pooled tables can be divided by hosts, on request (by_host.py).
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _remote_device
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -65,6 +67,11 @@ class Devices:
     bytes: int | None = None
     """Memory of a GPU."""
 
+    def of_group(self, tables: TablesConfig) -> "Devices":
+        """Those that hold all tables together. ValueError where the groups would not be equal."""
+        size = tables.ranks_of_group(self.world_size)
+        return replace(self, world_size=size, per_host=math.gcd(size, self.per_host))
+
     @staticmethod
     def of(ranks: Ranks) -> "Devices":
         """Those of a job."""
@@ -75,10 +82,11 @@ class Devices:
 def plan_tables(
     tables: Sequence[EmbeddingTable], config: Config, devices: Devices, group: dist.ProcessGroup | None = None
 ) -> Plans:
-    """The planner's choice within the configuration's limits. With a group, collective: rank 0's choice, on all ranks.
-    Raises ValueError if the devices have no room.
+    """The planner's choice within the configuration's limits, for the ranks of one group of tables.group_size, which
+    are numbered from 0. With a process group, collective: rank 0's choice, on all ranks. Raises ValueError if the
+    devices have no room.
     """
-    settings = config.tables
+    settings, devices = config.tables, devices.of_group(config.tables)
     _require_room(tables, config, devices)
     plans: dict[str, ParameterSharding] = plan_by_host(
         [table for table in tables if settings.of(table.name).sharding in BY_HOST],
@@ -130,6 +138,18 @@ def plan_tables(
             f"{binary_size(devices.bytes)}; use more ranks, tables.sharding row_wise, or no train.ema"
         )
     return plans
+
+
+def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
+    """The plans of a group whose first rank is this one: TorchRec's places of shards have the ranks of the whole job,
+    its lists of ranks those of the group."""
+    moved = copy.deepcopy(dict(plans))
+    for plan in moved.values():
+        for shard in cast(Any, plan.sharding_spec).shards:
+            rank, device = first_rank + shard.placement.rank(), shard.placement.device()
+            where = device.type if device.type == "cpu" else f"{device.type}:{rank % per_host}"
+            shard.placement = _remote_device(f"rank:{rank}/{where}")
+    return moved
 
 
 def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Devices) -> None:

@@ -179,27 +179,32 @@ class RowExchange:
 
     def receive_gradients(self) -> Tensor:
         """With `cuts`: waits for the gradients of all ranks, without an update; returns the sum of squares of the
-        gradients of this rank's own rows, FP64 scalar."""
-        for each in self._all():
-            each.apply_gradients()
+        gradients of this rank's own rows, FP64 scalar. The ranks' sum has each row once."""
+        for number in range(len(self.parts)):
+            self._receive_part(number)
         squares = torch.zeros((), dtype=torch.float64, device=next(iter(self.rows.values())).device)
         return sum((lookup.squares() for part in self.lookups for lookup in part), squares)
 
     def apply_gradients(self, next_batch: "RowExchange | None" = None, scale: Tensor | None = None) -> None:
         """Sums the gradients of all ranks and updates the rows. The rows of the `next_batch` batch are sent, each part
-        as soon as its rows are updated: parts are ranges of ids, the same for every batch. With `cuts` the gradients
-        have already arrived, and are multiplied by `scale`."""
+        as soon as its rows are updated: parts are ranges of ids, the same for every batch. With a `scale`, the
+        gradients have already arrived, and are multiplied by it."""
         if next_batch:
             next_batch._begin()
-        for number, part in enumerate(self.parts):
+        for number in range(len(self.parts)):
             if scale is None:
-                for each in part:
-                    each.apply_gradients()
-            else:
-                for lookup in self.lookups[number]:
-                    lookup.update(scale)
+                self._receive_part(number)
+            for lookup in self.lookups[number] if self.cuts else ():
+                lookup.update(1.0 if scale is None else scale)
             if next_batch:
                 next_batch._send_part(next_batch.parts[number])
+
+    def _receive_part(self, number: int) -> None:
+        """Waits for a part's gradients. Without `cuts`, this updates the rows."""
+        for each in self.parts[number]:
+            each.apply_gradients()
+        for lookup in self.lookups[number] if self.cuts else ():
+            lookup.share()
 
     def abandon(self) -> None:
         """Completes the transfers that all ranks began before `wait`: gloo may hang if a rank leaves the group

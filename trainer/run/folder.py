@@ -34,6 +34,7 @@ MAY_CHANGE = {
     "train.log_every", "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "train.loggers",
     "comm.timeout_seconds", "data.path", "train.refit", "train.save_in_background", "train.on_damage",
     "train.on_save_failure", "train.stop_seconds", "evaluate.baselines",
+    "tables.group_size",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""
 

@@ -137,11 +137,11 @@ class Saver:
     def _begin(self, progress: RunProgress, in_background: bool) -> None:
         """Makes a hidden directory for the checkpoint, and in the background begins to write. Collective."""
         out, ranks = self.run / "checkpoints" / f"step-{progress.step}", self.ranks
-        # The tower is the same on all ranks.
+        # The tower is the same on all ranks, and the tables in all groups of ranks.
         state = {
             name: pieces_of(of)
             for name, of in state_of(self.model, self.optimizer).items()
-            if isinstance(of, ShardedTensor) or ranks.rank == 0
+            if ranks.rank == 0 or (isinstance(of, ShardedTensor) and self.model.replicas.number == 0)
         }
         if in_background:
             state = {name: [piece.copied() for piece in of] for name, of in state.items()}

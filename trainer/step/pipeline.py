@@ -283,7 +283,7 @@ class Pipeline:
         with self.clock("all_to_all"):
             self.wire_counts = self.model.wire.pop_counts() if self.logged else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-            scale = self._clip_gradients(self._rows) if self.model.cuts else None
+            scale = self._clip_gradients(self._rows) if self.model.config.train.clip else None
             self._rows.apply_gradients(next_batch, scale)
         with self.clock("optimizer"):
             self.optimizer.step()

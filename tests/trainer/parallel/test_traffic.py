@@ -15,10 +15,14 @@ from logitmix.trainer.config import BY_HOST, Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.parallelize import parallelize
-from logitmix.trainer.parallel.traffic import rows_sent, traffic
+from logitmix.trainer.parallel.replicas import SUFFIX
+from logitmix.trainer.parallel.traffic import ID_BYTES, rows_sent, traffic
 
 SETTINGS = {"model.features": ["all"], "tables.tags.pooled": True, "tables.brand.sharding": "row_wise"}
 SHARDINGS = ("row_wise", "table_wise", "column_wise")
+
+
+GROUPS = {"tables.group_size": 2, "comm.backward": "fp8"}
 
 
 def configs(folder: Path) -> list[Config]:
@@ -27,11 +31,14 @@ def configs(folder: Path) -> list[Config]:
         small_config(folder, SETTINGS | wire | {"tables.sharding": sharding})
         for sharding in SHARDINGS
         for wire in wires
-    ] + [small_config(folder, SETTINGS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST]
+    ] + [
+        *(small_config(folder, SETTINGS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST),
+        *(small_config(folder, SETTINGS | GROUPS | {"tables.sharding": sharding}) for sharding in SHARDINGS),
+    ]
 
 
 def counted(folder: Path) -> list[Tensor]:
-    """Bytes [2 directions] of this rank's first step."""
+    """Bytes of this rank's first step, forward, backward and to peers; and those foreseen."""
     found = []
     os.environ.update(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
     for config in configs(folder):
@@ -45,16 +52,25 @@ def counted(folder: Path) -> list[Tensor]:
             model.table_optimizers.begin_step(1.0)
             exchange.send_gradients()
             exchange.apply_gradients()
-            found.append(model.wire.pop_counts()[..., 0].sum(0))
+            counts = model.wire.pop_counts()[..., 0]
+            to_peers = torch.tensor([name.endswith(SUFFIX) for name in model.wire.tables])
+            found.append(torch.cat([counts[~to_peers].sum(0), counts[to_peers].sum(0)[1:]]))
             plan = model.plan
         found[-1] = torch.stack([found[-1], torch.tensor(foreseen(config, folder, plan, ranks.world_size))])
     return found
 
 
-def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple[float, float]:
-    of = traffic(rows_sent(first_ids(config, load_dataset(folder), world_size), plan, per_host=2), config.comm)
-    assert (of.between_hosts == 0) == (world_size == 2) and of.between_hosts < of.ids + of.forward + of.backward
-    return float(of.forward), float(of.backward)
+def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple[float, float, float]:
+    ids, size = first_ids(config, load_dataset(folder), world_size), config.tables.ranks_of_group(world_size)
+    rows = rows_sent(ids, plan, per_host=2, group_size=size)
+    of = traffic(rows, config.comm)
+    assert (of.between_hosts == 0) == (world_size == 2) and of.between_hosts < of.total
+    assert (of.peers > 0) == (size < world_size)
+    if of.peers:
+        # Groups are hosts.
+        assert of.between_hosts == of.peers
+    ids_to_peers = ID_BYTES * sum(count for crossing, count in rows.items() if crossing.to_peers)
+    return float(of.forward), float(of.backward), float(of.peers - ids_to_peers)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

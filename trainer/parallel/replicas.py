@@ -1,0 +1,128 @@
+"""Tables that are divided among the ranks of a group, with a copy in every group (tables.group_size).
+
+Rows and gradients are exchanged within a group. The ranks that hold the same rows in all groups, peers, then send one
+another the gradients that arrived, and each adds up those of all groups in one order: the copies stay bit-equal.
+
+Axes: S ids that a lookup names, R bags, C columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from logitmix.comm.codec import Segment
+from logitmix.comm.exchange import Exchange, RowRun, Wire, stacked
+from logitmix.comm.process_group import Ranks, limit_waiting
+from logitmix.trainer.parallel.ids import IdExchange
+
+SUFFIX = "/peers"
+"""Of a table's name where what peers send is counted."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The groups that a rank is in."""
+
+    group: dist.ProcessGroup
+    """Ranks that hold all tables together."""
+    peers: dist.ProcessGroup | None
+    """One rank of each group, which hold the same rows; None where there is one group."""
+    number: int
+    """Of this rank's group, from 0."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, size: int, timeout_seconds: int) -> "Replicas":
+        """Groups of `size` consecutive ranks. Collective."""
+        count = ranks.world_size // size
+        if count == 1:
+            return cls(ranks.group, None, 0)
+        groups = [[*range(number * size, (number + 1) * size)] for number in range(count)]
+        made = [_made([*of], ranks, timeout_seconds) for of in (*groups, *zip(*groups, strict=True))]
+        return cls(made[ranks.rank // size], made[count + ranks.rank % size], ranks.rank // size)
+
+    @property
+    def first_rank(self) -> int:
+        """Of this rank's group."""
+        return self.number * self.group.size()
+
+
+def _made(members: list[int], ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
+    group = dist.new_group(members)
+    if ranks.rank in members:
+        limit_waiting(group, ranks.device, timeout_seconds)
+    return group
+
+
+class PeerGradients:
+    """The gradients of a lookup's ids, which peers send one another. All calls are collective among the peers. The
+    constructor begins the exchange of the ids' counts."""
+
+    def __init__(
+        self, features: KeyedJaggedTensor, tables: Sequence[str], pooled: bool, peers: dist.ProcessGroup, wire: Wire
+    ) -> None:
+        """`tables` has the table of each feature; `pooled`: whether the lookup adds up bags."""
+        self.keys, self.tables, self.pooled, self.peers, self.wire = features.keys(), tables, pooled, peers, wire
+        self.weighted = features.weights_or_none() is not None
+        ids = [of.long() for of in features.values().split(features.length_per_key())]
+        self._received: tuple[KeyedJaggedTensor, list[Tensor]] | None = None
+        self.ids = IdExchange([ids] * peers.size(), peers, features.device(), None)
+
+    def send(self, gradients: Sequence[Tensor]) -> None:
+        """Sends the gradients [S, C] of the ids of each feature."""
+        self.ids.send()
+        self.widths = widths = [of.shape[1] for of in gradients]
+        self.sizes = [[rows * width for rows, width in zip(of, widths, strict=True)] for of in self.ids.counts]
+        segments = [Segment(table + SUFFIX, width) for table, width in zip(self.tables, widths, strict=True)]
+        runs = [
+            [RowRun(rows, (segment,)) for rows, segment in zip(of_peer, segments, strict=True)]
+            for of_peer in self.ids.counts
+        ]
+        mine, count = self.peers.rank(), self.peers.size()
+        others = [of for peer, of in enumerate(runs) if peer != mine]
+        self.exchange = Exchange(
+            self.wire,
+            self.peers,
+            owner=stacked(runs),
+            requester=stacked([runs[mine]] * count),
+            requester_shape=(),
+            summed=True,
+            counted=[(run.layout, run.rows) for of in others for run in of],
+            owner_like=(torch.Size([sum(map(sum, self.sizes))]), torch.float32),
+        )
+        self.exchange.send_gradients(torch.cat([of.flatten() for of in gradients]))
+
+    def receive(self) -> tuple[KeyedJaggedTensor, list[Tensor]]:
+        """The ids of all groups, each a bag by itself where the lookup adds up bags, and the gradients [S, C] of each
+        feature's, divided by the number of groups."""
+        if self._received is None:
+            self._received = self._receive()
+        return self._received
+
+    def _receive(self) -> tuple[KeyedJaggedTensor, list[Tensor]]:
+        self.ids.wait()
+        asked = self.ids.of(range(len(self.keys)))
+        flat = self.exchange.receive_gradients()
+        pieces = [
+            of_peer.split(sizes) for of_peer, sizes in zip(flat.split([*map(sum, self.sizes)]), self.sizes, strict=True)
+        ]
+        gradients = [
+            torch.cat([of_peer[number] for of_peer in pieces]).view(-1, width)
+            for number, width in enumerate(self.widths)
+        ]
+        if not self.pooled:
+            return asked.lookup(self.keys), gradients
+        values, count = asked.values, len(gradients[0])
+        # Its features are shards of one table's columns, so they have the same ids.
+        features = KeyedJaggedTensor(
+            keys=self.keys,
+            values=values,
+            weights=torch.ones(len(values), device=values.device) if self.weighted else None,
+            lengths=torch.ones(len(values), dtype=torch.int64, device=values.device),
+            stride=count,
+            length_per_key=[count] * len(self.keys),
+        )
+        return features, gradients
