@@ -190,6 +190,9 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of encoder and similarity; weights and tables stay FP32. bf16 is autocast, except on a CPU without BF16
     arithmetic. auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
+    compile: bool = False
+    """Compile the encoder and the other layers of the towers with torch.compile, for fewer kernels on CUDA: the same
+    losses up to rounding, but the first steps take minutes. Not run on a GPU yet."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     """CPU threads of a rank; bit-equal reruns need the same number."""

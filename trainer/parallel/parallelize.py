@@ -150,6 +150,11 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
     generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
     tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
+    if config.train.compile:
+        # It loads slowly.
+        from logitmix.trainer.parallel.compiled import compile_towers
+
+        compile_towers(losses, ranks.device)
     replicated = _replicated(losses, config, ranks)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     parallel = ParallelModel(

@@ -1,0 +1,75 @@
+"""train.compile: the same training, up to rounding."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import a_pipeline, small_config, write_dataset
+from torch import Tensor
+
+from logitmix.modules.encoders import hstu, sasrec
+from logitmix.modules.noise import Noise
+from logitmix.trainer.config import Config
+from logitmix.trainer.parallel import compiled, parallelize
+from logitmix.trainer.parallel.compiled import compile_towers
+
+STEPS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sasrec": {"model.encoder.dropout": 0.2},
+    "hstu": {"model.encoder.kind": "hstu", "model.similarity.kind": "dot", "model.hindexer.weight": 0.0},
+}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Inductor compiles for minutes; the other backend runs the same graphs as they are."""
+    for owner, name in compiled._LEFT_ALONE:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(compiled, "BACKEND", request.param)
+    torch._dynamo.reset()
+    # What is compiled holds for batches of all sizes.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def losses_of(config: Config, flat: bool) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelize, "FLAT_ON", ("cpu",) if flat else ())
+        with a_pipeline(config, STEPS) as pipeline:
+            return [pipeline.train_step()["loss"].detach() for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "precision"),
+    [
+        ("aot_eager", "sasrec", "bf16"),
+        pytest.param("aot_eager", "hstu", "fp32", marks=pytest.mark.slow),
+        pytest.param("inductor", "sasrec", "bf16", marks=pytest.mark.slow),
+        pytest.param("inductor", "hstu", "fp32", marks=pytest.mark.slow),
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.usefixtures("backend")
+def test_equals_eager_up_to_rounding(name: str, precision: str, tmp_path: Path) -> None:
+    settings = SETTINGS[name] | {"train.precision": precision, "train.epochs": 4}
+    data = write_dataset(tmp_path / "data")
+    eager, of_compiled = (
+        losses_of(small_config(data, settings | {"train.compile": compile}), flat=precision == "bf16")
+        for compile in (False, True)
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
+    for ours, theirs in zip(of_compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise compiled.InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled, "get_cpp_compiler", none)
+    with pytest.raises(ValueError, match=r"^train\.compile is true, but torch\.compile finds no C\+\+ compiler here; "):
+        compile_towers(None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert not any(hasattr(of, "_torchdynamo_disable") for of in (Noise.dropout, sasrec.attend_padded, hstu.attend))

@@ -1,0 +1,59 @@
+"""The towers under torch.compile (train.compile): everything between the tables' rows and the losses."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+from logitmix.common.compiled import has_triton
+from logitmix.modules.encoders import hstu, sasrec
+from logitmix.modules.model import SampledLosses
+from logitmix.modules.noise import Noise
+from logitmix.modules.similarity import components, dot, mol
+
+BACKEND = "inductor"
+_LEFT_ALONE: tuple[tuple[Any, str], ...] = (
+    (Noise, "dropout"),
+    (Noise, "relu_dropout"),
+    (Noise, "without_rows"),
+    (sasrec, "attend_padded"),
+    (sasrec, "attend_jagged"),
+    (hstu, "attend"),
+    (dot, "l2_normalize"),
+    (mol, "l2_normalize"),
+    (components, "_gated"),
+)
+"""Functions that torch.compile runs as they are: they are kernels already, or depend on the batch's lengths."""
+
+
+def compile_towers(losses: SampledLosses, device: torch.device) -> None:
+    """From now on the towers are compiled, once for all sizes of batches. ValueError where they cannot be."""
+    _require_compiler(device)
+    # The process's own, because a compiled function finds them by name.
+    for owner, name in _LEFT_ALONE:
+        function = getattr(owner, name)
+        if not getattr(function, "_torchdynamo_disable", False):
+            setattr(owner, name, torch.compiler.disable(function))
+    # The tracer reads it of all inputs.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    # It would cut what is compiled at DDP's buckets, of which there is one.
+    torch._dynamo.config.optimize_ddp = False
+    losses.towers = torch.compile(losses.towers, dynamic=True, backend=BACKEND)  # type: ignore[method-assign]
+
+
+def _require_compiler(device: torch.device) -> None:
+    missing = ""
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            missing = "finds no C++ compiler here; install g++"
+    elif not has_triton():
+        missing = "needs Triton, which is not installed here; install it"
+    elif torch.cuda.get_device_capability(device) < (7, 0):
+        missing = f"needs a newer GPU than {torch.cuda.get_device_name(device)}; use one"
+    if missing:
+        raise ValueError(f"train.compile is true, but torch.compile {missing}, or set train.compile to false")
