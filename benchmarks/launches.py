@@ -86,16 +86,16 @@ KERNELS = {
 }  # fmt: skip
 """Kernels of an operation of torch on CUDA, where it is not one: from ATen's sources."""
 FUSED = {
-    "lookup": 4,
-    "update": 16,
+    "lookup": 6,
+    "update": 19,
     "flash attention": 3,
     "flash attention's backward": 4,
 }
-"""Kernels of what is stood in for, from the sources of FBGEMM and torch. The lookup sums the lengths (2), checks the
-ids and reads the rows; its backward numbers the ids over all tables, sorts them (5), counts and sums their runs (4),
-zeroes its counters (3), and updates long and short runs in a kernel each. Flash attention takes its offsets as int32,
-once for queries and once for keys; its backward has three kernels, and the gradients of query, key and value are
-stacked."""
+"""Kernels of what is stood in for, as the sources of FBGEMM launch them, and torch's. The lookup sums the lengths (3),
+checks the ids (2) and reads the rows. The update numbers the ids over all tables, sorts them (4: two digits of 8 bits),
+counts their runs (4) and sums these (3), zeroes counters and sums (4), finds the long runs, and updates long and short
+ones in a kernel each. Flash attention takes its offsets as int32, once for queries and once for keys; its backward has
+three kernels, and the gradients of query, key and value are stacked."""
 BY_LISTS = (110, 64, 48, 36, 30)
 BLOCKS, CHUNK = 320, 65536
 """Of torch's multi-tensor operations: the most tensors of a launch by the number of lists, its most blocks, and the

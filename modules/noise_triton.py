@@ -29,9 +29,8 @@ def dropped(
     relu: Tensor | None = None,
 ) -> Tensor:
     """x [R, ...], FP32 or BF16, as numbers of `dtype` (its own, if none is given) times `scale`, a number of that type,
-    or times 0 where noise.py's 16 random bits are below `drop`. Where
-    `relu`, of the same shape, is at most 0, there is 0 instead. Then `onto` is added, as torch adds numbers of the two
-    types."""
+    or times 0 where noise.py's 16 random bits are below `drop`. Where `relu`, of the same shape, is at most 0, there is
+    0 instead. Then `onto` is added, as torch adds numbers of the two types."""
     dtype = dtype or x.dtype
     has_onto, has_relu = onto is not None, relu is not None
     to = dtype if onto is None else torch.promote_types(dtype, onto.dtype)
@@ -44,9 +43,9 @@ def dropped(
     rows = ELEMENTS // columns
     with torch.cuda.device_of(x):
         _dropout[(triton.cdiv(R, rows), triton.cdiv(W, columns))](
-            x, rows_R, onto, relu, out, R, W, signed(key), signed(key >> 32), drop, scale, ROWS=rows,
-            COLUMNS=columns, ONTO=has_onto, RELU=has_relu,
-            HALF=dtype == torch.bfloat16, EMULATED=x.device.type != "cuda", enable_fp_fusion=False,
+            x, rows_R, onto, relu, out, R, W, signed(key), signed(key >> 32), drop, scale, ROWS=rows, COLUMNS=columns,
+            ONTO=has_onto, RELU=has_relu, HALF=dtype == torch.bfloat16, EMULATED=x.device.type != "cuda",
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

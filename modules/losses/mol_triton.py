@@ -281,11 +281,11 @@ def _backward(
     d_gate = torch.empty(target_programs + tiles.programs, 2 * H * M + H + M, device=device)
     scale = scale.to(torch.float32)
     if T:
-        # The target's probability minus one, computed as minus the negatives' probability: no cancellation.
-        d_positive_T = -torch.sigmoid(others_T - positive_T) * scale
+        # Minus this is the targets' gradient, their probability minus one: no cancellation.
+        of_others_T = torch.sigmoid(others_T - positive_T) * scale
         whole_T = torch.logaddexp(positive_T, others_T)
         _target_backward[(target_programs,)](
-            *problem.inputs, target_T, problem.row_T, d_positive_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
+            *problem.inputs, target_T, problem.row_T, of_others_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
             d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.warps,
             **problem.compiled_for,
         )  # fmt: skip
@@ -660,7 +660,7 @@ def _target_forward(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["T", "tiles", "key_low", "key_high", "dropped"])
 def _target_backward(  # type: ignore[no-untyped-def]
     query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row,
-    d_positive, d_query, d_query_weights, d_target, d_target_weights, d_gate, T, tiles, N, key_low, key_high, dropped,
+    of_others, d_query, d_query_weights, d_target, d_target_weights, d_gate, T, tiles, N, key_low, key_high, dropped,
     DROP: tl.constexpr, CORRECTED: tl.constexpr,
     U: tl.constexpr, I: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr,
@@ -685,7 +685,7 @@ def _target_backward(  # type: ignore[no-untyped-def]
         t = (number * TT + tl.arange(0, TT)).to(tl.int64)
         target_T = tl.load(target + t, mask=t < T, other=0)
         row_hash = hashed_rows(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
-        d_phi = tl.load(d_positive + t, mask=t < T, other=0.0)
+        d_phi = -tl.load(of_others + t, mask=t < T, other=0.0)
         logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
         hidden, slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
         hidden = rounded(hidden, dtype, EMULATED)

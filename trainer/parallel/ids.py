@@ -100,5 +100,8 @@ class IdExchange:
     def of(self, lists: range) -> AskedIds:
         """Some of this rank's lists, after `wait`."""
         chosen = [of_rank[number] for number in lists for of_rank in self._received]
-        values = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)
+        if len(chosen) == 1:
+            values = chosen[0]
+        else:
+            values = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)
         return AskedIds(values, [of_rank[lists.start : lists.stop] for of_rank in self.counts])
