@@ -1,0 +1,241 @@
+"""The product on a CUDA device that is simulated (simulated_cuda.py), held to what it does on the CPU."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import simulated_cuda
+import torch
+import torch.distributed as dist
+import two_ranks
+from simulated_cuda import Fault, Streams
+from small_data import a_pipeline, small_config, write_dataset
+
+from logitmix.modules.batch import Batch
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluation.evaluate import Evaluation
+from logitmix.trainer.parallel.bags import PooledRows
+from logitmix.trainer.parallel.ids import IdExchange
+
+pytestmark = pytest.mark.long
+
+Settings = Mapping[str, Any]
+SMALL: Settings = {
+    "train.batch_size": 2,
+    "train.precision": "fp32",
+    "train.clip": 10.0,
+    "model.encoder.max_length": 6,
+    "model.loss.negatives": 3,
+    "model.hindexer.weight": 0.0,
+    "evaluate.users": 2,
+}
+"""Kernels run in Triton's interpreter."""
+ONE_BLOCK = {"sasrec": {"blocks": 1}, "hstu": {"blocks": 1, "heads": 1, "times": True}, "pooled": {}}
+SIMILARITIES = ("dot", "mlp", "neumf", "deepfm", "mol")
+PAIRS: dict[str, Settings] = {
+    f"{encoder}-{similarity}": {
+        "model.encoder.kind": encoder,
+        "model.similarity.kind": similarity,
+        "model.hindexer.weight": 0.5 if similarity == "dot" else 0.0,
+        **{f"model.encoder.{name}": value for name, value in ONE_BLOCK[encoder].items()},
+    }
+    for encoder, similarity in product(ONE_BLOCK, SIMILARITIES)
+}
+FEATURES: Settings = {"model.features": ["all"], "tables.tags.pooled": True, "model.similarity.kind": "dot"}
+MORE: dict[str, Settings] = {
+    "parts": {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad", "model.similarity.kind": "dot"},
+    "bf16": {"train.precision": "bf16", "comm.dense": "bf16", "model.similarity.kind": "dot"},
+    "all pooled": {**FEATURES, "tables.brand.pooled": True},
+    "sgd, bce": {"tables.optimizer": "sgd", "model.loss.kind": "bce", "model.similarity.kind": "mlp"},
+    "table-wise": {"tables.sharding": "table_wise", "model.loss.share": "batch", "model.loss.in_batch": 3},
+    "column-wise": {"tables.sharding": "column_wise", "comm.backward": "fp32", "model.loss.in_batch": 3},
+    "information": {"model.similarity.mutual_information": 0.01, "model.hindexer.weight": 0.5},
+    "user": {"model.features": ["user"], "model.similarity.user_component": True},
+    "joint": {"model.similarity.gating": "joint", **PAIRS["hstu-mol"]},
+    "positions": {"model.loss.share": "position", "model.encoder.history_dropout": 0.2, "model.item_id_dropout": 0.3},
+    "16 bits": {"comm.forward": "bf16", "comm.backward": "fp16", "dense.optimizer": "sgd", "model.encoder.heads": 2},
+}
+
+
+class Seen(NamedTuple):
+    numbers: list[dict[str, float]]
+    """The losses of each step and the gradients' norm; last, the metrics."""
+    launches: Mapping[str, int]
+    faults: Sequence[str]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if torch.version.cuda:
+        pytest.skip("torch has a CUDA of its own")
+    found = simulated_cuda.compiled(tmp_path_factory.mktemp("simulated"))
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("featured") / "data", features=True, weighted=True)
+
+
+def trained(
+    data: Path, cases: Mapping[str, Settings], steps: int, evaluated: Sequence[str], library: Path | None, streams: bool
+) -> dict[str, Seen]:
+    """Each case trained, and some evaluated, on a rank: on the CPU, or with a library on the simulated device."""
+    device = None if library is None else simulated_cuda.begin(library)
+    found = {}
+    for name, settings in cases.items():
+        config = small_config(data, {**SMALL, **settings, "train.device": "cuda" if device else "cpu"})
+        if device:
+            device.launches.clear()
+            device.streams = Streams() if streams else None
+        numbers = []
+        with a_pipeline(config, steps) as pipeline:
+            seen = []
+            for _ in range(steps):
+                seen.append({**pipeline.train_step(), "norm": pipeline.gradient_norm})
+            # Only now: whoever asks the device for a number waits for it, and then nothing is wrong any more.
+            numbers += [{of: number.item() for of, number in of_step.items()} for of_step in seen]
+            pipeline.require_finite()
+            if name in evaluated:
+                evaluation = Evaluation(config, load_dataset(config.data.path), pipeline.model.ranks)
+                numbers.append(evaluation("test", *pipeline.model.evaluated()))
+        del pipeline
+        gc.collect()
+        found[name] = Seen(numbers, dict(device.launches) if device else {}, device.faults() if device else [])
+    return found
+
+
+def compare(
+    data: Path, cases: Mapping[str, Settings], steps: int, evaluated: Sequence[str], library: Path, world_size: int
+) -> dict[str, Seen]:
+    """What rank 0 saw on the device, once it is what the CPU gives up to rounding, and no rank has found a fault."""
+    on_cpu, on_device = (
+        two_ranks.run(trained, data, cases, steps, evaluated, of, world_size > 1, world_size=world_size)
+        for of in (None, library)
+    )
+    for name, settings in cases.items():
+        for rank in on_device:
+            assert not rank[name].faults, name
+        tolerance = 2e-2 if settings.get("train.precision") == "bf16" else 1e-4
+        for got, expected in zip(on_device[0][name].numbers, on_cpu[0][name].numbers, strict=True):
+            assert got == pytest.approx(expected, rel=tolerance, abs=tolerance), name
+    return on_device[0]
+
+
+def test_each_encoder_and_similarity_gives_what_it_gives_on_the_cpu(data: Path, library: Path) -> None:
+    evaluated = [name for name in PAIRS if "pooled" in name or "dot" in name]
+    seen = compare(data, PAIRS, 1, evaluated, library, 1)
+    kernels = {"hstu": "_keys_backward", "mol": "_negatives_backward", "dot": "_items"}
+    kernels["sasrec"] = "efficient attention, backward"
+    for name, case in seen.items():
+        assert {"_dropout", *(kernels[part] for part in name.split("-") if part in kernels)} <= case.launches.keys()
+    assert "_scores" in seen["pooled-mol"].launches
+
+
+def test_two_gpus_give_what_two_processes_give(featured: Path, library: Path) -> None:
+    seen = compare(featured, {"features": {**FEATURES, "train.ema": 0.9}}, 2, ["features"], library, 2)
+    assert {"_quantize_kernel", "_dequantize_kernel"} <= seen["features"].launches.keys()
+
+
+@pytest.mark.slow
+def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:
+    cases = {**PAIRS, **MORE}
+    seen = compare(featured, cases, 3, [*cases], library, 2)
+    assert "flash attention, backward" in seen["bf16"].launches
+
+
+def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def unrecorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` as if it did not call record_stream."""
+    return without(method, Streams, "record")
+
+
+def unwaited(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` without waiting for a stream."""
+    return without(method, simulated_cuda.Stream, "wait_stream")
+
+
+def without(method: Callable[..., Any], of: Any, name: str) -> Callable[..., Any]:
+    def planted(self: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of, name, nothing)
+            return method(self)
+
+    return planted
+
+
+def missing(method: Callable[..., Any]) -> Callable[..., Any]:
+    return nothing
+
+
+STREAMING: Settings = {**FEATURES, "model.features": ["tags"], "train.clip": 0.0, "train.log_every": 100}
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "a batch is not recorded": (Batch, "record_stream", missing, "record_stream is missing"),
+    "ids are not recorded": (IdExchange, "wait", unrecorded, "record_stream is missing"),
+    "ids are not waited for": (IdExchange, "wait", unwaited, "may still write"),
+    "bags are not recorded": (PooledRows, "receive_ids", unrecorded, "record_stream is missing"),
+    "bags are not waited for": (PooledRows, "receive_ids", unwaited, "may still write"),
+    "rows are not waited for": (simulated_cuda.Work, "_wait", missing, "may still write"),
+}
+
+
+def planted(data: Path, library: Path, names: Sequence[str]) -> dict[str, Sequence[str]]:
+    """The faults that are found where one is planted, by the name of what is."""
+    found = {}
+    for name in names:
+        of, method, instead, _ = PLANTED[name]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of, method, instead(getattr(of, method)))
+            found[name] = trained(data, {name: STREAMING}, 2, [], library, True)[name].faults
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "world_size"),
+    [(["a batch is not recorded", "ids are not waited for"], 1), pytest.param([*PLANTED], 2, marks=pytest.mark.slow)],
+)
+def test_what_is_wrong_with_streams_is_found(featured: Path, library: Path, names: list[str], world_size: int) -> None:
+    ranks = two_ranks.run(planted, featured, library, names, world_size=world_size)
+    for name in names:
+        said = PLANTED[name][-1]
+        assert any(said in fault for rank in ranks for fault in rank[name]), name
+
+
+def refused(library: Path) -> list[str]:
+    """What the device says of what CUDA would not do."""
+    simulated_cuda.begin(library)
+    on_device, on_host = torch.ones(3, 4, device="cuda"), torch.ones(3, 4)
+    index = torch.tensor([1])
+    said = []
+    for wrong in (
+        lambda: on_device + on_host,
+        lambda: on_device.index_select(0, index),
+        lambda: torch.cat([on_device, on_host]),
+        lambda: torch.empty(1, device="cuda:1"),
+        lambda: torch.stack([on_device.sum(), on_host.sum()]),
+        lambda: torch.histogram(on_device, 2),
+        lambda: dist.all_reduce(on_device.t()),
+    ):
+        try:
+            wrong()
+            said.append("")
+        except Fault as fault:
+            said.append(str(fault))
+    right = (on_device * on_host.sum(), on_device[index], on_device.cpu() + on_host, on_device.new_zeros(2))
+    return [*said, *(str(of.device) for of in right)]
+
+
+def test_what_cuda_would_not_do_is_refused(library: Path) -> None:
+    ((*said, number, indexed, copied, new),) = two_ranks.run(refused, library, world_size=1)
+    assert [number, indexed, copied, new] == ["cuda:0", "cuda:0", "cpu", "cuda:0"]
+    ways = ["aten.add.Tensor is", "aten.index_select.default is", "aten.cat.default is", "asks for cuda:1"]
+    for fault, way in zip(said, [*ways, "aten.stack.default is", "no form for CUDA", "not contiguous"], strict=True):
+        assert way in fault
