@@ -63,7 +63,8 @@ class TableSettings:
     dim: int = 0
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Precision of its rows in memory; fp16 on CUDA only, where FBGEMM rounds the updates at random."""
+    """Precision of its rows in memory. FBGEMM rounds updates of fp16 at random on CUDA; on a CPU to nearest, so that
+    updates below 1/4096 of a weight are lost, and not with adam."""
     pooled: bool = False
     """For bags of many ids: the owners of rows send one sum for each bag, rather than its rows."""
     optimizer: str = "adam"

@@ -219,8 +219,11 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
             f"the sharding of table {name} is {settings.sharding}, which has no copies; set another "
             f"tables.{name}.sharding, or tables.group_size to 0"
         )
-    if settings.precision == "fp16" and device.type == "cpu":
-        raise ValueError(f"the precision of table {name} is fp16, which FBGEMM trains on CUDA only; set it to fp32")
+    if settings.precision == "fp16" and settings.optimizer == "adam" and device.type == "cpu":
+        raise ValueError(
+            f"the precision of table {name} is fp16, which FBGEMM trains with adam on CUDA only; set the precision to "
+            "fp32, or tables.optimizer to rowwise_adagrad or sgd"
+        )
     if settings.precision == "fp16" and settings.optimizer in TABLE_OPTIMIZERS.plugins:
         raise ValueError(
             f"the precision of table {name} is fp16, which FBGEMM's own optimizers train, not {settings.optimizer} of "

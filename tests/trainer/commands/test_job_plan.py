@@ -56,7 +56,7 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
         ("--kernels -1", "--kernels is -1; it must be at least 0"),
         ("--world-size 0", "--world-size is 0; it must be at least 1"),
         ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
-        ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains on CUDA"),
+        ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains with"),
         ("--tables.brand.lr 1", "tables.brand: no table brand"),
         ("--data.path nothing", "no dataset at nothing"),
     ],

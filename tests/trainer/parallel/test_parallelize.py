@@ -167,7 +167,7 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
     ("settings", "message"),
     [
         ({"tables.itme.lr": 1.0}, r"^tables\.itme: no table itme \(did you mean item\?\); there are: item, zip$"),
-        ({"tables.zip.precision": "fp16"}, r"^the precision of table zip is fp16, which FBGEMM trains on CUDA only"),
+        ({"tables.zip.precision": "fp16"}, r"^the precision of table zip is fp16, which FBGEMM trains with adam on"),
     ],
 )
 def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict, message: str) -> None:
