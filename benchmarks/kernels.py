@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels [--gpus 80 90] [--only mol_triton] [--out benchmarks/notes/kernels.md]
 
-A case is host code with sizes: those of the recipes, and some that are wider, not all that `covers()` takes. It runs
-with tensors that have shapes and no memory and say that they are on the GPU. So what is compiled is what a run there
-would launch: the same constants, alignments, warps and tiles. Registers and spills are in the log of ptxas, which comes
+A case is host code with sizes: those of the recipes, and limits of what `covers()` takes. It runs with tensors that
+have shapes and no memory and say that they are on the GPU. So what is compiled is what a run there would launch: the
+same constants, alignments, warps and tiles. Registers and spills are in the log of ptxas, which comes
 with Triton; shared and tensor memory are in Triton's own report. No limit is checked on the way: a kernel can compile
 and never start, or contain `trap`. `wrong` names what would, and what is outside the kernel's BUDGET, which stands in
-its module.
+its module. A budget's key is the kernel, or the kernel and a part of the case's name.
 """
 
 import io
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +68,8 @@ GPUS = {
     103: GPU("B300", 228 * 1024, 227 * 1024, 160),
 }
 """By compute capability, for Triton's 8.0 is 80."""
+LIMIT = ", limit"
+"""Ends the name of a case at a limit of what the kernel covers."""
 REGISTERS, WARPS, TENSOR_COLUMNS = 65536, 64, 512
 """Of a multiprocessor."""
 
@@ -180,7 +182,7 @@ def as_if_on(gpu: int, launch: Callable[..., None]) -> Iterator[None]:
             compiler.max_shared_mem.cache_clear()
 
 
-def compiled(case: Case, gpu: int) -> list[Kernel]:
+def compiled(name: str, gpu: int) -> list[Kernel]:
     """The kernels that a case launches, each form once; none is run."""
     kernels: dict[str, Kernel] = {}
     run = JITFunction.run
@@ -191,15 +193,20 @@ def compiled(case: Case, gpu: int) -> list[Kernel]:
         with redirect_stdout(log):
             kernel = run(self, *map(_mock, args), grid=grid, warmup=True, **{k: _mock(v) for k, v in kwargs.items()})
         self.device_caches.clear()
-        budgets, name = self.fn.__globals__["BUDGET"], self.__name__
-        budget = budgets.get(f"{name} fp32", budgets[name]) if args[0].dtype == torch.float32 else budgets[name]
+        budget = budget_of(self.__name__, name, self.fn.__globals__["BUDGET"])
         kernels[kernel.hash] = _measured(kernel, gpu, log.getvalue(), budget)
 
     with tempfile.TemporaryDirectory() as cache, knobs.nvidia.scope(), knobs.cache.scope():
         knobs.nvidia.dump_ptxas_log, knobs.cache.dir = True, cache
         with as_if_on(gpu, compile_only):
-            case()
+            cases()[name]()
     return list(kernels.values())
+
+
+def budget_of(kernel: str, case: str, budgets: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """Keys are a kernel's name and, after a comma, a part of the names of the cases that it is for; the first fits."""
+    parts = ((key.partition(", "), budget) for key, budget in budgets.items())
+    return next(budget for (name, _, part), budget in parts if name == kernel and part in case)
 
 
 def _mock(argument: Any) -> Any:
@@ -312,6 +319,7 @@ def gated_units(hidden: int, dtype: torch.dtype) -> None:
     gated_triton.gated(both).backward(empty(10_000, hidden, dtype=dtype))
 
 
+@cache
 def cases() -> dict[str, Case]:
     """By name: the kernels' module, and sizes."""
     full, half = torch.float32, torch.bfloat16
@@ -331,11 +339,17 @@ def cases() -> dict[str, Case]:
     def add_mixture(
         module: Any, case: Callable[..., None], shape: tuple[int, ...], dtype: torch.dtype, *corrected: bool
     ) -> None:
-        sizes = f"{' x '.join(map(str, shape))}, {_short(dtype)}{', corrected' * any(corrected)}"
-        add(module, sizes, case, *shape, dtype, *corrected)
+        add(module, f"{shaped(shape, dtype)}{', corrected' * any(corrected)}", case, *shape, dtype, *corrected)
+
+    def shaped(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        return f"{' x '.join(map(str, shape))}, {_short(dtype)}"
 
     for shape, corrected in sorted(mixtures):
         add_mixture(mol_triton, mol_loss, shape, half, corrected)
+    for shape, dtype in (
+        ((16, 4, 128, 128), half), ((4, 16, 128, 128), half), ((4, 4, 32, 64), full), ((8, 8, 64, 128), full),
+    ):  # fmt: skip
+        add(mol_triton, shaped(shape, dtype) + LIMIT, mol_loss, *shape, dtype, True)
     for H, length, corrected in product((16, 64, 128, 256, dot_triton.WIDEST), (1, 128), (False, True)):
         add(dot_triton, f"{H}, groups of {length}{', corrected' * corrected}", dot_loss, H, length, corrected)
     for dtype in (half, torch.float16, torch.int8, full):
@@ -345,6 +359,8 @@ def cases() -> dict[str, Case]:
         add(stage1_triton, f"{queries} x {width}{', filtered' * filtered}", stage_1, queries, width, filtered)
     for (G, d), times in product(sorted(heads), (False, True)):
         add(hstu_triton, f"{G} x {d}{', times' * times}, bfloat16", attention, G, d, half, times)
+    for d, dtype in ((128, half), (64, full)):
+        add(hstu_triton, f"1 x {d}, times, {_short(dtype)}{LIMIT}", attention, 1, d, dtype, True)
     for (groups, width), dtype, forward in product(((3, 64), (1, 1024)), (full, half), (True, False)):
         sizes = f"{groups} x {width}, {_short(dtype)}, {'forward' if forward else 'backward'}"
         add(fp8_triton, sizes, codec, width, groups, dtype, forward)
@@ -363,8 +379,8 @@ def _short(dtype: torch.dtype) -> str:
 
 TEXT = """# What Triton's kernels take of a GPU
 
-`python -m benchmarks.kernels --gpus 80 90 100 --out FILE`, Triton {triton}; a part of its rows. Compiled for these
-GPUs and not run: registers of a thread and the bytes that it spills are those of ptxas, shared memory of a program and
+`python -m benchmarks.kernels --gpus 80 90 100 --out FILE`, Triton {triton}. Compiled for these GPUs and not run:
+registers of a thread and the bytes that it spills are those of ptxas, shared memory of a program and
 its columns of tensor memory (of {columns}) those of Triton; `programs` is how many share a multiprocessor by all of
 these and their warps.
 
@@ -372,8 +388,9 @@ Sizes: query components x item components x width x hidden units for MoL; heads 
 the width for the dot product's loss; queries x width for stage 1; groups x width for the FP8 codec; the width for
 dropout, normalization and gated units.
 
-MoL's backward is bound by registers: its sums of the gate's gradients take 64 of a thread's 255 on A100 and H100, and a
-quarter of a B200's tensor memory.
+MoL's backward is bound by registers: with 8 x 8 components its sums of the gate's gradients take 64 of a thread's 255
+on A100 and H100, and a quarter of a B200's tensor memory. Cases named `limit` are among the largest that the kernel
+covers, and FP32, whose products have no tensor cores.
 
 """
 
@@ -382,12 +399,12 @@ HEADER = ("kernel", "sizes", "GPU", "warps", "registers", "spilled", "shared KiB
 
 def main(options: Options) -> None:
     rows, wrong = [], []
-    for name, case in cases().items():
+    for name in cases():
         if options.only not in name:
             continue
         module, _, sizes = name.partition(": ")
         for gpu in options.gpus:
-            for kernel in compiled(case, gpu):
+            for kernel in compiled(name, gpu):
                 wrong += [f"{name} on {gpu}: {kernel.name} {what}" for what in kernel.wrong]
                 rows.append((
                     f"{module}.{kernel.name.lstrip('_')}", sizes, f"{GPUS[gpu].name}", kernel.warps, kernel.registers,

@@ -110,7 +110,7 @@ class _Scan:
                 *buffers, self.X, S, len(self.query), R, LANES=lanes, GROUP=group, G=G,
                 GROUPS=min(GROUPS, max(LEAST_GROUPS, triton.next_power_of_2(G))), QUERIES=self.padded,
                 BLOCKS=self.blocks_of_tile, SAMPLED=sampled, FILTERED=bits is not None, ASSEMBLY=blocks.is_cuda,
-                num_warps=WARPS,
+                num_warps=WARPS, maxnreg=65536 // 2 // 32 // WARPS,  # two programs of a multiprocessor
             )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ INSTRUCTIONS = {
     ("name", "gpu"), [pytest.param(*case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in CASES]
 )
 def test_each_would_start_and_keeps_to_its_budget(name: str, gpu: int) -> None:
-    compiled = kernels().compiled(kernels().cases()[name], gpu)
+    compiled = kernels().compiled(name, gpu)
     assert compiled
     assert not [f"{kernel}: {kernel.wrong}" for kernel in compiled if kernel.wrong]
     for kernel in compiled:
@@ -63,6 +63,12 @@ TENSOR_CORES = (
 def test_the_sample_has_a_case_of_each_module() -> None:
     assert set(CASES) >= SAMPLE
     assert {name.partition(":")[0] for name, _ in SAMPLE} == {name.partition(":")[0] for name, _ in CASES}
+
+
+def test_the_first_budget_that_fits_a_case_is_its_own() -> None:
+    budgets = {"_k, float32": (1, 8), "_j": (1, 1), "_k, limit": (1, 4), "_k": (2, 0)}
+    names = {"m: 4, float32, limit": (1, 8), "m: 4, bfloat16, limit": (1, 4), "m: 4, bfloat16": (2, 0)}
+    assert {name: kernels().budget_of("_k", name, budgets) for name in names} == names
 
 
 def test_what_would_not_start_is_named() -> None:

@@ -27,11 +27,19 @@ from ..batch import Packing
 from ..losses.mol_triton import _dot_add
 from ..noise_triton import rounded
 
-TILE = 64
+TILE, FP32_TILE = 64, 32
 INTERPRETED_TILE = 16
 COPIES = 64
 WARPS = 4
-BUDGET = {"_forward": (2, 68), "_queries_backward": (2, 868), "_keys_backward": (2, 52)}
+BUDGET = {
+    "_keys_backward, float32": (2, 1124),
+    "_forward, limit": (2, 364),
+    "_queries_backward, limit": (2, 892),
+    "_keys_backward, limit": (2, 424),
+    "_forward": (2, 68),
+    "_queries_backward": (2, 868),
+    "_keys_backward": (2, 52),
+}
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
@@ -84,7 +92,8 @@ class _Problem:
         """One program for each tile of each head of each sequence."""
         (B, longest), (_, _, G, d), packing = self.packing.shape, self.packed_T3Gd.shape, self.packing
         on_gpu, times = self.packed_T3Gd.is_cuda, self.time_K is not None
-        N = TILE if on_gpu else INTERPRETED_TILE
+        half = self.packed_T3Gd.dtype == torch.bfloat16
+        N = INTERPRETED_TILE if not on_gpu else TILE if half else FP32_TILE
         grid = (triton.cdiv(longest, N), G, B)
         if not all(grid):
             return
@@ -94,7 +103,9 @@ class _Problem:
                 packing.asked_T if times else None, packing.time_T if times else None, *tensors,
                 G=G, L=len(self.position_L), K=0 if self.time_K is None else len(self.time_K), d=d,
                 DP=max(triton.next_power_of_2(d), 16), N=N, TIMES=times,
-                EMULATED=self.packed_T3Gd.dtype == torch.bfloat16 and not on_gpu, num_warps=WARPS, num_stages=1,
+                EMULATED=half and not on_gpu, num_warps=WARPS, num_stages=1,
+                # Without being told so, ptxas may use 32 registers and spill the rest.
+                maxnreg=None if half else 255,
             )  # fmt: skip
 
 

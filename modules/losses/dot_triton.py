@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ..transfer import on_device
 from .blockwise import Examples, keep_gradients, kept_gradients, spans
-from .mol_triton import _shared_memory
+from .mol_triton import LEAST_SHARED, _shared_memory
 
 SPAN_FIELDS = tl.constexpr(3)
 PIECE = 256
@@ -40,8 +40,8 @@ BUDGET = {"_queries": (1, 28), "_items": (1, 40)}
 
 
 def covers(H: int, device: torch.device) -> bool:
-    """Whether tiles of this width fit on the device: up to 512, or 256 with less shared memory than 96 KiB."""
-    return 0 < H <= (WIDEST if _shared_memory(device) >= 96 * 1024 else WIDEST // 2)
+    """Whether tiles of this width fit on the device. `make soak` compiles the limits."""
+    return 0 < H <= WIDEST and _shared_memory(device) >= LEAST_SHARED
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:

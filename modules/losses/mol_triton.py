@@ -18,7 +18,8 @@ sums differently, by its number of programs. Targets, one pair for each position
 allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and multiprocessors together.
 
 Registers are scarce: the gate's gradients, 2 M H numbers in FP32, are a quarter of all of a multiprocessor's, or on
-Blackwell half of its tensor memory. So a backward program has a multiprocessor for itself, and few pairs at once.
+Blackwell half of its tensor memory. So a backward program has a multiprocessor for itself, and few pairs at once; with
+up to 16 components two programs of fewer warps share one.
 Products of pairs have fewer rows than columns: then Triton divides the columns among the warps, and a warp needs little
 of the weights. With as many rows as columns it would give each warp 16 rows, for which there are too few pairs; warps
 would hold copies of all, and spill thousands of bytes. This is why some products are written as their transposes. Sums
@@ -55,16 +56,17 @@ TILE_FIELDS = tl.constexpr(4)
 
 
 def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tiles of these sizes fit on the device.
+    """Whether tiles of these sizes fit on the device, in shared memory and, on a B200, tensor memory.
 
     FP32 and BF16; padded to powers of two, up to 64 components (16 on a side), 128 hidden units and a width of 128 in
-    BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 32.
+    BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 32. `make soak` compiles
+    these limits.
     """
     plan = _plan(U, I, C, H, dtype)
     if dtype not in (torch.float32, torch.bfloat16) or plan.UP * plan.IP > 64 or max(U, I) > 16 or plan.HP > 128:
         return False
     if _shared_memory(device) < A100:
-        return dtype == torch.bfloat16 and plan.CP <= 32
+        return _shared_memory(device) >= LEAST_SHARED and dtype == torch.bfloat16 and plan.CP <= 32
     return (plan.CP <= 64) or (plan.CP <= 128 and dtype == torch.bfloat16)
 
 
@@ -81,13 +83,21 @@ def mol_sampled_softmax(
     return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *tensors)
 
 
-A100, HOPPER = 160 * 1024, 220 * 1024
-"""Shared memory of a block on these GPUs, bytes, rounded down."""
+LEAST_SHARED, A100, HOPPER = 99 * 1024, 160 * 1024, 220 * 1024
+"""Shared memory of a block, bytes: of all GPUs since compute capability 8.0 at least, and of these two, rounded down.
+Older GPUs multiply neither BF16 nor TF32."""
 INTERPRETED_PROGRAMS = 3
 BUDGET = {
+    "_target_forward, float32": (1, 1632),
+    "_negatives_forward, float32": (1, 76),
+    "_target_backward, float32": (1, 2872),
+    "_negatives_backward, float32": (1, 2024),
+    "_negatives_backward, limit": (1, 4172),
+    "_target_backward, 4 x 4": (2, 1348),
+    "_negatives_backward, 4 x 4": (2, 972),
     "_target_forward": (1, 0),
     "_negatives_forward": (1, 0),
-    "_target_backward": (1, 200),
+    "_target_backward": (1, 0),
     "_negatives_backward": (1, 328),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
@@ -95,7 +105,8 @@ BUDGET = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """Padded sizes; a tile's positions, negatives and, for targets, pairs; warps of a program."""
+    """Padded sizes; a tile's positions, negatives and, for targets, pairs; warps of a program, and how many programs of
+    the backward pass share a multiprocessor."""
 
     UP: int
     IP: int
@@ -105,6 +116,7 @@ class _Plan:
     NT: int
     targets: int
     warps: int
+    programs: int
 
 
 def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
@@ -116,7 +128,15 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
     # [C, NT * I], has more columns than rows up to a width of 32: the others are divided as it is.
     NT = min(16, 64 // IP)
     TT = max(32 // NT, 16 // UP)
-    return _Plan(UP, IP, CP, HP, TT, NT, 16, 8 if dtype == torch.bfloat16 else 16)
+    # So few components cannot be divided among more warps: each would have copies.
+    warps = 16 if dtype != torch.bfloat16 else 8 if UP * IP > 16 else 4
+    return _Plan(UP, IP, CP, HP, TT, NT, 16, warps, 2 if warps == 4 else 1)
+
+
+def _registers(warps: int) -> dict[str, int]:
+    """As many for a thread as there are. Without being told so, ptxas may stop at 32 or 128 of 255 and spill thousands
+    of bytes."""
+    return {"maxnreg": min(255, 65536 // 32 // warps)}
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -164,7 +184,7 @@ class _Problem:
         device = self.target_T.device
         if device.type != "cuda":
             return min(tiles, INTERPRETED_PROGRAMS)
-        return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+        return min(tiles, self.plan.programs * torch.cuda.get_device_properties(device).multi_processor_count)
 
     def tiles(self) -> "_Tiles":
         start, end, group = spans(self.bounds, self.plan.TT)
@@ -248,11 +268,13 @@ def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     """phi of the targets, and log-sum-exp of phi of the negatives: FP32 [T]."""
     target_T, plan = problem.target_T, problem.plan
     T, N = len(target_T), problem.negatives_GN.shape[1]
+    # In BF16 it does not spill, and with fewer registers more programs share a multiprocessor.
+    registers = {} if problem.inputs[0].dtype == torch.bfloat16 else _registers(plan.warps)
     positive_T, others_T = (torch.empty(T, dtype=torch.float32, device=target_T.device) for _ in range(2))
     if T:
         _target_forward[(triton.cdiv(T, plan.targets),)](
             *problem.inputs, target_T, problem.row_T, problem.correction, positive_T, T, N, *problem.noise,
-            TT=plan.targets, num_warps=plan.warps, **problem.compiled_for,
+            TT=plan.targets, num_warps=plan.warps, **problem.compiled_for, **registers,
         )  # fmt: skip
         _negatives_forward[(tiles.count,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, positive_T,
@@ -287,12 +309,13 @@ def _backward(
         _target_backward[(target_programs,)](
             *problem.inputs, target_T, problem.row_T, of_others_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
             d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.warps,
-            **problem.compiled_for,
+            **_registers(plan.warps), **problem.compiled_for,
         )  # fmt: skip
         _negatives_backward[(tiles.programs,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, whole_T,
             scale, d_query_TUC, d_query_TM, d_slot_NIC, d_slot_NM, d_gate[target_programs:], tiles.count, N,
-            *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **problem.compiled_for,
+            *problem.noise, TT=plan.TT, NT=plan.NT, num_warps=plan.warps, **_registers(plan.warps),
+            **problem.compiled_for,
         )  # fmt: skip
     item_of_slot = problem.negatives_GN[tiles.group_of_slot].flatten()
     for d_item, d_slot, d_target in ((d_item_VIC, d_slot_NIC, d_target_TIC), (d_item_VM, d_slot_NM, d_target_TM)):

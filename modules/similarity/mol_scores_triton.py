@@ -35,7 +35,7 @@ TILE_BYTES = 64 * 1024
 TILES, PROGRAMS = 8, 4
 """Most tiles of a program, which has fewer where there would be less than so many programs for each multiprocessor."""
 INTERPRETED_TILES = 2
-BUDGET = {"_scores": (1, 212), "_scores fp32": (1, 84)}
+BUDGET = {"_scores, float32": (1, 84), "_scores": (1, 212)}
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
@@ -50,8 +50,9 @@ def covers(U: int, I: int, C: int, H: int, item: Side) -> bool:
         return False
     plan = _plan(U, I, C, H, item[0])
     M, half = plan.UP * plan.IP, plan.dtype != torch.float32
-    if mol_triton._shared_memory(item[0].device) < mol_triton.A100:
-        fits = half and M <= 64 and plan.CP <= 32
+    shared = mol_triton._shared_memory(item[0].device)
+    if shared < mol_triton.A100:
+        fits = shared >= mol_triton.LEAST_SHARED and half and M <= 64 and plan.CP <= 32
     else:
         fits = M <= 128 and plan.CP <= 128 if half else M <= 64 and plan.CP <= 64
     return fits and max(U, I) <= 16 and plan.HP <= 128

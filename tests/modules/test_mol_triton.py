@@ -14,6 +14,7 @@ from logitmix.modules.losses import mol_loss
         ((5, 7, 50, 100), "float32", 163, True),
         ((16, 4, 128, 128), "bfloat16", 163, True),
         ((8, 8, 32, 128), "bfloat16", 99, True),
+        ((8, 8, 32, 128), "bfloat16", 96, False),
         ((8, 8, 64, 128), "bfloat16", 99, False),
         ((8, 8, 32, 128), "float32", 99, False),
         ((8, 8, 128, 128), "float32", 227, False),
