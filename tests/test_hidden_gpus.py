@@ -10,10 +10,11 @@ import two_ranks
 HERE = Path(__file__).parent
 TORCH = """
 import os
+from functools import cache
 from types import SimpleNamespace
 
-# As on a host with one GPU.
-cuda = SimpleNamespace(is_available=lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "")
+# As on a host with one GPU, which is looked for once.
+cuda = SimpleNamespace(is_available=cache(lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""))
 cuda.device_count = lambda: int(cuda.is_available())
 """
 PLANTED = """
