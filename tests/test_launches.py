@@ -88,6 +88,10 @@ def counted(step: Callable[[Tensor], object]) -> Any:
         "a chain": (lambda x: ((x + 1).sum(), x.mul_(2)), (3, 0, 0, 0)),
         "a pageable copy": (lambda x: x + torch.ones(4).to(x.device), (1, 1, 1, 0)),
         "a pinned copy": (lambda x: x + torch.ones(4).pin_memory().to(x.device, non_blocking=True), (1, 1, 0, 0)),
+        "a pageable copy that is told not to wait": (
+            lambda x: torch.ones(4).to(x.device, non_blocking=True),
+            (0, 1, 1, 0),
+        ),
         "a pinned copy that waits": (lambda x: torch.ones(4).pin_memory().to(x.device), (0, 1, 1, 0)),
         "a new tensor of the host's numbers": (lambda x: torch.tensor([1.0, 2.0], device=x.device), (0, 1, 1, 0)),
         "a number": (lambda x: x.sum().item(), (1, 0, 0, 1)),
