@@ -64,7 +64,8 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
     assert "precision   FP32 (as the run began)\n" in chosen
 
 
-def test_the_start_block_says_when_gpus_have_few_users() -> None:
+def test_the_start_block_says_when_gpus_have_few_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "losses_in_blocks", lambda *of: [])
     dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
     few = "batch       4 users a rank keep no GPU busy; --scale 8 trains with as many as the recipe has for one"
     for ranks, batch_size, device, expected in ((8, 32, "cuda", 1), (8, 128, "cuda", 0), (8, 32, "cpu", 0)):
