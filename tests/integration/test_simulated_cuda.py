@@ -154,11 +154,6 @@ def nothing(*_: object, **__: object) -> None:
     pass
 
 
-def unrecorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` as if it did not call record_stream."""
-    return without(method, Streams, "record")
-
-
 def unwaited(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` without waiting for a stream."""
     return without(method, simulated_cuda.Stream, "wait_stream")
@@ -181,7 +176,6 @@ STREAMING: Settings = {**FEATURES, "model.features": ["tags"], "train.clip": 0.0
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a batch is not recorded": (Batch, "record_stream", missing, "record_stream is missing"),
     "ids are not waited for": (IdExchange, "wait", unwaited, "may still"),
-    "bags are not recorded": (PooledRows, "receive_ids", unrecorded, "record_stream is missing"),
     "bags are not waited for": (PooledRows, "receive_ids", unwaited, "may still"),
     "rows are not waited for": (simulated_cuda.Work, "_wait", missing, "may still"),
 }
@@ -203,7 +197,7 @@ def planted(data: Path, library: Path, names: Sequence[str]) -> dict[str, Sequen
     ("names", "world_size"),
     [
         (["a batch is not recorded", "ids are not waited for"], 1),
-        pytest.param(["bags are not recorded", "bags are not waited for"], 1, marks=SLOW),
+        pytest.param(["bags are not waited for"], 1, marks=SLOW),
         pytest.param(["a batch is not recorded", "rows are not waited for"], 2, marks=SLOW),
     ],
 )
