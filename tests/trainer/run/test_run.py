@@ -170,7 +170,7 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
         ("wsd", "minutes", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; use another run directory"),
         ("linear", "minutes", 0.0, 9.0, ""),
         ("constant", "minutes", 5.0, 9.0, ""),
-        ("cosine", "epochs", 2, 9, r"other settings: train\.epochs was 2, is 9; use another run directory"),
+        ("cosine", "epochs", 2, 9, r"other settings: train\.epochs was 2\.0, is 9\.0; use another run directory"),
     ],
 )
 def test_rates_that_have_fallen_do_not_rise_again(
