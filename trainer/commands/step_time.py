@@ -35,7 +35,7 @@ REACHED = {"bf16": 0.5, "fp32": 0.7, "memory": 0.7, "nvlink": 0.7, "network": 0.
 """The part of a data sheet's rate that is reached."""
 FUSED, OTHER_KERNELS = 0.45, 25
 """Kernels by torch's operations in the same forward and backward on a CPU, and those beside: tables, exchange and
-optimizers. Fitted to the counts of benchmarks/notes/launches.md: 247 for ml-1m-mol and 157 for ml-1m-dot."""
+optimizers. Fitted to counts of ml-1m-mol and ml-1m-dot (benchmarks/notes/launches.md); they give 248 and 154."""
 ASSUMED = (
     f"{LAUNCH * 1e6:g} us to start a kernel; of the data sheet's rates "
     f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"
