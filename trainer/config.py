@@ -292,11 +292,11 @@ class Config:
     """A named run: defaults < recipe < command line."""
 
     warm_start: str = ""
-    """Run whose best checkpoint gives the initial weights. Rows are matched by the raw ids and values of its
-    dataset, which must still be there."""
+    """Run whose best checkpoint gives the initial weights, matched by the raw ids and values of its dataset, which
+    must be there."""
     start: dict[str, Any] = field(default_factory=dict)
-    """Settings of a run that is trained first, in RUN/start, for the initial weights, where they differ from this
-    run's: --start.SECTION.SETTING or a section [start]. With train.minutes, it has half of them."""
+    """Settings of a run that is trained first, in RUN/start, for the initial weights: --start.SECTION.SETTING or a
+    section [start]. With train.minutes, it has half of them."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)

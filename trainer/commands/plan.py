@@ -46,7 +46,7 @@ class Arguments(JSONOption, ScaleOption, Config):
     gpu_gib: float = 0.0
     """Memory of a GPU in GiB; that of --gpu when 0."""
     kernels: int = 0
-    """Kernels that the host starts in a step, where they have been counted; an estimate when 0."""
+    """Kernels of a step, where they were counted; estimated when 0."""
     items: float = 0
     """Items, such as 1e9, where there is no dataset yet."""
     users: float = 0
