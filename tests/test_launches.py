@@ -52,6 +52,7 @@ def test_each_recipe_has_its_budgets() -> None:
     assert set(BUDGETS) == set(launches().cases())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in BUDGETS], ids=str
 )

@@ -40,12 +40,14 @@ def beats(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[H
         each.stop()
 
 
+@pytest.mark.long
 def test_living_ranks_are_not_missing(beats: list[Heartbeat]) -> None:
     for each in beats:
         each.start()
     assert beats[0].who_is_missing() == ""
 
 
+@pytest.mark.long
 def test_a_rank_whose_signs_end_is_missing(beats: list[Heartbeat]) -> None:
     for each in beats:
         each.start()
@@ -55,11 +57,13 @@ def test_a_rank_whose_signs_end_is_missing(beats: list[Heartbeat]) -> None:
     assert beats[0].who_is_missing().startswith("rank 1 (on ")
 
 
+@pytest.mark.long
 def test_a_rank_that_never_came_is_missing(beats: list[Heartbeat]) -> None:
     beats[0].start()
     assert beats[0].who_is_missing() == "ranks 1, 2 never came"
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_is_that_of_rank_0(
     beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +80,7 @@ def test_a_store_that_does_not_answer_is_that_of_rank_0(
     hangs.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [[1], [1, 2]])
 def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[Heartbeat], stopped: list[int]) -> None:
     """Each rank watches the next; the one whose next has stopped names all that have."""
@@ -95,6 +100,7 @@ def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[
     assert line.endswith("gave no sign of life for 1.2 s")
 
 
+@pytest.mark.long
 def test_a_store_that_stops_is_noticed_though_nobody_asks(
     beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +121,7 @@ def gone(*_: object) -> None:
     raise dist.DistNetworkError("Connection reset by peer")
 
 
+@pytest.mark.long
 def test_the_end_of_the_store_is_no_silence(beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with the job, whose connections tell more."""
     said: list[str] = []

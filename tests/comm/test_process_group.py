@@ -145,6 +145,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
         pass
 
 
+@pytest.mark.long
 def test_a_stopped_process_at_the_meeting_point_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system accepts connections for it, and nobody answers."""
     monkeypatch.setattr(module, "RENDEZVOUS", timedelta(seconds=0.5))

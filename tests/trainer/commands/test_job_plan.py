@@ -105,6 +105,7 @@ def imagined() -> Callable[..., JobPlan]:
     return plan
 
 
+@pytest.mark.long
 def test_what_a_part_of_a_batch_says_of_the_whole(
     imagined: Callable[..., JobPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_what_a_part_of_a_batch_says_of_the_whole(
         assert abs(part.step_time.parts[name] / whole.step_time.parts[name] - 1) < 0.02
 
 
+@pytest.mark.long
 def test_arithmetic_is_that_of_the_layers_and_pairs(imagined: Callable[..., JobPlan]) -> None:
     """More negatives take more products of pairs, each four times: MoL's backward repeats them."""
     words = [
@@ -141,6 +143,7 @@ def test_arithmetic_is_that_of_the_layers_and_pairs(imagined: Callable[..., JobP
     assert 0 < layers < 0.2 * seconds
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_names_the_batch_that_does(imagined: Callable[..., JobPlan]) -> None:
     words = ["--world-size", "2", "--gpu-gib", "4", "--history", "200", "--train.batch-size"]
     found = imagined(*words, "4096").too_much()

@@ -457,6 +457,7 @@ def test_any_table_comes_back_without_its_duplicates(actions: list[tuple[str, st
         assert (loaded.num_users, loaded.offsets[-1]) == (len(expected), len(distinct))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "file", "counts", "last", "of_a_user"),
     [
@@ -478,6 +479,7 @@ def test_real_data(
     assert (loaded.num_users, loaded.num_items, len(loaded.items_flat)) == counts
 
 
+@pytest.mark.long
 def test_real_ratings_of_movielens_are_sorted_by_time(real_data: Path, tmp_path: Path) -> None:
     """Every one of these users has ratings out of order in the file."""
     source = real_data / "ml-1m-original-users1-2999.dat.gz"

@@ -180,6 +180,7 @@ def test_the_average_of_a_table_in_fp16_is_in_fp32() -> None:
         torch.testing.assert_close(table.local_shards()[0].tensor, torch.full((4, 8), 2 / 11 + 3 * 9 / 11))
 
 
+@pytest.mark.long
 def test_a_device_needs_room_for_the_average(data: Path) -> None:
     def fits(room: int, ema: float) -> bool:
         config = small_config(data, {"train.ema": ema, "model.dim": 64, "tables.optimizer": "rowwise_adagrad"})

@@ -33,6 +33,7 @@ def test_what_ml_100k_says_of_users_and_items(real_data: Path, tmp_path: Path) -
     assert dataset.schema.of("event")[0].mean == pytest.approx(3.52986, abs=1e-9)
 
 
+@pytest.mark.long
 def test_what_ml_1m_says_of_users_and_items(real_data: Path, tmp_path: Path) -> None:
     dataset, _ = prepared(real_data / "ml-1m.zip", "ml-1m", out=tmp_path / "out")
     rows = {table.name: table.rows for table in dataset.schema.tables}
