@@ -29,20 +29,36 @@ FORMAT = Checked("logitmix arrays of a dataset", 1)
 Arrays = dict[str, np.ndarray]
 
 
-def mapped(path: Path, size: int, read: Callable[[], Arrays]) -> Arrays:
-    """The arrays of the dataset at `path`, of about `size` bytes in all: those that `read` returns, or files that have
-    their content. These are mapped copy-on-write, so that torch takes them as its own.
+def stored(path: Path) -> Arrays | None:
+    """The arrays that are kept of what the dataset at `path` is now, by the sizes and times of its files; None if there
+    are none. They are mapped copy-on-write, so that torch takes them as its own.
 
-    `read` verifies the dataset's files, which are not read again while their sizes and times stay. One process of a
-    host, torchrun's first, verifies the files of the arrays: ValueError if one is damaged.
+    One process of a host, torchrun's first, compares them with their digests: ValueError if one is damaged.
     """
+    file = path / FOLDER / "arrays.json"
+    if not file.is_file() or not (path / "dataset.json").is_file():
+        return None
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        found = FORMAT.read(file)
+        if not found.items() >= _source(path).items():
+            return None
+        for name, entry in found["files"].items():
+            require_entry(entry, f"arrays.json: files.{name:.80}")
+            check_file(path / FOLDER / name, entry, "arrays.json", content=first)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {path / FOLDER}, which is made again from the dataset") from None
+    return {name: np.asarray(np.load(path / FOLDER / of, mmap_mode="c")) for name, of in found["arrays"].items()}
+
+
+def kept(path: Path, size: int, read: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `read` returns of the dataset at `path`, of about `size` bytes in all; if they are large, from
+    files that have their content, as `stored`."""
     if size < LARGE:
         return read()
-    if (found := _stored(path)) is not None:
-        return found
     with in_turn(path):
         # Another process may have made them meanwhile.
-        if (found := _stored(path)) is not None:
+        if (found := stored(path)) is not None:
             return found
         # Before it is read: what changes meanwhile makes them those of another dataset.
         source = _source(path)
@@ -55,12 +71,7 @@ def mapped(path: Path, size: int, read: Callable[[], Arrays]) -> Arrays:
                 f"{size / 2**30:.1f} GiB of its own"
             )
             return arrays
-        return arrays if (found := _stored(path)) is None else found
-
-
-def is_stored(path: Path) -> bool:
-    """Whether the dataset at `path` has arrays of what it is now, so that its sequences need not be read."""
-    return _manifest(path) is not None
+        return arrays if (found := stored(path)) is None else found
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], source: Mapping[str, Any]) -> None:
@@ -73,32 +84,6 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], source: Mapping[str, An
         FORMAT.write(staging / "arrays.json", {**source, "arrays": files, "files": entries})
     size = sum(entry["bytes"] for entry in entries.values())
     say(f"{path}: its arrays are in {path / FOLDER} now ({size / 2**30:.1f} GiB), where all processes map them")
-
-
-def _stored(path: Path) -> Arrays | None:
-    """The arrays in the files, None if there are none of what the dataset is now."""
-    if (found := _manifest(path)) is None:
-        return None
-    folder = path / FOLDER
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
-        for name, entry in found["files"].items():
-            require_entry(entry, f"arrays.json: files.{name:.80}")
-            check_file(folder / name, entry, "arrays.json", content=first)
-    except ValueError as error:
-        raise ValueError(f"{error}; remove {folder}, which is made again from the dataset") from None
-    return {name: np.asarray(np.load(folder / file, mmap_mode="c")) for name, file in found["arrays"].items()}
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
-    file = path / FOLDER / "arrays.json"
-    if not file.is_file():
-        return None
-    try:
-        found = FORMAT.read(file)
-    except ValueError as error:
-        raise ValueError(f"{error}; remove {file.parent}, which is made again from the dataset") from None
-    return found if found.items() >= _source(path).items() else None
 
 
 def _source(path: Path) -> dict[str, Any]:

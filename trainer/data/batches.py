@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
-from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.columns import ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
 
 Split = Literal["validation", "test"]
-
-_USERS = 2**14
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +88,9 @@ def _first_since(dataset: Dataset, time: int) -> Ints:
     """For each user, the place of the first action at that time or later; the end of the user's actions if there is
     none."""
     first_U = dataset.offsets[1:].copy()
-    # Some users at a time: running counts take twice the memory of the times.
-    for start in range(0, dataset.num_users, _USERS):
-        bounds = dataset.offsets[start : start + _USERS + 1]
+    for users, bounds in user_blocks(dataset.offsets):
         before = np.concatenate([[0], np.cumsum(dataset.timestamps_flat[bounds[0] : bounds[-1]] < time)])
-        first_U[start : start + _USERS] = bounds[:-1] + np.diff(before[bounds - bounds[0]])
+        first_U[users] = bounds[:-1] + np.diff(before[bounds - bounds[0]])
     return first_U
 
 

@@ -18,6 +18,7 @@ ROW = "row"
 """Of the structs in which bags with parallel numbers are stored: the field with the row of the table."""
 SEQUENCE_COLUMNS = ("user_index", "item_indices", "timestamps")
 ITEM_COLUMNS = ("item_index", "raw_id")
+USERS_AT_ONCE = 2**14
 VALUES_A_BYTE = 1000
 """A Parquet file that claims more rows, or values of a column (vectors of one), than so many for each of its bytes, is
 refused before they are decoded: 2 kB can stand for gigabytes. Data that says anything stays far below: the action of a
@@ -191,6 +192,14 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenated arange(start, start + length) of each pair."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def user_blocks(offsets: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Some users at a time, and the offsets of their actions, one more than users: what is computed of all actions at
+    once takes several times their memory."""
+    for start in range(0, len(offsets) - 1, USERS_AT_ONCE):
+        users = slice(start, min(start + USERS_AT_ONCE, len(offsets) - 1))
+        yield users, offsets[users.start : users.stop + 1]
 
 
 def index_type(count: int) -> type[np.signedinteger[Any]]:

@@ -86,7 +86,7 @@ from logitmix.common.checked import entry_of, fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Schema
-from logitmix.trainer.data.arrays import Arrays, mapped
+from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
     SEQUENCE_COLUMNS,
@@ -101,6 +101,7 @@ from logitmix.trainer.data.columns import (
     require_plausible,
     require_texts,
     texts,
+    user_blocks,
     values_of,
 )
 from logitmix.trainer.data.description import (
@@ -113,8 +114,6 @@ from logitmix.trainer.data.description import (
 from logitmix.trainer.data.repeats import repeated_targets
 
 VALUES_AT_ONCE = 2**20
-_USERS = 2**14
-"""Users whose recency is computed at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,9 +190,7 @@ class Dataset:
         from logitmix.modules.features import recency_rows
 
         rows = np.empty(len(self.timestamps_flat), np.int8)
-        # Some users at a time: intermediate results take several times the memory of the rows.
-        for start in range(0, self.num_users, _USERS):
-            bounds = self.offsets[start : start + _USERS + 1]
+        for _, bounds in user_blocks(self.offsets):
             actions = slice(bounds[0], bounds[-1])
             first_B = (bounds[:-1] - bounds[0])[np.diff(bounds) > 0]
             time_T = torch.from_numpy(self.timestamps_flat[actions])
@@ -248,7 +245,8 @@ def load_dataset(path: str | Path) -> Dataset:
     dataset.json without digests is accepted; then a damage that leaves the format intact is not noticed.
     """
     path = fetch(path)
-    description = read_description(path)
+    arrays = stored(path)
+    description = read_description(path, "" if arrays is None else "sequences")
     require_plugins_of(path, description)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with reading(path, "dataset.json"):
@@ -256,7 +254,9 @@ def load_dataset(path: str | Path) -> Dataset:
     for table in schema.tables:
         if table.name != ITEM:
             _check_vocabulary(path, table.name, table.rows)
-    arrays = mapped(path, _size(schema, num_users, num_items, actions), lambda: _read(path, schema, description))
+    if arrays is None:
+        size = _size(schema, num_users, num_items, actions)
+        arrays = kept(path, size, lambda: _read(path, schema, description))
     columns: dict[str, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
     for feature in schema.features:
         if feature.name != ITEM:

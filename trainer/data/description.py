@@ -14,25 +14,26 @@ from logitmix.common.files import from_json, other_kind, parse_json
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
-from logitmix.trainer.data.arrays import is_stored
+from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
 FORMAT = Checked("logitmix dataset", 3)
-ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv"})
+ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv", FOLDER})
 DIGESTS = ("kind", "files", "sha256")
 """The entries of dataset.json that other writers may leave out."""
 
 
 def is_dataset(path: Path) -> bool:
     """Whether a directory may be replaced: it has a dataset.json and nothing that the format does not know."""
-    entries = {entry.name for entry in path.iterdir() if not entry.name.lstrip(".").startswith("arrays")}
-    return "dataset.json" in entries and (path / "dataset.json").is_file() and entries <= ENTRIES
+    # What another process is writing there has a hidden name beside that of the arrays.
+    entries = {entry.name for entry in path.iterdir() if not entry.name.startswith(f".{FOLDER}.")}
+    return (path / "dataset.json").is_file() and entries <= ENTRIES
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """The content of dataset.json, once all files have been compared with its digests, if it has any; those of
-    sequences/ only if they will be read (arrays.py). ValueError as `load_dataset` raises it."""
+def read_description(path: Path, unread: str = "") -> dict[str, Any]:
+    """The content of dataset.json, once all files have been compared with its digests, if it has any; of the folder
+    `unread`, sizes alone. ValueError as `load_dataset` raises it."""
     file = path / "dataset.json"
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
@@ -43,7 +44,7 @@ def read_description(path: Path) -> dict[str, Any]:
     except ValueError as error:
         broken(path, str(error))
     if isinstance(description, dict) and description.keys() & DIGESTS:
-        _check_digests(path, content, "sequences/" if is_stored(path) else None)
+        _check_digests(path, content, unread)
     version = description.get("format_version") if isinstance(description, dict) else None
     if version != FORMAT.version:
         broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
@@ -63,9 +64,9 @@ def _require_files(path: Path) -> None:
             broken(path, f"{name} is a {kind}, not a file")
 
 
-def _check_digests(path: Path, content: bytes, unread: str | None) -> None:
-    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first; of files
-    whose names begin with `unread`, sizes alone are compared."""
+def _check_digests(path: Path, content: bytes, unread: str) -> None:
+    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first; of the
+    folder `unread`, sizes alone are compared."""
     try:
         files = FORMAT.parse(content, "dataset.json").get("files")
         if not isinstance(files, dict):
@@ -73,7 +74,7 @@ def _check_digests(path: Path, content: bytes, unread: str | None) -> None:
         for name, entry in files.items():
             require_entry(entry, f"dataset.json: files.{name:.80}")
             try:
-                check_file(path / name, entry, "dataset.json", name, not (unread and name.startswith(unread)))
+                check_file(path / name, entry, "dataset.json", name, name.partition("/")[0] != unread)
             except OSError as error:
                 raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
         for file in sorted(path.rglob("*.parquet")):

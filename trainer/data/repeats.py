@@ -4,21 +4,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from logitmix.trainer.data.columns import user_blocks
+
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""
-
-
-_USERS = 2**14
-"""Users that are counted at once: intermediate results take several times the memory of their actions."""
 
 
 def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
     """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
     validation) is among their actions before it. User u's items are items[offsets[u] : offsets[u + 1]]."""
     users, repeated = 0, {"validation": 0, "test": 0}
-    for start in range(0, len(offsets) - 1, _USERS):
-        bounds = offsets[start : start + _USERS + 1]
+    for _, bounds in user_blocks(offsets):
         lengths = np.diff(bounds)
         users += int(np.count_nonzero(lengths > 2))
         of_user = np.repeat(np.arange(len(lengths)), lengths)

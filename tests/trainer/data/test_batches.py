@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from small_data import in_memory
 
 from logitmix.modules.batch import Batch
+from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users, split_by_time
 from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.dataset import Dataset
@@ -321,7 +322,9 @@ def test_a_split_by_time_is_that_of_all_actions_in_order(lengths: list[int], see
         with pytest.raises(ValueError, match=problem):
             split_by_time(dataset, share)
         return
-    held_out = split_by_time(dataset, share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "USERS_AT_ONCE", 3)
+        held_out = split_by_time(dataset, share)
     for split in ("validation", "test"):
         users = ranking_users(dataset, split, 100, held_out)
         histories = np.split(users.history, np.cumsum(users.lengths)[:-1])

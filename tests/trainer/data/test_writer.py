@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from small_data import in_memory
 
+from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.repeats import repeated_targets
 from logitmix.trainer.data.writer import last_actions
@@ -30,7 +31,8 @@ def test_last_actions_are_those_of_each_user() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_evaluation_counts_the_same_repeats(seed: int) -> None:
+def test_evaluation_counts_the_same_repeats(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "USERS_AT_ONCE", 7)
     random = np.random.default_rng(seed)
     made = sequences_of(*(random.integers(0, 9, length).tolist() for length in random.integers(0, 12, 60)))
     counted = {split: ranking_users(in_memory(*made, 9), split, 3).repeats().mean() for split in ("validation", "test")}

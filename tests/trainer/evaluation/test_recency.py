@@ -18,7 +18,7 @@ from logitmix.modules.schema import RECENCY, RECENCY_VALUES, Feature, Schema, Ta
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
-from logitmix.trainer.data import dataset as dataset_module
+from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import TrainingBatches, ranking_users
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import load_dataset
@@ -74,7 +74,7 @@ def write(path: Path, lengths: list[int], times: np.ndarray, items: np.ndarray, 
 
 
 def test_a_dataset_derives_it_when_a_model_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "_USERS", 3)
+    monkeypatch.setattr(columns, "USERS_AT_ONCE", 3)
     lengths, times = [3, 0, 1, 4], np.array([10, 10, 11, 3, 1, 3, 6, 2**40])
     dataset = load_dataset(write(tmp_path / "data", lengths, times, np.array([0, 1, 2, 0, 1, 2, 0, 1])))
     assert RECENCY not in columns_of(dataset, dataset.schema)["event"] and "recency" not in vars(dataset)
