@@ -52,7 +52,7 @@ class Noise:
 
     def relu_dropout(self, x: Tensor, rate: float, site: str, rows_R: Tensor) -> Tensor:
         """`dropout` of relu(x)."""
-        if rate and len(x) and x.is_cuda and x.dtype in _COMPILED and has_triton():
+        if rate and len(x) and x.is_cuda and x.dtype in _COMPILED and _is_compiled_for("cuda"):
             # In one kernel; the results are the same.
             return _ReluDropped.apply(x, rows_R, derive_key(self.key, site), threshold(rate))
         return self.dropout(F.relu(x), rate, site, rows_R)

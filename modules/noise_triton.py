@@ -59,7 +59,7 @@ def signed(bits: int) -> int:
 @triton.jit
 def rounded(x, dtype: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """To the nearest of `dtype`."""
-    if EMULATED:  # the interpreter would cut the last bits off
+    if EMULATED and dtype == tl.bfloat16:  # the interpreter would cut the last bits off
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -112,5 +112,4 @@ def _dropout(  # type: ignore[no-untyped-def]
         value = tl.where(tl.load(relu + at, mask=inside, other=0.0) <= 0, 0.0, value)
     if ONTO:
         value = tl.load(onto + at, mask=inside, other=0.0).to(tl.float32) + value
-    dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + at, rounded(value, dtype, EMULATED and dtype == tl.bfloat16), mask=inside)
+    tl.store(out + at, rounded(value, out.dtype.element_ty, EMULATED), mask=inside)

@@ -50,7 +50,7 @@ def _run(kernel: Any, both: Tensor, of_half: Tensor, to: Tensor) -> None:
         with torch.cuda.device_of(both):
             kernel[(triton.cdiv(number, ELEMENTS),)](
                 both, of_half, to, number, H, ELEMENTS=ELEMENTS,
-                EMULATED=both.dtype == torch.bfloat16 and both.device.type != "cuda",
+                EMULATED=both.device.type != "cuda",
             )  # fmt: skip
 
 

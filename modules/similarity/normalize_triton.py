@@ -72,8 +72,7 @@ def _rows(x, at, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(to, at, inside, values, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    dtype: tl.constexpr = to.dtype.element_ty
-    tl.store(to + at, rounded(values, dtype, EMULATED and dtype == tl.bfloat16), mask=inside)
+    tl.store(to + at, rounded(values, to.dtype.element_ty, EMULATED), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
