@@ -74,6 +74,7 @@ def train(
     require(known, "callbacks", f"{callbacks!r:.40}", "a list of objects of subclasses of Logger")
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
+    require(type(scale) is int, "scale", f"{scale!r:.40}", "a whole number")
     config, found = load_sized(recipe, str(settings.get("data.path", "")), scale)
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
