@@ -1,4 +1,7 @@
-"""From the host's memory to the device's."""
+"""Copies that a CUDA device need not be waited for, and few launches for many of them."""
+
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,3 +13,13 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies the second tensor of each pair to the first, in one launch for each two types that occur."""
+    by_types = defaultdict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]](list)
+    for pair in pairs:
+        by_types[pair[0].dtype, pair[1].dtype].append(pair)
+    for alike in by_types.values():
+        targets, sources = zip(*alike, strict=True)
+        torch._foreach_copy_(targets, sources)

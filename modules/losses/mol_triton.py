@@ -45,7 +45,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from ..noise import derive_key, threshold
 from ..noise_triton import hashed_rows, keep_mask, rounded, signed
-from ..transfer import on_device
+from ..transfer import copy_all, on_device
 from .blockwise import GATES, GateDropout, spans
 
 LEAST = tl.constexpr(1e-6)
@@ -249,11 +249,7 @@ def _cast(gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
         of if of.dtype == dtype else torch.empty_like(of, dtype=dtype)
         for of, dtype in zip(gradients, dtypes, strict=True)
     ]
-    pairs = [pair for pair in zip(cast, gradients, strict=True) if pair[0] is not pair[1]]
-    for dtype in {to.dtype for to, _ in pairs}:
-        torch._foreach_copy_(
-            [to for to, _ in pairs if to.dtype == dtype], [of for to, of in pairs if to.dtype == dtype]
-        )
+    copy_all(pair for pair in zip(cast, gradients, strict=True) if pair[0] is not pair[1])
     return cast
 
 

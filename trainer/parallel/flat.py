@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from logitmix.modules.batch import Batch
 from logitmix.modules.model import SampledLosses
+from logitmix.modules.transfer import copy_all
 
 _ALIGNED = 64
 """A weight begins at a multiple of so many numbers: products read 16 bytes at a time, in BF16 too."""
@@ -137,9 +138,5 @@ class _Divided(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         total_P = torch.zeros_like(ctx.like)
-        pairs = [(part.of(total_P), of) for part, of in zip(ctx.parts, gradients, strict=True) if of is not None]
-        # A launch takes tensors of one type.
-        for dtype in {of.dtype for _, of in pairs}:
-            targets, sources = zip(*(pair for pair in pairs if pair[1].dtype == dtype), strict=True)
-            torch._foreach_copy_(targets, sources)
+        copy_all((part.of(total_P), of) for part, of in zip(ctx.parts, gradients, strict=True) if of is not None)
         return total_P, None, None
