@@ -308,11 +308,6 @@ def plan_job(
     )
 
 
-def first_ids(config: Config, dataset: "Dataset", world_size: int) -> "list[Mapping[str, Tensor | Bags]]":
-    """The ids that the first step's batch names, rank by rank."""
-    return [batch.ids for batch in first_batches(config, dataset, world_size)]
-
-
 def first_batches(config: Config, dataset: "Dataset", world_size: int) -> "list[Batch]":
     """The ranks' parts of the first step's batch."""
     import torch

@@ -10,7 +10,7 @@ from small_data import small_config, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
-from logitmix.trainer.commands.plan import first_ids
+from logitmix.trainer.commands.plan import first_batches
 from logitmix.trainer.config import BY_HOST, Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
@@ -61,7 +61,8 @@ def counted(folder: Path) -> list[Tensor]:
 
 
 def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple[float, float, float]:
-    ids, size = first_ids(config, load_dataset(folder), world_size), config.tables.ranks_of_group(world_size)
+    ids = [batch.ids for batch in first_batches(config, load_dataset(folder), world_size)]
+    size = config.tables.ranks_of_group(world_size)
     rows = rows_sent(ids, plan, per_host=2, group_size=size)
     of = traffic(rows, config.comm)
     assert (of.between_hosts == 0) == (world_size == 2) and of.between_hosts < of.total
