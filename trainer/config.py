@@ -164,9 +164,13 @@ class TrainConfig:
     seed: int = 0
     """Determines initial weights, dropout, negatives and batch order, for any number of ranks."""
     batch_size: int = 128
-    """B: users of a global batch, divided among the ranks."""
+    """B: sequences of a global batch, divided among the ranks."""
+    stride: int = 0
+    """Divide a history longer than model.encoder.max_length into windows of that length, which begin so many actions
+    apart, each a sequence; the same number leaves no overlap. 0: a user's sequence is the last window, and no earlier
+    action is trained on."""
     epochs: float = 40.0
-    """Passes over the users that are trained on; 0.1 trains on a tenth of them."""
+    """Passes over the sequences; 0.1 trains on a tenth of them."""
     stop_after_epochs: float = 0.0
     """Stop earlier, after these epochs, with the learning rates of train.epochs; 0 trains all epochs."""
     minutes: float = 0.0
@@ -225,6 +229,7 @@ class TrainConfig:
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2^63 - 1")
         for name in ("batch_size", "threads", "log_every", "keep", "stop_seconds"):
             require_from(1, 2**31 - 1, f"train.{name}", getattr(self, name))
+        require(0 <= self.stride < 2**31, "train.stride", self.stride, "0 or more")
         require(0 < self.epochs < 2**31, "train.epochs", self.epochs, "above 0 and below 2^31")
         require(
             0 <= self.stop_after_epochs <= self.epochs,
@@ -307,6 +312,12 @@ class Config:
 
     def __post_init__(self) -> None:
         require_no_secrets("warm_start", self.warm_start)
+        longest = self.model.encoder.max_length
+        if self.train.stride > longest:
+            raise ValueError(
+                f"train.stride is {self.train.stride}, but windows have {longest} actions (model.encoder.max_length), "
+                "and those between two would not be trained on; lower train.stride"
+            )
         if self.train.patience and not self.evaluate.every_epochs:
             raise ValueError(
                 f"train.patience is {self.train.patience}, but evaluate.every_epochs is 0, so nothing is evaluated; "

@@ -117,7 +117,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
-        said = start_block(dataset, model, why)
+        said = start_block(dataset, model, why, batches.left_out)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)
@@ -289,6 +289,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         schema,
         batch_size=config.train.batch_size,
         max_length=config.model.encoder.max_length,
+        stride=config.train.stride,
         negatives=config.model.loss.negatives,
         share=config.model.loss.share,
         group_positions=config.model.loss.group_positions,

@@ -153,6 +153,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
         ("model.dim = 50", "model.dim (50) must be divisible by 4"),
         ("model.encoder.dropout = 1", "model.encoder.dropout is 1.0; it must be in [0, 1)"),
         ("train.patience = 2\nevaluate.every_epochs = 0", "train.patience is 2, but evaluate.every_epochs is 0"),
+        ("train.stride = 201", "train.stride is 201, but windows have 200 actions"),
         ("data.held_out = 0.2", "data.held_out is 0.2, but data.split is leave-one-out"),
         ("train.refit = true\ndata.validation = false", "train.refit needs the validation actions"),
         ("train.patience = 2\ndata.validation = false", "train.patience needs the validation actions"),

@@ -95,7 +95,10 @@ def _first_since(dataset: Dataset, time: int) -> Ints:
 
 
 class TrainingBatches:
-    """Batches of a rank, addressed by step: step s of the run is batch s % steps of epoch s // steps."""
+    """Batches of a rank, addressed by step: step s of the run is batch s % steps of epoch s // steps.
+
+    A sequence is a user's last actions, as many as the encoder takes; with a stride, every window of a longer history.
+    Its positions are the actions but for the last one, and the target of a position is the action after it."""
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class TrainingBatches:
         negatives: int,
         share: Literal["position", "sequence", "group", "batch"],
         seed: int,
+        stride: int = 0,
         in_batch: int = 0,
         group_positions: int = 1,
         held_out: HeldOut | None = None,
@@ -118,7 +122,8 @@ class TrainingBatches:
         world_size: int = 1,
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
-        ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out.
+        ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
+        histories into windows (`_windows`).
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
@@ -129,32 +134,40 @@ class TrainingBatches:
         self.share, self.group_positions = share, group_positions
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
-        self.end = held_out.train_end
-        lengths = self.end - dataset.offsets[:-1]
-        self.users = np.flatnonzero(trained_U)
-        self.length = np.minimum(lengths - 1, max_length)
+        users = np.flatnonzero(trained_U)
+        end, positions = held_out.train_end[users], held_out.train_end[users] - dataset.offsets[users] - 1
+        which, behind = _windows(positions, max_length, stride)
+        # Of each sequence: its user, the place after its last action, and its positions.
+        self.user_S, self.end_S = users[which], end[which] - behind
+        self.length_S = np.minimum(positions[which] - behind, max_length)
+        longer = np.zeros(0, np.int64) if stride else positions[positions > max_length]
+        # How many users have earlier actions than their sequence, and how many these are.
+        self.left_out = len(longer), int((longer - max_length).sum())
         self.in_batch = in_batch
         self.log_q_X = self._log_q() if in_batch else None
-        self._shuffled: tuple[int, Ints] = (-1, self.users)
-        self.steps_per_epoch = -(-len(self.users) // batch_size)
+        self._shuffled: tuple[int, Ints] = (-1, self.user_S)
+        self.steps_per_epoch = -(-len(self.user_S) // batch_size)
 
     def users_of(self, step: int) -> Ints:
-        """The users of a step's global batch, over all ranks."""
+        """The users of the sequences of a step's global batch, over all ranks."""
+        return self.user_S[self._sequences(step)]
+
+    def _sequences(self, step: int) -> Ints:
         epoch, index = divmod(step, self.steps_per_epoch)
-        return self.users[self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]]
+        return self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
 
     def at(self, step: int) -> Batch:
         """This rank's part of the global batch of a step, on the CPU."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        users = self.users_of(step)
-        bounds = np.concatenate([[0], np.cumsum(self.length[users])])
+        sequences = self._sequences(step)
+        bounds = np.concatenate([[0], np.cumsum(self.length_S[sequences])])
         first, last = self._part(bounds)
         group_B = self._groups(bounds)
-        negatives = self._negatives([self.seed, epoch, index + 1], users, bounds, group_B, slice(first, last))
+        negatives = self._negatives([self.seed, epoch, index + 1], sequences, bounds, group_B, slice(first, last))
         of_part = bounds[first : last + 1] - bounds[first]
-        users = users[first:last]
-        lengths = self.length[users]
-        inputs = ranges(self.end[users] - 1 - lengths, lengths)
+        sequences = sequences[first:last]
+        users, lengths = self.user_S[sequences], self.length_S[sequences]
+        inputs = ranges(self.end_S[sequences] - 1 - lengths, lengths)
         items = self.dataset.items_flat
         named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
@@ -202,15 +215,15 @@ class TrainingBatches:
         begins = np.flatnonzero(np.diff(group_B, prepend=-1))
         return [*bounds[begins].tolist(), int(bounds[-1])]
 
-    def _negatives(self, key: list[int], users: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
-        """Negatives [G, N + M] of the groups of `part` of a global batch's sequences. The batch has the sequences of
-        `users`, at positions between `bounds`, in the groups `group_B`; the key names the batch."""
+    def _negatives(self, key: list[int], sequences: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
+        """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, which are at positions between
+        `bounds`, in the groups `group_B`; the key names the batch."""
         uniform_GN = self._draw(key, bounds, group_B, part, self.dataset.num_items, self.negatives)
         if not self.in_batch:
             return uniform_GN
         position_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
         sequence_GM = np.searchsorted(bounds, position_GM, side="right") - 1
-        target_GM = self.dataset.items_flat[(self.end[users] - bounds[1:])[sequence_GM] + position_GM]
+        target_GM = self.dataset.items_flat[(self.end_S[sequences] - bounds[1:])[sequence_GM] + position_GM]
         return np.concatenate([uniform_GN, target_GM], axis=1)
 
     def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
@@ -226,12 +239,15 @@ class TrainingBatches:
 
     def _log_q(self) -> NDArray[np.float32]:
         """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are
-        targets, and an epoch has each training target once."""
-        change = np.zeros(len(self.dataset.items_flat) + 1, np.int8)
-        change[(self.end - self.length)[self.users]] += 1
-        change[self.end[self.users]] -= 1
-        is_target = np.cumsum(change[:-1], dtype=np.int8).astype(bool)
-        count_X = np.bincount(self.dataset.items_flat[is_target], minlength=self.dataset.num_items)
+        targets, which an epoch has as often as there are sequences that have them."""
+        change = np.zeros(len(self.dataset.items_flat) + 1, np.int16)
+        # No two sequences begin at one place, nor end.
+        change[self.end_S - self.length_S] += 1
+        change[self.end_S] -= 1
+        times = np.cumsum(change[:-1], dtype=np.int16, out=change[:-1])
+        count_X = np.zeros(self.dataset.num_items, np.int64)
+        for least in range(1, times.max() + 1):
+            count_X += np.bincount(self.dataset.items_flat[times >= least], minlength=len(count_X))
         N, M = self.negatives, self.in_batch
         q_X = (N / len(count_X) + M * count_X / count_X.sum()) / (N + M)
         return np.log(q_X).astype(np.float32)
@@ -246,11 +262,11 @@ class TrainingBatches:
         return np.where(dropped, self.schema.table(table).unknown, row_R)
 
     def _order(self, epoch: int) -> Ints:
-        """The users' places in an epoch."""
+        """The order of the sequences in an epoch."""
         # Not read twice: the thread that makes batches and the one that trains may ask for different epochs.
         shuffled = self._shuffled
         if shuffled[0] != epoch:
-            shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.users))
+            shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S))
             self._shuffled = shuffled
         return shuffled[1]
 
@@ -259,6 +275,17 @@ class TrainingBatches:
         cuts = np.arange(self.world_size + 1) * bounds[-1] / self.world_size
         nearest = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
         return int(nearest[self.rank]), int(nearest[self.rank + 1])
+
+
+def _windows(positions_U: Ints, longest: int, stride: int) -> tuple[Ints, Ints]:
+    """The windows of histories with so many positions, each of `longest` positions: the place of its history among
+    these, and how many positions it ends before the last one. Those of a history end `stride` positions apart, from its
+    end back to the first one that has its first position, which may be shorter; without a stride there is the last one
+    alone."""
+    if not stride:
+        return np.arange(len(positions_U)), np.zeros(len(positions_U), np.int64)
+    count_U = 1 - (-np.maximum(positions_U - longest, 0) // stride)
+    return np.repeat(np.arange(len(count_U)), count_U), stride * ranges(np.zeros_like(count_U), count_U)
 
 
 def action_times(times: NDArray[np.integer], place_T: Ints) -> tuple[torch.Tensor, torch.Tensor]:

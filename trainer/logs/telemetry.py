@@ -236,9 +236,12 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "") -> str:
+def start_block(
+    dataset: Dataset, model: ParallelModel, why_precision: str = "", left_out: tuple[int, int] = (0, 0)
+) -> str:
     """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
-    the precision, if it was chosen automatically."""
+    the precision, if it was chosen automatically. `left_out`: users with actions before their sequence, and these
+    actions."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
@@ -259,6 +262,10 @@ def start_block(dataset: Dataset, model: ParallelModel, why_precision: str = "")
         "precision": precision,
         "wire": sent,
     }
+    if left_out[0]:
+        longest = model.config.model.encoder.max_length
+        block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "
+        block["histories"] += f"their {left_out[1]:,} earlier ones are not trained on; with --train.stride, all are"
     each = train.batch_size // ranks.world_size
     if device == "cuda" and ranks.world_size > 1 and each < FEW:
         block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "

@@ -79,6 +79,42 @@ def test_a_sequence_is_the_last_actions_before_those_held_out() -> None:
     assert seen == len(TRAINABLE)
 
 
+@given(
+    lengths=st.lists(st.integers(0, 23), min_size=1, max_size=8), longest=st.integers(1, 7), stride=st.integers(1, 7)
+)
+def test_windows_cover_a_history_from_its_end(lengths: list[int], longest: int, stride: int) -> None:
+    assume(stride <= longest and max(lengths) > 3)
+    dataset = of_lengths(lengths)
+    source = batches(dataset, max_length=longest, stride=stride, batch_size=3, in_batch=2)
+    expected = []
+    for user, length in enumerate(lengths):
+        training = sequence(dataset, user)[:-2] if length > 3 else []
+        while len(training) > 1:
+            expected.append(training[-longest - 1 :])
+            # Once a window has the first action, there is none before it.
+            training = training[:-stride] if len(training) > longest + 1 else []
+    assert source.steps_per_epoch == -(-len(expected) // 3)
+    parts = [items_of(source.at(step)) for step in range(source.steps_per_epoch)]
+    inputs, targets = ([of for part in parts for of in part[name]] for name in ("inputs", "targets"))
+    assert sorted(inputs) == sorted(window[:-1] for window in expected)
+    assert sorted(targets) == sorted(window[1:] for window in expected)
+    owners = [owner(dataset, window[0]) for step in range(source.steps_per_epoch) for window in parts[step]["inputs"]]
+    users = [user for step in range(source.steps_per_epoch) for user in source.users_of(step)]
+    assert users == owners and source.left_out == (0, 0)
+    count_X = np.bincount(np.concatenate([window[1:] for window in expected]), minlength=dataset.num_items)
+    q_X = (5 / len(count_X) + 2 * count_X / count_X.sum()) / 7
+    assert source.log_q_X is not None
+    np.testing.assert_allclose(source.log_q_X, np.log(q_X), rtol=1e-6)
+
+
+def test_without_a_stride_earlier_actions_are_counted() -> None:
+    dataset = of_lengths([4, 9, 12, 2, 3])
+    # Held out are two of each user; the last action of the others is only a target.
+    assert batches(dataset, max_length=6).left_out == (1, 3)
+    assert batches(dataset, max_length=5).left_out == (2, 5)
+    assert batches(dataset, max_length=6, stride=6).left_out == (0, 0)
+
+
 def test_held_out_items_are_never_told() -> None:
     dataset = of_lengths(LENGTHS)
     source = batches(dataset, max_length=100)

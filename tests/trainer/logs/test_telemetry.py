@@ -62,6 +62,9 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
     assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
     chosen = start_block(dataset, some_model(precision="fp32"), "as the run began")
     assert "precision   FP32 (as the run began)\n" in chosen
+    assert "histories" not in chosen
+    said = "histories   2 users have more actions than 200 (model.encoder.max_length): their 31 earlier ones are"
+    assert said in start_block(dataset, some_model(), left_out=(2, 31))
 
 
 def test_the_start_block_says_when_gpus_have_few_users(monkeypatch: pytest.MonkeyPatch) -> None:

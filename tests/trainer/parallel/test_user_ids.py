@@ -80,7 +80,7 @@ def drawn(rate: float, steps: int = 40, rank: int = 0, world_size: int = 1) -> l
     for step in range(steps):
         batch = batches.at(step)
         first = int(batch.packing.row_T[0]) // (LENGTH - 3) if len(batch.packing.row_T) else 0
-        users = batches.users[batches._order(step)][first : first + len(batch.packing.lengths_B)]
+        users = batches.users_of(step)[first : first + len(batch.packing.lengths_B)]
         row_B = batch.ids[USER][batch.features.values[USER].values]  # type: ignore[index]
         rows.append(dict(zip(users.tolist(), row_B.tolist(), strict=True)))
     return rows
