@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,6 +108,7 @@ class Connection(H11Protocol):
     def __init__(self, unread: Unread, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
         self.unread, self._patience = unread, PATIENCE_SECONDS
+        self.closed: Callable[[], object] = lambda: None
         self.app_state = {**self.app_state, "connection": self}
 
     @property
@@ -143,6 +144,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.closed()
         self._cancel_deadline()
         self._stop_reading()
 

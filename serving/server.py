@@ -8,14 +8,13 @@ line}.
 import asyncio
 import base64
 import contextlib
-import errno
 import hashlib
 import ipaddress
 import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,6 +28,9 @@ from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client import generate_latest as prometheus_text
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families as families_of
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -38,13 +40,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed import ProcessGroup
 
 from logitmix.common.mappings import require
-from logitmix.common.messages import say
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import Body, parse
 from logitmix.serving.connection import (
     BUSY,
     CLOSE,
-    CONNECTIONS,
     WATCHED,
     BodyRefused,
     Connection,
@@ -56,6 +56,7 @@ from logitmix.serving.connection import (
 from logitmix.serving.group import Group
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
+from logitmix.serving.workers import CLOSED, LEAVING, READY, Worker, bound, listen, say
 
 UNREAD = 2**26
 """Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
@@ -67,6 +68,9 @@ POLL_SECONDS = 1.0
 """Time between two looks at the manifest."""
 GRACE_SECONDS = 30
 """Time for requests in flight when the server stops."""
+
+LAST_GIVEN_SECONDS = 0.1
+"""Time for the requests of a worker's last connections, which are on their way, to arrive."""
 
 PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/retrieve")
 ERROR: dict[str, Any] = {
@@ -126,10 +130,11 @@ def serve(
     wait_ms: float,
     group: "ProcessGroup | None" = None,
     allowed: Allowed = Allowed(),
+    worker: Worker | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
     0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
-    the others.
+    the others. A `worker` does not listen, but is given its connections.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
     listened on or another process is lost.
@@ -142,71 +147,103 @@ def serve(
     if of_ranks.rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return LiveExport(directory, _say, of_ranks).follow()
-    with _bound(host, port) as listening:
-        export = LiveExport(directory, _say, of_ranks)
-        server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)))
+        return LiveExport(directory, say, of_ranks).follow()
+    with contextlib.ExitStack() as stack:
+        listening = [] if worker else [stack.enter_context(bound(host, port))]
+        saying = partial(_say_of, worker.number) if worker else say
+        export = LiveExport(directory, saying, of_ranks)
+        server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)), worker)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
-        listening.listen(CONNECTIONS)
-        address, port = listening.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            _say(f"whoever reaches {shown} can use this server: it has no authentication")
-        _say(f"serving {export.retriever.described} on http://{shown}:{port}")
-        server.run(sockets=[listening])
+        for socket_ in listening:
+            listen(socket_, export.retriever.described)
+        server.run(sockets=listening)
         export.release()
 
 
-def _say(line: str) -> None:
-    # Where nobody reads the lines any more, the server still answers and takes over new exports.
-    with contextlib.suppress(OSError):
-        say(f"logitmix: {line}")
+def _say_of(worker: int, line: str) -> None:
+    say(f"worker {worker}: {line}")
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    require(0 <= port <= 65535, "--port", port, "from 0 to 65535")
-    require(bool(host), "--host", repr(host), "an address, such as 127.0.0.1, or 0.0.0.0 for all of this host")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)[0]
-        # With the protocol left open, asyncio would not set TCP_NODELAY, and each answer would take 40 ms more.
-        listening = socket.socket(family, kind, proto)
-    except (OSError, UnicodeError):
-        raise OSError(f"there is no address for --host {host}") from None
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise OSError(f"port {port} of {host} is in use; give another --port") from None
-        raise OSError(f"port {port} of {host}: {error.strerror}") from None
-    return listening
-
-
-def make_server(export: LiveExport, wait: float, allowed: Allowed) -> uvicorn.Server:
-    """The server, for sockets that listen already; `wait` as for `make_app`."""
+def make_server(export: LiveExport, wait: float, allowed: Allowed, worker: Worker | None = None) -> uvicorn.Server:
+    """The server, for sockets that listen already, or for the connections of a worker; `wait` as for `make_app`."""
     unread = Unread()
-    return uvicorn.Server(
-        uvicorn.Config(
-            make_app(export, wait, allowed, unread),
-            http=partial(Connection, unread),  # type: ignore[arg-type]
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
+    config = uvicorn.Config(
+        make_app(export, wait, allowed, unread, worker),
+        http=partial(Connection, unread),  # type: ignore[arg-type]
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
     )
+    if worker is None:
+        return uvicorn.Server(config)
+    return _WorkersServer(config, worker, lambda: f"{READY} {export.retriever.described}")
 
 
-def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) -> FastAPI:
+class _WorkersServer(uvicorn.Server):
+    """That of a worker: it serves the connections that it is given."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, ready: Callable[[], str]) -> None:
+        super().__init__(config)
+        self._worker, self._ready = worker, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._loop, self._all_taken = asyncio.get_running_loop(), asyncio.Event()
+        self._given: set[asyncio.Task[None]] = set()
+        self._worker.control.setblocking(False)
+        self._loop.add_reader(self._worker.control, self._take)
+        self._worker.tell(self._ready())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.tell(LEAVING)
+        await self._all_taken.wait()
+        if self._given:
+            await asyncio.wait(self._given)
+        await asyncio.sleep(LAST_GIVEN_SECONDS)
+        await super().shutdown(sockets)
+
+    def _take(self) -> None:
+        try:
+            told, files, _, _ = socket.recv_fds(self._worker.control, 64, 64)
+        except BlockingIOError:
+            return
+        except OSError:
+            told, files = b"", []
+        for file in files:
+            task = self._loop.create_task(self._serve_one(socket.socket(fileno=file)))
+            self._given.add(task)
+            task.add_done_callback(self._given.discard)
+        if not told:
+            self._loop.remove_reader(self._worker.control)
+            self._all_taken.set()
+            self.should_exit = True
+
+    async def _serve_one(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the client is gone
+            await self._loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> Connection:
+        made: Any = self.config.http_protocol_class
+        protocol: Connection = made(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=self._loop
+        )
+        protocol.closed = partial(self._worker.tell, CLOSED)
+        return protocol
+
+
+def make_app(
+    export: LiveExport, wait: float, allowed: Allowed, unread: Unread, worker: Worker | None = None
+) -> FastAPI:
     """The application. `wait`: seconds that a request waits for others at most."""
     batcher = Batcher(lambda: export.retriever, wait, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
@@ -219,6 +256,8 @@ def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) 
             unread.give_back()
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
+            if worker:
+                worker.write_metrics(prometheus_text(metrics.registry).decode())
             if export.lost:
                 signal.raise_signal(signal.SIGTERM)
 
@@ -287,7 +326,8 @@ def make_app(export: LiveExport, wait: float, allowed: Allowed, unread: Unread) 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Metrics in Prometheus's text format."""
-        return Response(prometheus_text(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        registry = OfWorkers(worker, metrics.registry) if worker else metrics.registry
+        return Response(prometheus_text(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
@@ -362,6 +402,22 @@ class Metrics:
             ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
         ):
             Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)
+
+
+class OfWorkers(Collector):
+    """The metrics of all workers, with a label that says whose they are: those of the others as they have left them."""
+
+    def __init__(self, worker: Worker, own: CollectorRegistry) -> None:
+        self._texts = worker.metrics() | {worker.number: prometheus_text(own).decode()}
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for number, text in sorted(self._texts.items()):
+            for found in families_of(text):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                for sample in found.samples:
+                    family.samples.append(sample._replace(labels={**sample.labels, "worker": str(number)}))
+        return families.values()
 
 
 class Counting:

@@ -34,6 +34,7 @@ from logitmix.serving import batcher as batcher_module
 from logitmix.serving import connection as connection_module
 from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
+from logitmix.serving import workers as workers_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.live import LiveExport, search
@@ -90,7 +91,7 @@ class Running:
 def running(folder: Path, allowed: Allowed = ALLOWED) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append)
-    with server_module._bound("127.0.0.1", 0) as listening:
+    with workers_module.bound("127.0.0.1", 0) as listening:
         server = make_server(export, 0.01, allowed)
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
@@ -904,7 +905,7 @@ def test_a_server_without_one_of_its_processes_says_so_and_ends(folder: Path, mo
 
 def test_lines_that_nobody_reads_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
-    export = LiveExport(folder, server_module._say)
+    export = LiveExport(folder, workers_module.say)
     export_small(small_model("mol", X + 1), folder, overwrite=True)
     reading, writing = os.pipe()
     os.close(reading)

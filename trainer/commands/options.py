@@ -46,7 +46,7 @@ class ThreadsOption:
 
     @property
     def threads_of_rank(self) -> int:
-        return self.threads or _threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        return self.threads or threads_of_each(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class ProcessesOption:
                     f"--processes is {self.processes}, but a launcher has started {world_size} ranks; leave it out"
                 )
         elif self.processes > 1:
-            threads = _threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
-            words = [command, *words, *(word for plugin in references() for word in ("--import", plugin))]
+            threads = threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
+            words = with_plugins([command, *words])
             raise SystemExit(run_ranks(words, self.processes, threads, is_server=command == "serve"))
 
 
@@ -96,6 +96,11 @@ def items_group(command: str) -> "Iterator[ProcessGroup | None]":
         yield ranks.group
 
 
-def _threads_of_each(count: int) -> int:
+def with_plugins(words: list[str]) -> list[str]:
+    """The words of a command for another process, which needs the plugins of this one."""
+    return [*words, *(word for plugin in references() for word in ("--import", plugin))]
+
+
+def threads_of_each(count: int) -> int:
     """Of processes that divide the cores of this host."""
     return max(1, cores() // count)

@@ -1,11 +1,20 @@
 """`logitmix serve`: answers over HTTP, with a page to try it out."""
 
+import sys
 from dataclasses import dataclass
 
 import tyro
 
+from logitmix.common.mappings import require
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, ItemProcessesOption, items_group
+from logitmix.launch.processes import launched
+from logitmix.trainer.commands.options import (
+    ExportPlace,
+    ItemProcessesOption,
+    items_group,
+    threads_of_each,
+    with_plugins,
+)
 from logitmix.trainer.commands.words import parse
 
 
@@ -20,8 +29,10 @@ class Arguments(ItemProcessesOption):
     """Address to listen on; 0.0.0.0 for all of this host. There is no authentication."""
     port: int = 8080
     """Port to listen on; any free one when 0."""
+    workers: int = 1
+    """Processes that each answer from the whole export, for more requests; they share the files in memory."""
     threads: int = 0
-    """CPU threads of the model; torch's default when 0, and all cores divided among the processes of this host."""
+    """CPU threads of the model; torch's default when 0, and all cores divided among the processes or workers."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -33,10 +44,20 @@ class Arguments(ItemProcessesOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
+    require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
+    if arguments.workers > 1 and (arguments.processes > 1 or launched()):
+        raise ValueError("--workers answer from all items, and --processes divide them among them: give one of the two")
+    from logitmix.serving.workers import Worker, run_workers
+
+    worker = Worker.of_environment()
+    if arguments.workers > 1 and not worker:
+        command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
+        threads = threads_of_each(arguments.workers)
+        raise SystemExit(run_workers(command, arguments.workers, threads, arguments.host, arguments.port))
     arguments.start_ranks("serve", words)
     from logitmix.serving.server import Allowed, serve
 
     allowed = Allowed(arguments.allow_host, arguments.allow_origin)
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
-        serve(directory, arguments.host, arguments.port, arguments.threads, arguments.wait_ms, group, allowed)
+        serve(directory, arguments.host, arguments.port, arguments.threads, arguments.wait_ms, group, allowed, worker)
