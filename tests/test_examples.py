@@ -44,6 +44,7 @@ def test_stage_1_as_the_page_of_pieces_has_it() -> None:
     assert (names["found"].items_BK.diff(dim=1) > 0).all()
 
 
+@pytest.mark.slow
 def test_paper_table_shows_the_recorded_figures() -> None:
     shown = output_of(EXAMPLES / "paper_table.py")
     assert "hstu+mol" in shown

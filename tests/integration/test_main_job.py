@@ -136,6 +136,7 @@ def test_a_run_is_watched(folder: Path) -> None:
     assert list((folder / "runs/ring/tensorboard").glob("events.*"))
 
 
+@pytest.mark.slow
 def test_torchx_starts_the_same_job(folder: Path, tmp_path: Path) -> None:
     words = ["ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1", "--evaluate.every-epochs", "1"]
     words += ["--train.precision", "auto"]

@@ -5,8 +5,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import jobs
@@ -43,12 +45,19 @@ def start(
     return process
 
 
-def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) -> bool:
-    """SIGKILLs both ranks of a job `delay` seconds after it has written that many rows; False if it ended."""
+@contextmanager
+def two_that_wrote(words: list[str], folder: Path, run: Path, rows: int) -> Iterator[tuple[list[BaseProcess], Path]]:
+    """Both ranks of a job that has just written that many rows, or has ended; and the folder of what they say."""
     written = rows_written(run, rows)
-    with two_ranks.started(main, ["logitmix", *words], folder, world_size=2) as (ranks, _):
+    with two_ranks.started(main, ["logitmix", *words], folder, world_size=2) as (ranks, said):
         while all(rank.is_alive() for rank in ranks) and not written():
             time.sleep(0.01)
+        yield ranks, said
+
+
+def kill_at(words: list[str], folder: Path, run: Path, rows: int, delay: float) -> bool:
+    """SIGKILLs both ranks of a job `delay` seconds after it has written that many rows; False if it ended."""
+    with two_that_wrote(words, folder, run, rows) as (ranks, _):
         time.sleep(delay)
         statuses = [rank.exitcode for rank in ranks]
         for rank in ranks:
@@ -119,17 +128,19 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
     assert losses(changed) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_groups_of_ranks_go_on_as_one_group_and_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(1,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_groups_of_ranks_go_on_as_one_process_and_as_one_group(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Four ranks as 2 x 2, whose checkpoint has each row once: loading refuses rows that overlap."""
     settings = SETTINGS | {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
     settings |= {"model.features": ["all"], "tables.tags.pooled": True, "train.epochs": 3, "tables.group_size": 2}
     config = small_config(write_dataset(tmp_path / "data", features=True), settings)
-    began = tmp_path / "began"
+    began, alone = tmp_path / "began", tmp_path / "alone"
     two_ranks.run(train_runs, {began: replace_epochs(config, 1)}, world_size=4)
-    runs = {size: shutil.copytree(began, tmp_path / f"group of {size}") for size in (0, 1, 2)}
-    two_ranks.run(train_runs, {runs[0]: replace_group(config, 0), runs[2]: config}, world_size=4)
-    alone = tmp_path / "alone"
-    train_runs({runs[1]: config, alone: config})
+    runs = {size: shutil.copytree(began, tmp_path / f"group of {size}") for size in sizes}
+    together = {runs[size]: replace_group(config, size) for size in sizes if size != 1}
+    if together:
+        two_ranks.run(train_runs, together, world_size=4)
+    train_runs({run: config for run in (alone, *runs.values()) if run not in together})
     for run in runs.values():
         assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
 
@@ -180,25 +191,39 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in jobs.metrics(run) if row["kind"] == "train"]
 
 
-LAUNCHERS = [False, pytest.param(True, marks=pytest.mark.slow)]
-
-
-TO_RANK = (8, signal.SIGTERM, "rank")
-SIGNALS = [(3, signal.SIGINT, "launcher"), TO_RANK, (14, signal.SIGTERM, "all")]
-"""After how many rows, which signal, and to whom; each rank is a group of its own."""
-
-
-@pytest.mark.parametrize(
-    ("torchrun", "signals"),
-    [(False, [TO_RANK]), *(pytest.param(each, SIGNALS, marks=pytest.mark.slow) for each in (False, True))],
-)
-def test_a_killed_job_goes_on_and_signals_to_it_save_the_step(
-    whole: Path, tmp_path: Path, torchrun: bool, signals: list[tuple[int, int, str]]
-) -> None:
+def test_a_killed_job_goes_on_and_a_signal_to_one_rank_saves_the_step(whole: Path, tmp_path: Path) -> None:
     """With the same losses, metrics and results as the undisturbed job, to the last bit."""
     run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
-    assert torchrun or kill_at(words, whole, run, 2, 0.05)
-    for rows, number, to in signals:
+    assert kill_at(words, whole, run, 2, 0.05)
+    with two_that_wrote(words, tmp_path, run, 8) as (ranks, said):
+        told = time.time()
+        os.kill(ranks[1].pid or 0, signal.SIGTERM)
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [STOPPED] * 2
+        check_that_it_was_saved(run, told, (said / "0.2").read_text())
+    go_on_to_the_end(words, run, whole)
+
+
+def check_that_it_was_saved(run: Path, told: float, said: str) -> None:
+    saved = checkpoint_paths(run)[-1]
+    assert (saved / "checkpoint.json").stat().st_mtime > told
+    (line,) = [line for line in said.splitlines() if "go on with: logitmix train " in line]
+    assert f"after step {saved.name.removeprefix('step-')}, which is saved in {run}" in line
+
+
+def go_on_to_the_end(words: list[str], run: Path, whole: Path) -> None:
+    two_ranks.command(words, run.parent, world_size=2)
+    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
+    assert jobs.results(run) == jobs.results(whole / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True], ids=["processes", "torchrun"])
+def test_signals_to_a_job_save_the_step(whole: Path, tmp_path: Path, torchrun: bool) -> None:
+    """After so many rows; to the launcher, to one rank and to all. Each rank is a group of its own."""
+    run, words = tmp_path / "stopped", ["train", str(whole / "recipe.toml"), "--run", str(tmp_path / "stopped")]
+    for rows, number, to in ((3, signal.SIGINT, "launcher"), (8, signal.SIGTERM, "rank"), (14, signal.SIGTERM, "all")):
         job = start(words, tmp_path, run, rows, torchrun)
         ranks = jobs.children(job.pid)
         for pid in {"launcher": [job.pid], "rank": ranks[-1:], "all": [job.pid, *ranks]}[to]:
@@ -207,15 +232,9 @@ def test_a_killed_job_goes_on_and_signals_to_it_save_the_step(
         _, said = jobs.finish(job, 60)
         assert not jobs.living(run)
         assert job.returncode == (1 if torchrun else STOPPED)
-        saved = checkpoint_paths(run)[-1]
-        assert (saved / "checkpoint.json").stat().st_mtime > told
-        (line,) = [line for line in said.splitlines() if "go on with: logitmix train " in line]
-        assert f"after step {saved.name.removeprefix('step-')}, which is saved in {run}" in line
-        if not torchrun:
-            assert "Traceback" not in said
-    two_ranks.command(words, tmp_path, world_size=2)
-    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
-    assert jobs.results(run) == jobs.results(whole / "whole")
+        check_that_it_was_saved(run, told, said)
+        assert torchrun or "Traceback" not in said
+    go_on_to_the_end(words, run, whole)
 
 
 @pytest.mark.slow
@@ -243,8 +262,9 @@ def test_a_second_signal_harms_nothing(whole: Path, tmp_path: Path, to: str) -> 
     assert jobs.digests(run) == jobs.digests(whole / "whole")
 
 
-@pytest.mark.parametrize("torchrun", LAUNCHERS, ids=["processes", "torchrun"])
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True], ids=["processes", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path: Path, rank: int, torchrun: bool) -> None:
     settings = SETTINGS | {"train.epochs": 1000, "comm.timeout_seconds": 5}
     (tmp_path / "recipe.toml").write_text(dump_toml(small_config(write_dataset(tmp_path / "data"), settings)))

@@ -176,7 +176,7 @@ TOWERS = [
 @pytest.mark.parametrize(
     ("of", "schema"),
     [
-        pytest.param(of, schema, marks=[pytest.mark.slow] if schema or of is WITH_TIMES else [])
+        pytest.param(of, schema, marks=[pytest.mark.slow] if schema and of != ("dot", POOLED) else [])
         for of, schema in product(TOWERS, [None, EVERY_KIND])
     ],
 )
@@ -283,8 +283,8 @@ def in_a_clean_process(
     ("kind", "encoder", "schema"),
     [
         ("mol", SASREC, None),
-        ("dot", HSTUConfig(blocks=1, max_length=LENGTH), None),
-        ("dot", POOLED, EVERY_KIND),
+        pytest.param("dot", HSTUConfig(blocks=1, max_length=LENGTH), None, marks=pytest.mark.slow),
+        pytest.param("dot", POOLED, EVERY_KIND, marks=pytest.mark.slow),
         pytest.param("mol", SASREC, EVERY_KIND, marks=pytest.mark.slow),
     ],
     ids=["ids", "hstu", "features", "mol, features"],
@@ -338,12 +338,15 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
 
 
+def test_torch_alone_runs_the_programs(original: Path, tmp_path: Path) -> None:
+    assert_programs_run(small_model("dot", X, encoder=POOLED), original, "", tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
-def test_torch_alone_runs_the_programs(tmp_path: Path) -> None:
-    """Those with times and features of every kind; the others above are not written and loaded."""
+def test_torch_alone_runs_those_with_times_and_features_of_every_kind(tmp_path: Path) -> None:
     model = small_model(WITH_TIMES[0], X, schema=EVERY_KIND, encoder=WITH_TIMES[1])
-    served = export_small(model, tmp_path / "served", extras=["programs"])
-    assert_programs_run(model, served, "", tmp_path)
+    assert_programs_run(model, export_small(model, tmp_path / "served", extras=["programs"]), "", tmp_path)
 
 
 def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(original: Path, tmp_path: Path) -> None:
@@ -530,7 +533,7 @@ echo 'nothing can be compiled' >&2; exit 1
             "no-such-compiler",
             "--programs needs a C++ compiler, and there is no no-such-compiler: install g++, or set CX",
         ),
-        ("COMPILER", "the C++ compiler cannot compile query_tower: "),
+        pytest.param("COMPILER", "the C++ compiler cannot compile query_tower: ", marks=pytest.mark.slow),
     ],
 )
 def test_without_a_compiler_nothing_is_written(

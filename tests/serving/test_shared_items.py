@@ -118,7 +118,7 @@ def same_calls_on_all(paths: dict[str, Path], of_one: dict[str, list[Any]]) -> d
     return found
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_shared_items_are_ranked_as_by_one_process(
     exports: dict[str, Path], of_one: dict[str, list[Any]], processes: int
 ) -> None:
@@ -203,25 +203,18 @@ def test_processes_may_follow_the_first(exports: dict[str, Path]) -> None:
     assert others == [None, None]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    words = (sys.executable, "-m", "logitmix.trainer.cli", *words)
-    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def test_the_command_starts_its_processes(exports: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command_answers_on_several_processes(exports: dict[str, Path], tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps({"history": [f"id {item * 7}" for item in of]}) + "\n" for of in HISTORIES))
-    path, out = str(exports["cached"]), tmp_path / "out.jsonl"
-    words = [path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out"]
-    result = command("retrieve", *words, str(out), "--processes", "2")
-    assert (result.returncode, result.stdout, result.stderr) == (0, f"{out}: {len(HISTORIES)} requests answered\n", "")
-    two_ranks.command(["retrieve", *words, str(tmp_path / "alone.jsonl")], tmp_path)
-    assert out.read_text() == (tmp_path / "alone.jsonl").read_text()
-    words = ["retrieve", path, "--json", "--history"]
-    found = two_ranks.command([*words, "id 7"], tmp_path, world_size=2)
-    assert json.loads(found) == Retriever.load(path).rows(["id 7"], 10)
-    said = two_ranks.command([*words, "new"], tmp_path, world_size=2, status=2)
+    path, files = str(exports["cached"]), [tmp_path / f"{count}.jsonl" for count in (1, 2)]
+    for count, out in enumerate(files, 1):
+        words = ["retrieve", path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out", str(out)]
+        assert two_ranks.command(words, tmp_path, count) == f"{out}: {len(HISTORIES)} requests answered\n"
+    assert len({file.read_text() for file in files}) == 1
+    said = two_ranks.command(["retrieve", path, "--json", "--history", "new"], tmp_path, world_size=2, status=2)
     assert said.startswith("logitmix: request 0: no item of demo has the id 'new'; ") and said.count("\n") == 1
+    said = two_ranks.command(["serve", "nowhere", "--port", "0"], tmp_path, world_size=2, status=2)
+    assert said.startswith("logitmix: no serving directory at nowhere") and said.count("\n") == 1
 
 
 def taken_over(store: Path, next_there: Path, folder: Path, second: Path, damaged: Path) -> Any:
@@ -303,7 +296,7 @@ def ask(port: int, body: dict[str, Any]) -> Any:
         connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_server_of_several_processes(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
     folder = Path(shutil.copytree(exports["cached"], tmp_path / "served"))
     question = {"history": ["id 7", "id 14"], "k": 9, "stage1": 40}
@@ -325,6 +318,7 @@ def test_a_server_of_several_processes(exports: dict[str, Path], tmp_path: Path,
     assert (server.returncode, said) == (0, f"logitmix: new export: {X} items of demo, step 12 of run small\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_ends_the_server(exports: dict[str, Path], rank: int) -> None:
     with serving(exports["cached"], 2) as (server, _):
@@ -336,14 +330,14 @@ def test_a_process_that_dies_ends_the_server(exports: dict[str, Path], rank: int
         assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_what_the_server_refuses_is_told_once(exports: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_the_server_refuses_is_told_once(exports: dict[str, Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        result = command("serve", str(exports["cached"]), "--port", port, "--processes", "2")
+        words = ["serve", str(exports["cached"]), "--port", port, "--processes", "2"]
+        result = subprocess.run([sys.executable, "-m", "logitmix.trainer.cli", *words], capture_output=True, text=True)
     said = f"logitmix: port {port} of 127.0.0.1 is in use; give another --port\n"
     assert (result.returncode, result.stderr) == (1, said)
-    said = two_ranks.command(["serve", "nowhere", "--port", "0"], tmp_path, world_size=2, status=2)
-    assert said.startswith("logitmix: no serving directory at nowhere") and said.count("\n") == 1
 
 
 def test_processes_that_are_out_of_step_answer_nothing_more() -> None:

@@ -1,6 +1,8 @@
 """The sharded ranking against counting by hand, one user after the other."""
 
 from collections.abc import Iterator
+from itertools import product
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import torch
 import two_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import one_of_each
 from torch import Tensor, nn
 
 from logitmix.comm.process_group import Ranks, process_group
@@ -155,9 +158,10 @@ def scores_of(tower: Tower, item_XD: Tensor, history: list[int]) -> dict[str, Te
     return scores
 
 
-@pytest.mark.parametrize("exclude", [True, False])
-@pytest.mark.parametrize("hindexer", [True, False])
-@pytest.mark.parametrize("kind", ["dot", "mol"])
+@pytest.mark.parametrize(
+    ("kind", "hindexer", "exclude"),
+    one_of_each(product(["dot", "mol"], [True, False], [True, False]), *map(itemgetter, range(3))),
+)
 def test_a_ranking_is_that_of_scoring_every_item_for_every_user(
     kind: str, hindexer: bool, exclude: bool, ranks: Ranks
 ) -> None:
@@ -202,8 +206,15 @@ CHUNKS = {"CHUNK_ITEMS": (16, 64), "CHUNKS": 8, "PAIRS": {"cpu": 2**6}, "ROUND":
 """Small ones: 10 chunks of a corpus of 150 items."""
 
 
-@pytest.mark.parametrize("kind", ["dot", "mol"])
-@pytest.mark.parametrize("changes", [{"PAIRS": {"cpu": 1}}, {"CHUNKS": 1}, {"ROUND": 1}, CHUNKS], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    one_of_each(
+        product(["dot", "mol"], [{"PAIRS": {"cpu": 1}}, {"CHUNKS": 1}, {"ROUND": 1}, CHUNKS]),
+        itemgetter(0),
+        lambda case: str(case[1]),
+    ),
+    ids=str,
+)
 def test_neither_users_at_once_nor_chunks_of_items_change_a_rank(
     kind: str, changes: dict[str, Any], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def export_in_files(run: Path, out: Path, file_bytes: int) -> tuple[dict[str, An
     return export(run, out), dict(most)
 
 
+@pytest.mark.parametrize("served", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
 def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     run: Path, dataset: Dataset, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +286,7 @@ def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> thre
     def reading(*given: Any) -> Any:
         monkeypatch.setattr(update_module, "_read", read)
         thread.start()
-        thread.join(5)
+        thread.join(1)
         return read(*given)
 
     monkeypatch.setattr(update_module, "_read", reading)
