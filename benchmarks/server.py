@@ -1,9 +1,11 @@
 """`logitmix serve` under load: throughput, latency, what it answers to malformed requests, and its memory.
 
-    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--bad 0.1] [--json]
+    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--bad 0.1] [--workers 1,2] [--json]
 
 DIR is a serving directory. Without one, the recipe demo-mol is trained for some seconds on random clicks on 10,000
 items, and exported. The server is the real command in a process of its own; it shares the machine with the clients.
+Of several numbers of workers, and several `--stage1`, each has a server; all are measured in turn, `--repetitions`
+times, and the table has medians. Memory is what all processes of a server take, shared pages counted once (PSS).
 
 A client sends its next request when it has the answer to the last one, over a connection that stays open. Each number
 of clients sends `--requests` with a share `--bad` of malformed ones among them, every kind in turn; before that, a
@@ -25,7 +27,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +55,13 @@ class Options:
     clients: str = "1,8,64"
     bad: float = 0.1
     """Share of malformed requests."""
+    workers: str = "1"
+    stage1: str = "100000"
+    threads: int = 0
+    """Of each worker; the cores divided among them when 0."""
     wait_ms: float = 10.0
-    """As for logitmix serve."""
+    """As for logitmix serve, all of these; lists are separated by commas."""
+    repetitions: int = 1
     seed: int = 0
     json: bool = False
     """Print JSON."""
@@ -73,30 +81,67 @@ class Load:
 
 
 def main(options: Options) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         directory = options.directory or _export(Path(scratch))
         retriever = Retriever.load(directory)
         ids = [
             retriever.raw_ids[place] for place in range(0, retriever.num_items, max(1, retriever.num_items // 10**5))
         ]
-        command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", directory, "--port", "0"]
-        log = Path(scratch, "log")
-        with log.open("w") as file:
-            server = subprocess.Popen([*command, "--wait-ms", str(options.wait_ms)], stderr=file)
-        try:
-            rows = asyncio.run(_measured(options, server.pid, _port(server, log), ids))
-        finally:
-            server.send_signal(signal.SIGTERM)
-            status = server.wait(60)
-        said = log.read_text().splitlines()[1:]
-    setting = f"{retriever.num_items:,} items; {machine()}"
-    wrong = _unexpected(rows)
+        setting = f"{retriever.num_items:,} items; {machine()}"
+        del retriever
+        servers = []
+        for workers in options.workers.split(","):
+            for stage1 in options.stage1.split(","):
+                words = ["--workers", workers, "--stage1", stage1, "--wait-ms", str(options.wait_ms)]
+                threads = ["--threads", str(options.threads)]
+                servers.append(_Server.start(directory, [*words, *threads], Path(scratch, f"log{len(servers)}")))
+                stack.callback(servers[-1].process.kill)
+        rows = asyncio.run(_measured(options, servers, ids))
+        problems = [problem for server in servers for problem in server.end()]
+    wrong = [*problems, *_unexpected(rows)]
     if options.json:
-        print(json.dumps({"setting": setting, "rows": rows, "exit": status, "log": said, "unexpected": wrong}))
+        print(json.dumps({"setting": setting, "rows": rows, "unexpected": wrong}))
     else:
-        _show(rows, setting)
-    if status or said or wrong:
-        raise SystemExit("\n".join([f"the server ended with status {status}", *said, *wrong]))
+        _show(_medians(rows), setting)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The command in a process of its own."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    port: int
+
+    @classmethod
+    def start(cls, directory: str, words: list[str], log: Path) -> "_Server":
+        command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", directory, "--port", "0", *words]
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stderr=file)
+        return cls(" ".join(words[1:4:2]), process, log, _port(process, log))
+
+    def end(self) -> list[str]:
+        """What it should not have said, and its status."""
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(60)
+        return [*([f"the server ended with status {status}"] if status else []), *self.log.read_text().splitlines()[1:]]
+
+    @property
+    def processes(self) -> list[int]:
+        """Itself and its workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [self.process.pid, *map(int, children)]
+
+    @property
+    def cpu_seconds(self) -> float:
+        return sum(map(_cpu_seconds, self.processes))
+
+    @property
+    def mb(self) -> float:
+        return sum(map(_own_mb, self.processes))
 
 
 def _export(scratch: Path) -> str:
@@ -122,28 +167,58 @@ def _port(server: subprocess.Popen[bytes], log: Path) -> int:
     raise SystemExit(log.read_text())
 
 
-async def _measured(options: Options, pid: int, port: int, ids: list[str]) -> list[dict[str, Any]]:
+async def _measured(options: Options, servers: Sequence[_Server], ids: list[str]) -> list[dict[str, Any]]:
     chance, numbers = random.Random(options.seed), [int(number) for number in options.clients.split(",")]
-    await _load(port, max(numbers), 5 * max(numbers), 0.0, ids, chance)
-    rows: list[dict[str, Any]] = [{"clients": None, "mb": _resident_mb(pid)}]
+    rows: list[dict[str, Any]] = []
+    for server in servers:
+        await _load(server.port, max(numbers), 5 * max(numbers), 0.0, ids, chance)
+        rows.append({"server": server.name, "clients": None, "mb": server.mb})
+    shares = [(0.0, max(1, options.requests // 5)), *([(options.bad, options.requests)] if options.bad else [])]
     for clients in numbers:
-        for bad, requests in ((0.0, max(1, options.requests // 5)), (options.bad, options.requests)):
-            start, cpu = time.perf_counter(), _cpu_seconds(pid)
-            load = await _load(port, clients, requests, bad, ids, chance)
-            seconds, taken = sorted(load.seconds), time.perf_counter() - start
-            rows.append(
-                {
-                    "clients": clients,
-                    "bad": bad,
-                    "requests_per_second": requests / taken,
-                    "p50_ms": statistics.median(seconds) * 1000,
-                    "p99_ms": seconds[int(0.99 * len(seconds))] * 1000,
-                    "cpu_ms": (_cpu_seconds(pid) - cpu) / requests * 1000,
-                    "mb": _resident_mb(pid),
-                    "statuses": {kind: dict(counts) for kind, counts in load.statuses.items()},
-                }
-            )
+        for bad, requests in shares:
+            for _ in range(options.repetitions):
+                for server in servers:
+                    rows.append(await _row(server, clients, requests, bad, ids, chance))
     return rows
+
+
+async def _row(
+    server: _Server, clients: int, requests: int, bad: float, ids: list[str], chance: random.Random
+) -> dict[str, Any]:
+    start, cpu = time.perf_counter(), server.cpu_seconds
+    load = await _load(server.port, clients, requests, bad, ids, chance)
+    seconds, taken = sorted(load.seconds), time.perf_counter() - start
+    return {
+        "server": server.name,
+        "clients": clients,
+        "bad": bad,
+        "requests_per_second": requests / taken,
+        "p50_ms": statistics.median(seconds) * 1000,
+        "p99_ms": seconds[int(0.99 * len(seconds))] * 1000,
+        "cpu_ms": (server.cpu_seconds - cpu) / requests * 1000,
+        "mb": server.mb,
+        "statuses": {kind: dict(counts) for kind, counts in load.statuses.items()},
+    }
+
+
+def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the rows of each server, number of clients and share of malformed requests; of the statuses, the sums."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["server"], row["clients"], row.get("bad")), []).append(row)
+    found = []
+    for of in groups.values():
+        median = {
+            name: statistics.median(row[name] for row in of)
+            for name in of[0]
+            if name not in ("server", "clients", "statuses")
+        }
+        statuses: Counter[int] = Counter()
+        for row in of:
+            for counts in row.get("statuses", {}).values():
+                statuses.update(counts)
+        found.append(of[0] | median | {"statuses": statuses})
+    return found
 
 
 async def _load(port: int, clients: int, requests: int, bad: float, ids: list[str], chance: random.Random) -> Load:
@@ -288,20 +363,26 @@ def _unexpected(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(rows: list[dict[str, Any]], setting: str) -> None:
-    table = Table(
-        "clients", "malformed", "requests/s", "p50 ms", "p99 ms", "CPU ms", "MB", "answers by status", title=setting
+    heads = (
+        "workers, stage1",
+        "clients",
+        "malformed",
+        "requests/s",
+        "p50 ms",
+        "p99 ms",
+        "CPU ms",
+        "MB",
+        "answers by status",
     )
+    table = Table(*heads, title=setting)
     for row in rows:
         if row["clients"] is None:
-            table.add_row("", "", "", "", "", "", f"{row['mb']:.0f}", "before")
+            table.add_row(row["server"], "", "", "", "", "", "", f"{row['mb']:.0f}", "before")
             continue
-        counts: Counter[int] = Counter()
-        for of in row["statuses"].values():
-            counts.update(of)
-        shown = ", ".join(f"{status or 'left'}: {count:,}" for status, count in sorted(counts.items()))
+        shown = ", ".join(f"{status or 'left'}: {count:,}" for status, count in sorted(row["statuses"].items()))
         times = (f"{row['requests_per_second']:.0f}", *(f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "cpu_ms")))
-        table.add_row(str(row["clients"]), f"{row['bad']:.0%}", *times, f"{row['mb']:.0f}", shown)
-    Console(width=120).print(table)
+        table.add_row(row["server"], str(row["clients"]), f"{row['bad']:.0%}", *times, f"{row['mb']:.0f}", shown)
+    Console(width=140).print(table)
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -309,8 +390,10 @@ def _cpu_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+def _own_mb(pid: int) -> float:
+    """A process's memory, with its share of what it shares with others."""
+    (line,) = (line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

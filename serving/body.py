@@ -46,8 +46,9 @@ class Body(BaseModel):
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
 
-def parse(body: bytes) -> Question:
-    """ValueError of one line for all that is not the JSON of a `Body`."""
+def parse(body: bytes, stage1: int | None = None) -> Question:
+    """`stage1`: for a body that does not say, and at least its k. ValueError of one line for all that is not the JSON
+    of a `Body`."""
     try:
         found = from_json(body)
     except ValueError as error:
@@ -56,6 +57,8 @@ def parse(body: bytes) -> Question:
         asked = Body.model_validate(found)
     except ValidationError as error:
         raise ValueError(_plainly(error)) from None
+    if asked.stage1 is None and stage1 is not None:
+        asked.stage1 = max(stage1, asked.k)
     request: Any = {name: value for name in Request.__annotations__ if (value := getattr(asked, name)) is not None}
     return Question(request, Options(**{of.name: getattr(asked, of.name) for of in fields(Options)}))
 

@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroup
 
 from logitmix.common.mappings import require
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, QueueFull
-from logitmix.serving.body import Body, parse
+from logitmix.serving.body import MAX_STAGE_1, Body, parse
 from logitmix.serving.connection import (
     BUSY,
     CLOSE,
@@ -131,16 +131,18 @@ def serve(
     group: "ProcessGroup | None" = None,
     allowed: Allowed = Allowed(),
     worker: Worker | None = None,
+    stage1: int | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
     0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
-    the others. A `worker` does not listen, but is given its connections.
+    the others. A `worker` does not listen, but is given its connections. `stage1` is for requests that do not say.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
     listened on or another process is lost.
     """
     require(0 <= wait_ms <= 1000, "--wait-ms", wait_ms, "from 0 to 1000")
     require(0 <= threads <= MOST_THREADS, "--threads", threads, f"from 0 to {MOST_THREADS}")
+    require(stage1 is None or 1 <= stage1 <= MAX_STAGE_1, "--stage1", stage1, f"from 1 to {MAX_STAGE_1}")
     if threads:
         torch.set_num_threads(threads)
     of_ranks = Group(group)
@@ -152,7 +154,7 @@ def serve(
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, worker.number) if worker else say
         export = LiveExport(directory, saying, of_ranks)
-        server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)), worker)
+        server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)), worker, stage1)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
@@ -166,11 +168,13 @@ def _say_of(worker: int, line: str) -> None:
     say(f"worker {worker}: {line}")
 
 
-def make_server(export: LiveExport, wait: float, allowed: Allowed, worker: Worker | None = None) -> uvicorn.Server:
-    """The server, for sockets that listen already, or for the connections of a worker; `wait` as for `make_app`."""
+def make_server(
+    export: LiveExport, wait: float, allowed: Allowed, worker: Worker | None = None, stage1: int | None = None
+) -> uvicorn.Server:
+    """The server, for sockets that listen already, or for the connections of a worker; the rest as for `make_app`."""
     unread = Unread()
     config = uvicorn.Config(
-        make_app(export, wait, allowed, unread, worker),
+        make_app(export, wait, allowed, unread, worker, stage1),
         http=partial(Connection, unread),  # type: ignore[arg-type]
         loop="asyncio",
         ws="none",
@@ -242,9 +246,15 @@ class _WorkersServer(uvicorn.Server):
 
 
 def make_app(
-    export: LiveExport, wait: float, allowed: Allowed, unread: Unread, worker: Worker | None = None
+    export: LiveExport,
+    wait: float,
+    allowed: Allowed,
+    unread: Unread,
+    worker: Worker | None = None,
+    stage1: int | None = None,
 ) -> FastAPI:
-    """The application. `wait`: seconds that a request waits for others at most."""
+    """The application. `wait`: seconds that a request waits for others at most. `stage1`: of requests that do not
+    say."""
     batcher = Batcher(lambda: export.retriever, wait, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
     searcher = ThreadPoolExecutor(1, thread_name_prefix="search")
@@ -284,7 +294,7 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
         try:
-            answer = await batcher.ask(parse(await read_body(request)), state)
+            answer = await batcher.ask(parse(await read_body(request), stage1), state)
         except ValueError as error:
             return error_response(400, str(error))
         except BodyRefused as error:

@@ -40,7 +40,7 @@ from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retrieved, Retriever, Row
 from logitmix.serving.texts import Texts
-from logitmix.serving.topk import merge, rank_keys, split_keys
+from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
 
 X = 300
@@ -147,6 +147,32 @@ def test_equal_scores_come_by_index(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert retriever.retrieve([[5]], 8, stage1=100).items.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8]]
 
 
+@pytest.mark.parametrize("stage1", [None, 40])
+@torch.inference_mode()
+def test_requests_together_are_ranked_as_each_alone(tmp_path: Path, stage1: int | None) -> None:
+    """To the last bit, each with its own filters."""
+    retriever = load(small_model("mol", X), tmp_path)
+    ids, histories = [retriever.raw_ids[item] for item in range(X)], random_histories(X, [3, 1, 5, 4, 2, 6])
+    filters: list[Request] = [
+        {},
+        {"blocked": ids[::2]},
+        {"allowed": ids[1::3]},
+        {"allowed": ids[:20]},
+        {},
+        {"allowed": []},
+    ]
+    requests = [
+        Request(history=[ids[item] for item in of], **more) for of, more in zip(histories, filters, strict=True)
+    ]
+    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1))
+    found = retriever._ranker.best(task)
+    for row in range(len(requests)):
+        query = ranking.each(task.query, lambda part, row=row: part[row : row + 1])
+        alone = dataclasses.replace(task, query=query, allowed=[task.allowed[row]], excluded=[task.excluded[row]])
+        assert retriever._ranker.best(alone).equal(found[row : row + 1])
+    assert [int((keys != NOTHING).sum()) for keys in found] == [10] * 5 + [0]
+
+
 scores = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -157,6 +183,16 @@ def test_keys_order_as_scores_then_indices(values: list[float], k: int) -> None:
     indices, found = split_keys(merge(keys[:, :3], keys[:, 3:], k))
     assert indices[0].tolist() == [index for index, _ in expected]
     assert found[0].tolist() == [value for _, value in expected]
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -torch.inf, torch.nan]) | scores, min_size=2, max_size=30), st.data())
+def test_what_leads_has_the_k_best(values: list[float], data: st.DataObject) -> None:
+    index, score = torch.arange(len(values))[None], torch.tensor([values])
+    k = data.draw(st.integers(1, len(values) - 1))
+    keys = rank_keys(*reversed(ranking._leading(index, score, k))).masked_fill(
+        ranking._leading(index, score, k)[0] < 0, NOTHING
+    )
+    assert merge(keys[:, :0], keys, k).equal(merge(keys[:, :0], rank_keys(score, index), k))
 
 
 def test_the_largest_index_fits_a_key() -> None:

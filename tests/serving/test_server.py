@@ -36,6 +36,7 @@ from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
+from logitmix.serving.body import parse as parse_body
 from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
@@ -324,6 +325,12 @@ def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch:
         assert silent.ask(b"", "GET", "/healthz")[0] == 200
         begin.set()
         assert [of.result()[0] for of in found] == [200] * 3
+
+
+def test_stage_1_keeps_what_the_server_says_where_the_request_does_not() -> None:
+    bodies = {b"{}": 40, b'{"k": 50}': 50, b'{"stage1": 20}': 20}
+    assert [parse_body(body, 40).options.stage1 for body in bodies] == list(bodies.values())
+    assert parse_body(b"{}").options.stage1 is None
 
 
 def test_an_answer_says_what_answered(server: Running) -> None:

@@ -33,6 +33,8 @@ class Arguments(ItemProcessesOption):
     """Processes that each answer from the whole export, for more requests; they share the files in memory."""
     threads: int = 0
     """CPU threads of the model; torch's default when 0, and all cores divided among the processes or workers."""
+    stage1: int | None = None
+    """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -60,4 +62,5 @@ def run(words: list[str]) -> None:
     allowed = Allowed(arguments.allow_host, arguments.allow_origin)
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
-        serve(directory, arguments.host, arguments.port, arguments.threads, arguments.wait_ms, group, allowed, worker)
+        address = arguments.host, arguments.port
+        serve(directory, *address, arguments.threads, arguments.wait_ms, group, allowed, worker, arguments.stage1)
