@@ -17,7 +17,7 @@ from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.similarity.base import Side
 from logitmix.modules.towers import Tower
-from logitmix.serving.model import OWN_ROW, TABLE, side_of
+from logitmix.serving.model import OWN_ROW, TABLE, Precision, Scales, side_of, stored_items
 from logitmix.serving.stored_table import StoredTable, fetch_rows, gather
 
 Stage = Literal["similarity", "hindexer"]
@@ -26,6 +26,8 @@ Chunk = tuple[Tensor, Side]
 
 COMPUTED_CHUNK = 2**13
 """Most items whose sides are computed at once."""
+CHUNK_ITEMS = 2**13
+"""Items whose cache is computed at once, a multiple of LANES."""
 
 
 class Shard(Protocol):
@@ -172,6 +174,28 @@ def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: 
     if cached:
         return CachedShard(tensors, tower)
     return ComputedShard(ItemInputs.of_tensors(tensors, tower.schema), tower, tables)
+
+
+@torch.inference_mode()
+def items_of(
+    tower: Tower,
+    inputs: ItemInputs,
+    tables: Mapping[str, StoredTable],
+    precision: Precision,
+    cached: bool,
+    scales: Scales,
+) -> dict[str, Tensor]:
+    """What an export stores of items."""
+    parts = []
+    for start in range(0, len(inputs.own_RW), CHUNK_ITEMS):
+        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, len(inputs.own_RW))))
+        parts.append(stored_items(tower, part.embed(tower, tables), precision, cached, scales))
+    # A scale is the same in each part.
+    items = {
+        name: of if name.endswith(".scale") else torch.cat([part[name] for part in parts])
+        for name, of in parts[0].items()
+    }
+    return items if cached else items | inputs.tensors(tower.schema)
 
 
 class Items:

@@ -1,4 +1,4 @@
-"""The export in a directory while it answers: a new one published in its place takes over."""
+"""The export in a directory while it answers: a new one published in its place takes over, and deltas are applied."""
 
 import time
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from logitmix.common.storage import fetch, is_copy
+from logitmix.serving.directory.delta import applied, chain, stamps
+from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, read_manifest, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
@@ -27,15 +29,29 @@ _WINDOW = 2**13
 
 
 class LiveExport:
-    """The Retriever of a serving directory, always that of the last intact export there. Processes may share its items:
-    then rank 0 asks, and the others follow."""
+    """The Retriever of a serving directory, always that of the last intact export there, with the deltas that follow
+    it. Processes may share its items: then rank 0 asks, and the others follow."""
 
-    def __init__(self, directory: Path, say: Callable[[str], object], group: Group | None = None) -> None:
-        """`say` is told of new exports. Raises ValueError if there is no intact one."""
-        self._directory, self._say, self._group = directory, say, group or Group()
+    def __init__(
+        self,
+        directory: Path,
+        say: Callable[[str], object],
+        group: Group | None = None,
+        deltas: Path | None = None,
+    ) -> None:
+        """`say` is told of new exports, and of deltas, which come to the folder `deltas`. Raises ValueError if there is
+        no intact export or no such folder."""
+        self._directory, self._say, self._group, self._deltas = directory, say, group or Group(), deltas
+        if deltas and not deltas.is_dir():
+            raise ValueError(f"there is no folder {deltas}; make it, or give another --deltas")
+        self.refused = ""
+        """Why there are deltas that are not applied, in one line."""
+        self._said_refused = ""
+        self._base: tuple[object, Contents] | None = None
+        self._made: tuple[Contents, Retriever] | None = None
         fetch(directory)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._seen = stamp(self._directory)
+        self._seen = self._there()
         self._next: Future[Retriever] = self._reader.submit(self._read)
         wait([self._next])
         first = self._ready()
@@ -43,18 +59,20 @@ class LiveExport:
         self.retriever: Retriever = first
         self._before: Retriever | None = None
         self._problem = ""
+        self._say_refused()
         self._ended = Event()
         if is_copy(directory):
             # A daemon: whoever waits for the store, or for a process that writes this copy, must not keep this process.
             Thread(target=self._fetch, name="store", daemon=True).start()
 
     def refresh(self) -> bool:
-        """Loads the export that was published since the last call; whether there is one. A broken one is reported, and
-        the old one goes on. Of processes that share the items, only rank 0 calls this."""
+        """Loads the export that was published since the last call, and applies the deltas that came; whether another
+        one answers now. A broken one is reported, and the old one goes on. Of processes that share the items, only rank
+        0 calls this."""
         self._look_at_files()
-        there = stamp(self._directory)
+        there, before = self._there(), self.retriever
         # A directory is not there for a moment while it is published.
-        if there is None or there == self._seen:
+        if there[0] is None or there == self._seen:
             return False
         try:
             if not self._together(_PREPARE, self._prepare):
@@ -63,13 +81,26 @@ class LiveExport:
             while not self._together(_SWITCH, self._switch):
                 time.sleep(_POLL_SECONDS)
         except Exception as error:  # whatever is wrong with the new export, the old one can answer
-            if there == stamp(self._directory) and not self.lost:  # otherwise it was replaced while it was read
+            if there == self._there() and not self.lost:  # otherwise it was replaced while it was read
                 self._seen = there
                 self._say(f"the new export is not used: {' '.join(str(error).split())}")
             return False
         self._seen = there
-        self._say(f"new export: {self.retriever.described}")
+        self._say_refused()
+        if self.retriever is before:
+            return False
+        said = f"delta {self.retriever.delta} is applied" if self.retriever.delta else "new export"
+        self._say(f"{said}: {self.retriever.described}")
         return True
+
+    def _there(self) -> tuple[object, object]:
+        """Differs when there is another export, or another delta."""
+        return stamp(self._directory), stamps(self._deltas) if self._deltas else ()
+
+    def _say_refused(self) -> None:
+        if self.refused and self.refused != self._said_refused:
+            self._say(f"not all deltas are applied: {self.refused}")
+        self._said_refused = self.refused
 
     def _look_at_files(self) -> None:
         """Says once that the export cannot answer any more, because somebody writes into its files."""
@@ -167,11 +198,33 @@ class LiveExport:
 
     def _read(self) -> Retriever:
         try:
-            retriever = Retriever(read(self._directory, self._group.rank, self._group.size), group=self._group)
+            contents = self._contents()
+            if self._made and self._made[0] is contents:
+                return self._made[1]
+            retriever = Retriever(contents, group=self._group)
             retriever.warm_up()
+            self._made = contents, retriever
         except Exception as error:  # all processes must hear of it
             raise ValueError(str(error) or type(error).__name__) from error
         return retriever
+
+    def _contents(self) -> Contents:
+        """The export in the directory with the deltas that follow it. What was read is not read again."""
+        there = stamp(self._directory)
+        if self._base and self._base[0] == there:
+            contents = self._base[1]
+        else:
+            contents = read(self._directory, self._group.rank, self._group.size)
+        if self._deltas:
+            found, refused = chain(self._deltas, contents.digest, contents.delta or None)
+            try:
+                for delta in found:
+                    contents = applied(contents, delta)
+            except (ValueError, OSError) as error:
+                refused = " ".join(str(error).split())
+            self.refused = refused
+        self._base = there, contents
+        return contents
 
 
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:

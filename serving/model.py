@@ -32,8 +32,8 @@ STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 FP16_MOST = torch.finfo(torch.float16).max / 4
 """The largest of some items must be below this: others may be larger."""
 
-_SIDE = "similarity."
-_COMPONENTS_SCALE = "similarity.0.scale"
+SIDE, COMPONENTS_SCALE = "similarity.", "similarity.0.scale"
+"""Of the names of the items' sides, and MoL's components' scale where they are in INT8."""
 
 
 def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Tensor]) -> Tower:
@@ -88,11 +88,11 @@ def stored_items(
         for i, part in enumerate(sides.similarity):
             if i == 0 and scales.components is not None:
                 values = (part / scales.components).round().clamp(-LARGEST, LARGEST)
-                tensors |= {_SIDE + "0": values.to(torch.int8), _COMPONENTS_SCALE: torch.tensor([scales.components])}
+                tensors |= {SIDE + "0": values.to(torch.int8), COMPONENTS_SCALE: torch.tensor([scales.components])}
                 continue
-            tensors[f"{_SIDE}{i}"] = stored = part.to(STORED[precision])
+            tensors[f"{SIDE}{i}"] = stored = part.to(STORED[precision])
             if part.isfinite().all() and not stored.isfinite().all():
-                raise ValueError(f"the items' {_SIDE}{i} does not fit {precision}; export with --precision bf16")
+                raise ValueError(f"the items' {SIDE}{i} does not fit {precision}; export with --precision bf16")
     if sides.hindexer is not None:
         assert scales.corpus is not None
         (vector_RH,) = sides.hindexer
@@ -104,14 +104,14 @@ def stored_items(
 
 def side_of(tensors: Mapping[str, Tensor]) -> tuple[Side, float]:
     """A shard's side for the similarity as stored, and the scale of its first part."""
-    count = sum(name.startswith(_SIDE) and name != _COMPONENTS_SCALE for name in tensors)
-    scale = float(tensors[_COMPONENTS_SCALE]) if _COMPONENTS_SCALE in tensors else 1.0
-    return tuple(tensors[f"{_SIDE}{i}"] for i in range(count)), scale
+    count = sum(name.startswith(SIDE) and name != COMPONENTS_SCALE for name in tensors)
+    scale = float(tensors[COMPONENTS_SCALE]) if COMPONENTS_SCALE in tensors else 1.0
+    return tuple(tensors[f"{SIDE}{i}"] for i in range(count)), scale
 
 
 def scales_of(tensors: Mapping[str, Tensor]) -> Scales:
     """Those of a shard."""
-    corpus, components = (tensors.get(name) for name in (CORPUS_SCALE, _COMPONENTS_SCALE))
+    corpus, components = (tensors.get(name) for name in (CORPUS_SCALE, COMPONENTS_SCALE))
     return Scales(None if corpus is None else float(corpus), None if components is None else float(components))
 
 
@@ -131,7 +131,7 @@ def item_types(
     with torch.inference_mode():
         scales = Scales(1.0 if tower.hindexer else None, 1.0 if precision == "int8" else None)
         stored = stored_items(tower, one, precision, cached, scales)
-    lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, _COMPONENTS_SCALE: 1}
+    lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, COMPONENTS_SCALE: 1}
     return {name: (of.dtype, [lengths.get(name, count), *of.shape[1:]]) for name, of in stored.items()}
 
 

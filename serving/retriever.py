@@ -61,7 +61,8 @@ class Retriever:
         names in `on`. The first device also encodes the queries."""
         self._about = about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
-        self.raw_ids, self.titles, self.digest = contents.raw_ids, contents.titles, contents.digest
+        self.raw_ids, self.titles = contents.raw_ids, contents.titles
+        self.digest, self.delta = contents.digest, contents.delta
         self.files = contents.files
         devices = [torch.device(of) for of in on]
         weights = {name: of.to(devices[0]) for name, of in contents.weights.items()}

@@ -132,10 +132,12 @@ def serve(
     allowed: Allowed = Allowed(),
     worker: Worker | None = None,
     stage1: int | None = None,
+    deltas: Path | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
     0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
     the others. A `worker` does not listen, but is given its connections. `stage1` is for requests that do not say.
+    Deltas that come to the folder `deltas` are applied.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
     listened on or another process is lost.
@@ -149,11 +151,11 @@ def serve(
     if of_ranks.rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return LiveExport(directory, say, of_ranks).follow()
+        return LiveExport(directory, say, of_ranks, deltas).follow()
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, worker.number) if worker else say
-        export = LiveExport(directory, saying, of_ranks)
+        export = LiveExport(directory, saying, of_ranks, deltas)
         server = make_server(export, wait_ms / 1000, replace(allowed, hosts=(host, *allowed.hosts)), worker, stage1)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -328,10 +330,11 @@ def make_app(
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        """Which export answers."""
+        """Which export answers, the last delta in it, and why there are deltas that are not."""
         of = export.retriever
         of.files.check()
-        return json_response({"status": "ok", **vars(of.source), "num_items": of.num_items})
+        version = {"digest": of.digest, "delta": of.delta, "refused": export.refused or None}
+        return json_response({"status": "ok", **vars(of.source), "num_items": of.num_items, **version})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
@@ -410,6 +413,8 @@ class Metrics:
             ("queue_requests", "Requests that wait for a batch.", waiting),
             ("export_step", "Step of the checkpoint that answers.", lambda: export.retriever.source.step),
             ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
+            ("export_delta", "Number of the last delta in it.", lambda: export.retriever.delta),
+            ("deltas_refused", "Whether there are deltas that are not applied.", lambda: bool(export.refused)),
         ):
             Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)
 

@@ -41,6 +41,7 @@ COMMANDS = (
     "compare",
     "report",
     "export",
+    "fold",
     "retrieve",
     "serve",
     "update-items",
@@ -62,6 +63,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   compare DATASET --minutes M                       simple and learned methods in equal time, with intervals
   report RUN [RUN ...] [--out FILE]                 which run is best, curves and settings as one HTML page
   export RUN --out DIR                              best checkpoint -> serving directory
+  fold DIR --deltas FOLDER --out DIR                a serving directory and its deltas -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
@@ -81,7 +83,7 @@ EXTRA_MODULES = {
 }
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 
-MAPPING = ("export", "retrieve", "serve", "update-items")
+MAPPING = ("export", "fold", "retrieve", "serve", "update-items")
 """Commands that map an export's files: who truncates one ends them by SIGBUS, of which at least a line shall tell."""
 
 

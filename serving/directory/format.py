@@ -134,6 +134,8 @@ class Contents:
     """[X], for people to read."""
     digest: str = ""
     """The manifest's."""
+    delta: int = 0
+    """The number of the last delta that was applied to it."""
     files: MappedFiles = field(default_factory=lambda: MappedFiles({}))
     """From which the tensors are mapped."""
 

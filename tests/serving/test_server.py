@@ -89,9 +89,9 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, allowed: Allowed = ALLOWED) -> Iterator[Running]:
+def running(folder: Path, allowed: Allowed = ALLOWED, deltas: Path | None = None) -> Iterator[Running]:
     said: list[str] = []
-    export = LiveExport(folder, said.append)
+    export = LiveExport(folder, said.append, deltas=deltas)
     with workers_module.bound("127.0.0.1", 0) as listening:
         server = make_server(export, 0.01, allowed)
         thread = threading.Thread(target=server.run, args=[[listening]])
@@ -339,7 +339,16 @@ def test_an_answer_says_what_answered(server: Running) -> None:
     assert_alike(found["items"], server.export.retriever.rows(["id 7", "id 14"], 3))
     assert server.ask(b"", "GET", "/healthz") == (
         200,
-        {"status": "ok", "run": "small", "step": 12, "dataset": "demo", "num_items": X},
+        {
+            "status": "ok",
+            "run": "small",
+            "step": 12,
+            "dataset": "demo",
+            "num_items": X,
+            "digest": server.export.retriever.digest,
+            "delta": 0,
+            "refused": None,
+        },
     )
 
 

@@ -22,6 +22,8 @@ class Arguments(JSONOption, ProcessesOption):
     """Serving directory to write."""
     checkpoint: Literal["best", "last"] = "best"
     """Which checkpoint: the best on validation, or the last."""
+    delta_from: str = ""
+    """Earlier export: write what it lacks, with the deltas that lie beside DIR, instead of a whole export."""
     overwrite: bool = False
     """Replace the serving directory that is already there."""
     item_cache: bool = True
@@ -43,6 +45,8 @@ class Arguments(JSONOption, ProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "export", words)
     arguments.start_ranks("export", words)
+    if arguments.delta_from:
+        return _delta(arguments)
     from logitmix.trainer.export.export import EXTRAS, Extra, export
 
     extras: list[Extra] = [name for name in EXTRAS if getattr(arguments, name, False)]
@@ -63,3 +67,26 @@ def run(words: list[str]) -> None:
         said += f"\n{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}"
     if is_main():
         arguments.tell(manifest, said)
+
+
+def _delta(arguments: Arguments) -> None:
+    from logitmix.trainer.export.delta import export_delta
+
+    given = {"--faiss": arguments.faiss, "--onnx": arguments.onnx, "--programs": arguments.programs}
+    given |= {"--overwrite": arguments.overwrite, "--no-item-cache": not arguments.item_cache}
+    given |= {"--precision": arguments.precision != Arguments.precision}
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(
+            f"{wrong[0]} has no place beside --delta-from: a delta has the item cache of the earlier export"
+        )
+    content = export_delta(
+        fetch_run(arguments.run), path_of(arguments.delta_from), path_of(arguments.out), arguments.checkpoint
+    )
+    if is_main():
+        of_both = content["files"], content["manifest"]["files"]
+        size, whole = (sum(of["bytes"] for of in files.values()) for files in of_both)
+        arguments.tell(
+            content,
+            f"{arguments.out}: delta {content['number']} of {size:,} bytes, step {content['manifest']['step']} of "
+            f"{arguments.run}; the whole export has {whole:,}",
+        )

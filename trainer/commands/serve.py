@@ -37,6 +37,8 @@ class Arguments(ItemProcessesOption):
     """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
+    deltas: str = ""
+    """Folder to which deltas of the export come; they are applied in order."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A name by which clients reach the server, such as that of a reverse proxy; * for any. Addresses, localhost,
     --host and this machine's name always are."""
@@ -62,5 +64,16 @@ def run(words: list[str]) -> None:
     allowed = Allowed(arguments.allow_host, arguments.allow_origin)
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
-        address = arguments.host, arguments.port
-        serve(directory, *address, arguments.threads, arguments.wait_ms, group, allowed, worker, arguments.stage1)
+        deltas = path_of(arguments.deltas) if arguments.deltas else None
+        serve(
+            directory,
+            arguments.host,
+            arguments.port,
+            arguments.threads,
+            arguments.wait_ms,
+            group,
+            allowed,
+            worker,
+            arguments.stage1,
+            deltas,
+        )

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
@@ -30,12 +29,10 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, USER
 from logitmix.modules.stage1 import LANES
-from logitmix.modules.towers import Tower
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
-from logitmix.serving.items import ItemInputs
-from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes, stored_items
-from logitmix.serving.stored_table import StoredTable
+from logitmix.serving.items import ItemInputs, items_of
+from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -59,8 +56,6 @@ from logitmix.trainer.run.stages import final_run
 
 SHARD_BYTES = 2**28
 """Size of a shard of items, and of a file of tables, roughly."""
-CHUNK_ITEMS = 2**13
-"""Items whose cache is computed at once, a multiple of LANES."""
 SAMPLED_PARTS, SAMPLED_ITEMS = 2**4, 2**9
 """Parts of the corpus, and in each as many items that the scales are estimated on."""
 
@@ -345,28 +340,6 @@ def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
     # Whole blocks of the INT8 corpus.
     rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
     return [*range(0, about.num_items, rows), about.num_items]
-
-
-@torch.inference_mode()
-def items_of(
-    tower: Tower,
-    inputs: ItemInputs,
-    tables: Mapping[str, StoredTable],
-    precision: Precision,
-    cached: bool,
-    scales: Scales,
-) -> dict[str, Tensor]:
-    """What an export stores of items."""
-    parts = []
-    for start in range(0, len(inputs.own_RW), CHUNK_ITEMS):
-        part = inputs.take(torch.arange(start, min(start + CHUNK_ITEMS, len(inputs.own_RW))))
-        parts.append(stored_items(tower, part.embed(tower, tables), precision, cached, scales))
-    # A scale is the same in each part.
-    items = {
-        name: of if name.endswith(".scale") else torch.cat([part[name] for part in parts])
-        for name, of in parts[0].items()
-    }
-    return items if cached else items | inputs.tensors(tower.schema)
 
 
 def texts_of(column: pa.ChunkedArray) -> Texts:

@@ -23,6 +23,7 @@ from logitmix.common.storage import alone, fetch, push
 from logitmix.modules.schema import Feature
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import CARD, IDS, Contents, is_extra, items_file
+from logitmix.serving.items import CHUNK_ITEMS
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.features import as_in_requests, find_features
@@ -32,7 +33,7 @@ from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
 from logitmix.trainer.export.card import renew_card
-from logitmix.trainer.export.export import CHUNK_ITEMS, EXTRAS, about_new_items, in_order, texts_of, write_extras
+from logitmix.trainer.export.export import EXTRAS, about_new_items, in_order, texts_of, write_extras
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:

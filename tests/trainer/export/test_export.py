@@ -17,7 +17,9 @@ from logitmix.comm.process_group import process_group
 from logitmix.common.files import file_digest
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
+from logitmix.serving.directory.delta import read_delta
 from logitmix.serving.retriever import Retriever
+from logitmix.trainer import cli
 from logitmix.trainer.config import Config, DataConfig, TrainConfig, dump_toml
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import ranking_users
@@ -26,6 +28,7 @@ from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.ranking import rank_corpus
 from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export.delta import fold
 from logitmix.trainer.export.export import export
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.optimizer import dense_optimizer
@@ -130,6 +133,33 @@ def test_the_export_serves_by_the_rule_of_the_evaluation(
 def test_a_precision_without_item_cache_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="precision bf16 is that of the item cache, and --no-item-cache leaves"):
         export(run, tmp_path / "served", item_cache=False, precision="bf16")
+
+
+def test_a_delta_from_an_earlier_export_gives_the_export_of_the_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what a killed command left beside it. Numbers go on, and nothing but the delta stays."""
+    export(run, tmp_path / "best")
+    whole = export(run, tmp_path / "last", which="last")
+    deltas = tmp_path / "deltas"
+    (deltas / ".first.whole").mkdir(parents=True)
+    (deltas / ".first.0123abcd.part").mkdir()
+    words = ["export", str(run), "--delta-from", str(tmp_path / "best"), "--checkpoint"]
+    cli.main([*words, "last", "--out", str(deltas / "first")])
+    assert "first: delta 1 of " in capsys.readouterr().out
+    assert [of.name for of in deltas.iterdir()] == ["first"]
+    assert fold(tmp_path / "best", deltas, tmp_path / "folded") == whole
+    cli.main([*words, "best", "--out", str(deltas / "second")])
+    assert read_delta(deltas / "second").number == 2
+    for more, said in (
+        (["best", "--out", str(deltas / "second")], "second exists already; give another --out"),
+        (["best", "--out", str(deltas / "third")], "does not differ from the earlier one: there is no delta"),
+        (["best", "--out", str(deltas / "third"), "--faiss"], "--faiss has no place beside --delta-from"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*words, *more])
+        assert said in capsys.readouterr().err
+    assert {of.name for of in deltas.iterdir()} == {"first", "second"}
 
 
 def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,286 @@
+"""Deltas of exports: written from a run and an earlier export, and folded into an export again.
+
+Axes: R rows of an export, C changed rows of a column.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from logitmix.common.checked import entry_of
+from logitmix.common.files import clean_up, in_turn, sync, whole_directory
+from logitmix.common.storage import is_copy
+from logitmix.launch.processes import is_main
+from logitmix.modules.features import Values
+from logitmix.modules.schema import ITEM
+from logitmix.serving.directory import reader, writer
+from logitmix.serving.directory.delta import (
+    DELTA,
+    DELTA_MANIFEST,
+    ROWS,
+    Delta,
+    applied,
+    chain,
+    columns,
+    computable,
+    in_order,
+    joined,
+    read_delta,
+    rows_of,
+    stamps,
+    taken,
+    tensors_of,
+)
+from logitmix.serving.directory.format import CARD, FORMAT, MANIFEST, WEIGHTS, Contents, Entries, numbered, tables_file
+from logitmix.serving.model import scales_of
+from logitmix.serving.texts import Texts
+from logitmix.trainer.export.export import export
+
+COMPARED_ROWS = 2**16
+"""Rows that are compared at once."""
+
+
+def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "last"] = "best") -> dict[str, Any]:
+    """Writes what the export of a run has that an earlier export, with the deltas that lie beside `out`, lacks; returns
+    the content of its delta.json. The item cache and its precision are those of the earlier export. Alone, or under
+    torchrun. Raises ValueError as `export` does, if `out` exists, if the deltas beside it do not all follow the
+    earlier export, if the model is another, and if nothing differs.
+    """
+    for path in (earlier, out):
+        if is_copy(path):
+            raise ValueError(f"{path} is at a URL; deltas are made from an export in a folder, into a folder")
+    out = out.absolute()
+    whole = out.with_name(f".{out.name}.whole")
+    if out.exists():
+        raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
+    about = reader.read(earlier).about
+    try:
+        export(run, whole, True, which, about.item_cache, about.precision)
+        if not is_main():
+            return {}
+        with in_turn(out.parent):
+            clean_up(out)
+            before, _ = with_deltas(earlier, out.parent)
+            return write_delta(before, whole, out, _next_number(out.parent))
+    finally:
+        if is_main():
+            shutil.rmtree(whole, ignore_errors=True)
+
+
+def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False) -> dict[str, Any]:
+    """Writes the export that an earlier one and the deltas of a folder give, and returns its manifest: the same files
+    as those of a whole export, but for its extras. ValueError if `out` must not be written, if the deltas do not all
+    follow the export, and where this processor computes other bits than that which exported."""
+    writer.check_target(out, overwrite)
+    contents, deltas = with_deltas(earlier, folder)
+    if not deltas:
+        raise ValueError(f"no delta in {folder} is to be applied to {earlier}")
+    last = deltas[-1]
+    with ExitStack() as held:
+        held.enter_context(in_turn(out))
+        clean_up(out)
+        staging = held.enter_context(whole_directory(out))
+        entries = _written(staging, contents, last.manifest["files"])
+        if CARD in last.manifest["files"]:
+            shutil.copyfile(last.path / CARD, staging / CARD)
+            entries |= writer.extra_entry(staging, CARD)
+        for name, entry in last.manifest["files"].items():
+            if entries.get(name) != entry:
+                raise ValueError(
+                    f"{name} would not be that of the export that {last.path} was made of: this processor or torch "
+                    "computes other bits; fold where it was exported, or export the run"
+                )
+        return FORMAT.write(staging / MANIFEST, last.manifest)
+
+
+def with_deltas(earlier: Path, folder: Path) -> tuple[Contents, list[Delta]]:
+    """An export with the deltas of a folder, and these. ValueError if not all of them follow it."""
+    contents = reader.read(earlier)
+    deltas, problem = chain(folder, contents.digest)
+    if problem:
+        raise ValueError(problem)
+    for delta in deltas:
+        contents = applied(contents, delta)
+    return contents, deltas
+
+
+def _next_number(folder: Path) -> int:
+    numbers = [read_delta(folder / name).number for name, *_ in stamps(folder)]
+    return max(numbers, default=0) + 1
+
+
+def write_delta(before: Contents, whole: Path, out: Path, number: int) -> dict[str, Any]:
+    """Writes what the export in the directory `whole` has that an earlier one lacks; returns the content of its
+    delta.json. ValueError if the model is another, and if nothing differs."""
+    now, manifest = reader.read(whole), reader.read_manifest(whole)
+    _require_same_model(before, now)
+    if now.digest == before.digest:
+        raise ValueError(
+            f"the export of {now.about.source.run} does not differ from the earlier one: there is no delta"
+        )
+    with whole_directory(out) as staging:
+        tower_changed = any(not _same(before.weights[name], of) for name, of in now.weights.items())
+        scales = scales_of(now.shards[0])
+        names = [WEIGHTS, *([CARD] if CARD in manifest["files"] else [])]
+        for name in names:
+            shutil.copyfile(whole / name, staging / name)
+            sync(staging / name)
+        can = computable(now.about) and (tower_changed or scales != scales_of(before.shards[0]))
+        for computed in (True, False) if can else (False,):
+            save_file(_rows(before, now, computed), staging / ROWS)
+            sync(staging / ROWS)
+            content = DELTA.write(
+                staging / DELTA_MANIFEST,
+                {
+                    "number": number,
+                    "applies_to": before.digest,
+                    "manifest": manifest,
+                    "computed": computed,
+                    "scales": {name: of for name, of in asdict(scales).items() if of is not None},
+                    "files": {name: entry_of(staging / name) for name in (*names, ROWS)},
+                },
+            )
+            # Where another number of threads gives other bits, what could be computed is stored.
+            if _equal(applied(before, read_delta(staging)), now):
+                return content
+    raise AssertionError("the delta does not give the export that it was made of")
+
+
+def _require_same_model(before: Contents, now: Contents) -> None:
+    """ValueError if a delta cannot give the export, because tensors have other names or widths."""
+
+    def said(of: Contents) -> dict[str, object]:
+        about, schema = of.about, of.about.schema
+        features = {
+            feature.name: (feature.owner, feature.kind, feature.table, feature.width) for feature in schema.features
+        }
+        return {
+            "model": about.model,
+            "features": features,
+            "precision": about.precision,
+            "item cache": about.item_cache,
+        }
+
+    one, other = said(before), said(now)
+    if differ := [name for name in one if one[name] != other[name]]:
+        raise ValueError(
+            f"the {differ[0]} of the run is not that of the earlier export, so there is no delta; export it whole"
+        )
+
+
+def _rows(before: Contents, now: Contents, computed: bool) -> dict[str, Tensor]:
+    """The tensors of a delta's rows."""
+    of_before, of_now = columns(before, computed), columns(now, computed)
+    tensors: dict[str, Tensor] = {}
+    places = {"items": _places(before.raw_ids, now.raw_ids), f"tables/{ITEM}": torch.zeros(1, dtype=torch.int64)}
+    for name, texts in now.vocabularies.items():
+        places[f"tables/{name}"] = _places(before.vocabularies[name], texts)
+    for group, place_R in places.items():
+        earlier = of_before["items/raw_ids" if group == "items" else group]
+        if not torch.equal(place_R, in_order(sum(map(rows_of, earlier)), len(place_R))):
+            tensors[f"{group}/places"] = place_R
+    for name, parts in of_now.items():
+        group = "items" if name.startswith("items/") else f"tables/{name.partition('/')[2]}"
+        changed_C = _changed(of_before.get(name, []), parts, places[group])
+        if len(changed_C):
+            tensors |= {f"{name}/changed": changed_C} | tensors_of(name, taken(parts, changed_C))
+    return tensors
+
+
+def _places(before: Texts, now: Texts) -> Tensor:
+    """For each text, where it was before, int64 [R]. One that was not there has the place of what it replaces, or
+    -1."""
+    place_R = in_order(len(before), len(now))
+    earlier, later = ([Values(texts.data, texts.bounds)] for texts in (before, now))
+    changed = [index for index in _changed(earlier, later, place_R).tolist() if now.encoded(index)]
+    was = torch.tensor(before.places([now[index] for index in changed]), dtype=torch.int64)
+    there = was >= 0
+    place_R[torch.tensor(changed, dtype=torch.int64)[there]] = was[there]
+    return place_R
+
+
+def _changed(earlier: Sequence[Values], parts: Sequence[Values], place_R: Tensor) -> Tensor:
+    """The rows of a column that are not the earlier ones at these places, int64 [C]."""
+    if not earlier:
+        return torch.arange(len(place_R))
+    if parts[0].offsets is not None:
+        earlier, parts = [joined(earlier)], [joined(parts)]
+    found = []
+    for start in range(0, len(place_R), COMPARED_ROWS):
+        place_N = place_R[start : start + COMPARED_ROWS]
+        known_N = place_N >= 0
+        differs_N, row_N = ~known_N, torch.arange(start, start + len(place_N))
+        if known_N.any():
+            differs_N[known_N] = _differ(taken(earlier, place_N[known_N]), taken(parts, row_N[known_N]))
+        found.append(row_N[differs_N])
+    return torch.cat(found)
+
+
+def _differ(one: Values, other: Values) -> Tensor:
+    """Which of as many rows have other bits, bool [N]."""
+    if one.offsets is None or other.offsets is None:
+        return _bits_differ(one.values, other.values)
+    lengths_N = one.offsets.diff()
+    differs_N = lengths_N != other.offsets.diff()
+    (same_M,) = (~differs_N).nonzero(as_tuple=True)
+    mine, theirs = one.take(same_M), other.take(same_M)
+    differs_S = _bits_differ(mine.values, theirs.values)
+    for name, beside in mine.parallel.items():
+        differs_S |= _bits_differ(beside, theirs.parallel[name])
+    differs_N[same_M.repeat_interleave(lengths_N[same_M])[differs_S]] = True
+    return differs_N
+
+
+def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
+    if not len(one):
+        return torch.zeros(0, dtype=torch.bool)
+    mine, theirs = (of.contiguous().view(len(one), -1).view(torch.uint8) for of in (one, other))
+    return (mine != theirs).any(1)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and not bool(_bits_differ(one[None], other[None]).any())
+    )
+
+
+def _equal(one: Contents, other: Contents) -> bool:
+    """Whether two exports have the same bits."""
+
+    def tensors(of: Contents) -> dict[str, Tensor | None]:
+        texts = {"raw_ids": of.raw_ids, "titles": of.titles, **of.vocabularies}
+        return {
+            **{f"weights/{name}": weight for name, weight in of.weights.items()},
+            **{f"{number}/{name}": value for number, shard in enumerate(of.shards) for name, value in shard.items()},
+            **{f"{name}/{at}": part for name, table in of.tables.items() for at, part in enumerate(table.parts)},
+            **{f"{name}/{what}": getattr(given, what, None) for name, given in texts.items() for what in _OF_TEXTS},
+        }
+
+    mine, theirs = tensors(one), tensors(other)
+    return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
+
+
+_OF_TEXTS = ("data", "bounds", "order")
+
+
+def _written(staging: Path, contents: Contents, files: Mapping[str, Any]) -> Entries:
+    """Writes the data of an export into files that have the tables' rows as in these entries of a manifest."""
+    about, entries = contents.about, writer.write_weights(staging, contents.about, contents.weights)
+    parts = {name: iter(table.parts) for name, table in contents.tables.items()}
+    names = numbered(tables_file, files)
+    for number, name in enumerate(names):
+        rows = {table: next(parts[table]) for table in files[name]["tensors"]}
+        entries |= writer.write_tables(staging, about, number, len(names), rows)
+    entries |= writer.write_vocabularies(staging, about, contents.vocabularies)
+    for number, shard in enumerate(contents.shards):
+        entries |= writer.write_items(staging, about, number, len(contents.shards), shard)
+    return entries | writer.write_ids(staging, about, contents.raw_ids, contents.titles)
