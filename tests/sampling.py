@@ -9,6 +9,12 @@ import pytest
 T = TypeVar("T")
 
 
+def run_with(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """The values of a parameter with which tests of this file are run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get(parameter) for item in items if hasattr(item, "callspec")}
+
+
 def one_of_each(cases: Iterable[T], *kinds: Callable[[T], Hashable]) -> list[Any]:
     """Parameters of a test, in the cases' order; those outside the sample are `slow`. With several `kinds`, each
     kind of each is in it."""

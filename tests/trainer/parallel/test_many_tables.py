@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from sampling import one_of_each
+from sampling import one_of_each, run_with
 from small_data import a_model, a_pipeline, a_step, assert_close, gather_table, small_config, write_dataset
 from torch import Tensor
 from torch.nn import functional as F
@@ -78,9 +78,12 @@ CLIPPED: dict[str, dict[str, Any]] = {
 }
 SETTINGS |= CLIPPED
 POOLED = BAGS | WEIGHTED_BAGS
+ALIKE = {"table_wise": "mixed", "dot": "in batch, dot", "batch": "in batch, dot", "position": "position, bce"}
+ALIKE |= {"in batch": "groups", "user": "user component", "pooled": "hstu"}
+"""Of each with the other, one is in the sample."""
 SAMPLE = one_of_each(
     SETTINGS,
-    *(lambda name, word=word: name.split()[word] if name in POOLED else name for word in (-2, -1)),
+    *(lambda name, word=word: name.split()[word] if name in POOLED else ALIKE.get(name, name) for word in (-2, -1)),
 )
 FP8 = CLIP | SGD | {"comm.forward": "fp8", "comm.backward": "fp8", "comm.parts": 2}
 
@@ -125,9 +128,9 @@ def train_all(configs: list[Config], steps: int) -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def trained(data: Path, request: pytest.FixtureRequest) -> dict[str, tuple[Seen, Seen, Seen]]:
-    """By name: both ranks of two, and one process alone, after a step. Of the pooled ones, those that are tested."""
-    tested = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    of = {name: settings for name, settings in SETTINGS.items() if name in tested or name not in POOLED} | {"fp8": FP8}
+    """By name: both ranks of two, and one process alone, after a step."""
+    names = run_with(request, "name") | {"sgd", "adam", "rowwise_adagrad", "mixed", "fp8"}
+    of = {name: settings for name, settings in (SETTINGS | {"fp8": FP8}).items() if name in names}
     configs = [small_config(data, EXACT | settings) for settings in of.values()]
     pairs = zip(*two_ranks.run(train_all, configs, 1), strict=True)
     return {name: (*pair, train_steps(config, 1)) for name, config, pair in zip(of, configs, pairs, strict=True)}

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Inductor compiles for minutes; the other backend runs the same graphs as they are."""
+    """Inductor compiles for minutes; the others run the same graphs as they are, one of them with their derivatives."""
     for owner, name in compiled._LEFT_ALONE:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(compiled, "BACKEND", request.param)
@@ -44,8 +44,8 @@ def losses_of(config: Config, flat: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("backend", "name", "precision"),
     [
-        ("aot_eager", "sasrec", "bf16"),
-        pytest.param("aot_eager", "hstu", "fp32", marks=pytest.mark.slow),
+        ("eager", "sasrec", "bf16"),
+        *(pytest.param("aot_eager", *case, marks=pytest.mark.slow) for case in (("sasrec", "bf16"), ("hstu", "fp32"))),
         pytest.param("inductor", "sasrec", "bf16", marks=pytest.mark.slow),
         pytest.param("inductor", "hstu", "fp32", marks=pytest.mark.slow),
     ],

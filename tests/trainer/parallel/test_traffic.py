@@ -74,7 +74,7 @@ def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple
     return float(of.forward), float(of.backward), float(of.peers - ids_to_peers)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_bytes_are_those_that_ranks_count(world_size: int, tmp_path: Path) -> None:
     write_dataset(tmp_path, features=True)
     for ranks in zip(*two_ranks.run(counted, tmp_path, world_size=world_size), strict=True):
