@@ -32,6 +32,11 @@ TO_END = 5.0
 OTHERS = ("torchelastic_*", "torchx_*", "torchinductor_*", "pymp-*", ".ses")
 """What torchrun, torchx, torch, Python's multiprocessing and onnxruntime keep among temporary files."""
 
+with pytest.MonkeyPatch.context() as patch:
+    # Only this package of the repository is imported under its bare name.
+    patch.syspath_prepend(ROOT)
+    import benchmarks  # noqa: F401
+
 settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
 settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=500, deadline=None)

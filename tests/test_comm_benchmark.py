@@ -1,6 +1,5 @@
 """What benchmarks/comm.py does when a rank dies, and after it was interrupted itself."""
 
-import importlib
 import os
 import signal
 import subprocess
@@ -8,22 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from benchmarks import comm
 
 pytestmark = pytest.mark.long
 
 DIES = "rank = os.environ['RANK']; sys.exit('no memory') if rank == '1' else time.sleep(60)"
 
 
-@pytest.fixture
-def comm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    return importlib.import_module("benchmarks.comm")
-
-
-def test_a_rank_that_dies_before_the_others_meet_it_ends_them_with_what_it_said(comm: ModuleType) -> None:
+def test_a_rank_that_dies_before_the_others_meet_it_ends_them_with_what_it_said() -> None:
     since = time.monotonic()
     with (
         pytest.raises(SystemExit, match=r"^rank 1 on 1gbit: exit 1\nno memory\n$"),
@@ -34,7 +28,7 @@ def test_a_rank_that_dies_before_the_others_meet_it_ends_them_with_what_it_said(
     assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
 
 
-def test_ranks_that_say_much_are_waited_for(comm: ModuleType) -> None:
+def test_ranks_that_say_much_are_waited_for() -> None:
     """More than a pipe holds, and they end one after the other."""
     says = "import os, time; print('x' * 1_000_000); time.sleep(0.2 * int(os.environ['RANK']))"
     with comm.Wire([]).ranks([sys.executable, "-c", says]) as processes:
@@ -80,9 +74,7 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_what_a_killed_benchmark_left_goes(
-    comm: ModuleType, namespaces: Path, sleeping: subprocess.Popen[bytes]
-) -> None:
+def test_what_a_killed_benchmark_left_goes(namespaces: Path, sleeping: subprocess.Popen[bytes]) -> None:
     """Its ranks and its namespaces; not those of a benchmark that runs, nor of others."""
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -98,7 +90,7 @@ def test_what_a_killed_benchmark_left_goes(
 
 @pytest.mark.parametrize("fails", ["", "link"])
 def test_an_interrupted_or_failed_benchmark_leaves_no_namespace(
-    comm: ModuleType, namespaces: Path, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    namespaces: Path, fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAILS", fails)
     with pytest.raises(SystemExit), comm._wire() as wire:

@@ -1,26 +1,17 @@
 """What benchmarks/flops.py counts, at the paper's settings, beside its table of hyperparameters."""
 
-import importlib
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
+from benchmarks import flops
 from logitmix.modules.config import DotConfig
 
 
-@pytest.fixture
-def flops(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    return importlib.import_module("benchmarks.flops")
-
-
-def test_a_dot_product_is_its_width(flops: ModuleType) -> None:
+def test_a_dot_product_is_its_width() -> None:
     assert flops.flops(52, DotConfig()) == flops.Flops(query=0, item=0, pair=52)
 
 
 @pytest.mark.parametrize("dataset", ["ML-1M", "ML-20M", "Beauty", "Books"])
-def test_the_mlp_is_the_tables_with_its_first_layer_for_query_and_item(flops: ModuleType, dataset: str) -> None:
+def test_the_mlp_is_the_tables_with_its_first_layer_for_query_and_item(dataset: str) -> None:
     setting = flops.PAPER[dataset]
     config, paper = setting.methods["MLP"]
     counted = flops.flops(setting.dim, config)
@@ -28,7 +19,7 @@ def test_the_mlp_is_the_tables_with_its_first_layer_for_query_and_item(flops: Mo
 
 
 @pytest.mark.parametrize(("dataset", "method"), [(d, m) for d in ("ML-1M", "ML-20M") for m in ("DeepFM", "MoL")])
-def test_deepfm_and_mol_are_the_tables_within_one_percent(flops: ModuleType, dataset: str, method: str) -> None:
+def test_deepfm_and_mol_are_the_tables_within_one_percent(dataset: str, method: str) -> None:
     setting = flops.PAPER[dataset]
     config, paper = setting.methods[method]
     counted = flops.flops(setting.dim, config)

@@ -1,26 +1,14 @@
 """Triton's kernels, compiled for GPUs that are not here: each would start, and keeps to its budget."""
 
-import importlib
 import re
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from benchmarks import kernels
 
-
-@cache
-def kernels() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(REPOSITORY)
-        return importlib.import_module("benchmarks.kernels")
-
-
-CASES = [(name, gpu) for name in kernels().cases() for gpu in (80, 90, 100)]
+CASES = [(name, gpu) for name in kernels.cases() for gpu in (80, 90, 100)]
 SAMPLE = {
-    ("mol_triton: 8 x 8 x 32 x 128, bfloat16", 90),
+    ("mol_triton: 4 x 4 x 32 x 32, bfloat16", 90),
     ("dot_triton: 64, groups of 128, corrected", 90),
     ("mol_scores_triton: 8 x 8 x 32 x 128, int8", 80),
     ("stage1_triton: 8 x 64", 100),
@@ -45,7 +33,7 @@ INSTRUCTIONS = {
     ("name", "gpu"), [pytest.param(*case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in CASES]
 )
 def test_each_would_start_and_keeps_to_its_budget(name: str, gpu: int) -> None:
-    compiled = kernels().compiled(name, gpu)
+    compiled = kernels.compiled(name, gpu)
     assert compiled
     assert not [f"{kernel}: {kernel.wrong}" for kernel in compiled if kernel.wrong]
     for kernel in compiled:
@@ -68,13 +56,12 @@ def test_the_sample_has_a_case_of_each_module() -> None:
 def test_the_first_budget_that_fits_a_case_is_its_own() -> None:
     budgets = {"_k, float32": (1, 8), "_j": (1, 1), "_k, limit": (1, 4), "_k": (2, 0)}
     names = {"m: 4, float32, limit": (1, 8), "m: 4, bfloat16, limit": (1, 4), "m: 4, bfloat16": (2, 0)}
-    assert {name: kernels().budget_of("_k", name, budgets) for name in names} == names
+    assert {name: kernels.budget_of("_k", name, budgets) for name in names} == names
 
 
 def test_what_would_not_start_is_named() -> None:
     """A kernel of which nothing fits."""
-    module = kernels()
-    kernel = module.Kernel("_k", 90, 16, 255, 9, 228 * 1024, 992, (1, 8), "ret;\n trap;\n")
+    kernel = kernels.Kernel("_k", 90, 16, 255, 9, 228 * 1024, 992, (1, 8), "ret;\n trap;\n")
     assert kernel.wrong == [
         "contains `trap`",
         "992 columns of tensor memory",
@@ -82,5 +69,5 @@ def test_what_would_not_start_is_named() -> None:
         "0 programs for each multiprocessor, not 1",
         "spills 9 bytes, not 8",
     ]
-    kernel = module.Kernel("_k", 90, 8, 128, 8, 113 * 1024, 256, (2, 8), "ret;\n")
+    kernel = kernels.Kernel("_k", 90, 8, 128, 8, 113 * 1024, 256, (2, 8), "ret;\n")
     assert kernel.programs == 2 and not kernel.wrong

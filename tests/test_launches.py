@@ -1,10 +1,6 @@
 """What a training step of each recipe asks of a GPU, counted without one, keeps to its budget."""
 
-import importlib
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,15 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-REPOSITORY = Path(__file__).parents[1]
-
-
-@cache
-def launches() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(REPOSITORY)
-        return importlib.import_module("benchmarks.launches")
-
+from benchmarks import launches
 
 BUDGETS: dict[tuple[str, int, int], tuple[int, int, int, int, int]] = {
     ("amazon-dot", 128, 1): (26, 51, 87, 2, 15),
@@ -49,7 +37,7 @@ SAMPLE = {("ml-1m-mol", 128, 1), ("ml-1m-dot", 128, 1), ("amazon-mol", 128, 8), 
 
 
 def test_each_recipe_has_its_budgets() -> None:
-    assert set(BUDGETS) == set(launches().cases())
+    assert set(BUDGETS) == set(launches.cases())
 
 
 @pytest.mark.long
@@ -57,7 +45,7 @@ def test_each_recipe_has_its_budgets() -> None:
     "case", [pytest.param(case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in BUDGETS], ids=str
 )
 def test_a_step_keeps_to_its_budget(case: tuple[str, int, int]) -> None:
-    counts = launches().counted(launches().cases()[case], case[2])
+    counts = launches.counted(launches.cases()[case], case[2])
     *phases, copies = BUDGETS[case]
     found = [counts.launches[phase] for phase in ("all_to_all", "forward", "backward", "optimizer")]
     assert all(of <= budget for of, budget in zip(found, phases, strict=True)), found
@@ -70,15 +58,14 @@ def test_a_step_keeps_to_its_budget(case: tuple[str, int, int]) -> None:
 
 def counted(step: Callable[[Tensor], object]) -> Any:
     """Of something that is done with a tensor [8, 4] on the GPU."""
-    module = launches()
-    with module.as_if_on_a_gpu():
-        x = torch.ones(8, 4, device=module.GPU)
-        module.METER.counts, module.METER.on = module.Counts(), True
+    with launches.as_if_on_a_gpu():
+        x = torch.ones(8, 4, device=launches.GPU)
+        launches.METER.counts, launches.METER.on = launches.Counts(), True
         try:
             step(x)
         finally:
-            module.METER.on = False
-    return module.METER.counts
+            launches.METER.on = False
+    return launches.METER.counts
 
 
 @pytest.mark.parametrize(
@@ -131,7 +118,7 @@ def test_a_tensor_left_on_the_host_is_an_error() -> None:
 
 
 def test_multi_tensor_operations_are_divided_as_in_torch() -> None:
-    divided = launches().multi_tensor_launches
+    divided = launches.multi_tensor_launches
     assert divided([], 4) == divided([0], 4) == 0
     # 36 tensors of four lists, or 320 blocks of 65,536 numbers, are one launch.
     assert [divided([1] * count, 4) for count in (1, 36, 37, 73)] == [1, 1, 2, 3]

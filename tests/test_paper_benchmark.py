@@ -1,6 +1,5 @@
 """The cells of the paper's tables are settings that the recipes take, and what is computed from actions and scores."""
 
-import importlib
 import json
 import re
 import signal
@@ -8,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 from small_data import in_memory
 
+from benchmarks import paper
 from logitmix.modules.config import DotConfig, MoLConfig
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
@@ -26,13 +26,7 @@ from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.run.metrics import append_row
 
 
-@pytest.fixture
-def paper(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    return importlib.import_module("benchmarks.paper")
-
-
-def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
+def test_every_cell_is_settings_of_its_recipe() -> None:
     tables = paper.PAPER.values()
     cells = {paper.Cell(data, method, 0) for table in tables for data, methods in table.items() for method in methods}
     assert len(cells) > 50
@@ -61,7 +55,7 @@ def test_every_cell_is_settings_of_its_recipe(paper: ModuleType) -> None:
 FREE = {"data.path", "train.refit", "evaluate.baselines"}
 
 
-def test_the_recipe_of_mol_on_amazon_is_the_cell(paper: ModuleType) -> None:
+def test_the_recipe_of_mol_on_amazon_is_the_cell() -> None:
     of = paper.Cell("beauty", "mol", 0)
     trained = flatten(with_settings(load_recipe(of.recipe), of.settings(paper.Options())))
     alone = flatten(replace(load_recipe("amazon-mol"), start={}))
@@ -70,14 +64,14 @@ def test_the_recipe_of_mol_on_amazon_is_the_cell(paper: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("method", "recipe"), [("hstu+dot", "ml-1m-hstu"), ("hstu+mol", "ml-1m-hstu-mol")])
-def test_recipes_of_hstu_are_the_cells(paper: ModuleType, method: str, recipe: str) -> None:
+def test_recipes_of_hstu_are_the_cells(method: str, recipe: str) -> None:
     of = paper.Cell("ml-1m", method, 0)
     trained, alone = with_settings(load_recipe(recipe), of.settings(paper.Options())), flatten(load_recipe(recipe))
     assert (of.recipe, of.start, trained.start) == (recipe, None, load_recipe(recipe).start)
     assert {name for name, value in flatten(trained).items() if value != alone[name]} <= FREE
 
 
-def test_sizes_of_the_other_similarities_are_those_of_the_appendix(paper: ModuleType) -> None:
+def test_sizes_of_the_other_similarities_are_those_of_the_appendix() -> None:
     """Its hidden layers and dropout rates of MLP, NeuMF and DeepFM."""
     dense, sparse = [512, 0.1, 256, 0.1, 256, 0.2], [128, 0.2, 128, 0.2, 128, 0.3]
     expected = {"ml-1m": dense, "ml-20m": dense, "beauty": sparse, "games": sparse,
@@ -87,7 +81,7 @@ def test_sizes_of_the_other_similarities_are_those_of_the_appendix(paper: Module
         assert [of[f"model.similarity.{name}"] for of in settings for name in ("hidden", "dropout")] == sizes, dataset
 
 
-def test_an_ablation_is_mol_but_for_what_it_leaves_out(paper: ModuleType) -> None:
+def test_an_ablation_is_mol_but_for_what_it_leaves_out() -> None:
     def settings(dataset: str, method: str) -> dict[str, Any]:
         of = paper.Cell(dataset, method, 0)
         return flatten(with_settings(load_recipe(of.recipe), of.settings(paper.Options())))
@@ -107,7 +101,7 @@ def test_an_ablation_is_mol_but_for_what_it_leaves_out(paper: ModuleType) -> Non
         assert changed["mol-quarter-negatives"] == {name: count for name, count in loss.items() if count}
 
 
-def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper: ModuleType) -> None:
+def test_other_similarities_start_from_the_dot_product_with_their_encoder() -> None:
     cell = paper.Cell
     assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
     assert cell("ml-100k", "hstu+mol", 0).start == cell("ml-100k", "hstu+dot", 0)
@@ -118,7 +112,7 @@ def test_other_similarities_start_from_the_dot_product_with_their_encoder(paper:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_left(
-    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     trained = []
     monkeypatch.setattr(paper, "logitmix", lambda *words: trained.append(Path(words[-1]).name))
@@ -135,9 +129,7 @@ def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM"])
-def test_an_interrupted_cell_saves_its_step_first(
-    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_interrupted_cell_saves_its_step_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A child that stops the benchmark and takes a while to save: at once, as at Ctrl-C, which reaches both, or when
     the benchmark passes it on."""
     child = tmp_path / "child"
@@ -160,14 +152,14 @@ def test_an_interrupted_cell_saves_its_step_first(
 
 
 @pytest.mark.long
-def test_the_command_line_is_also_called_from_threads(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_is_also_called_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "echo")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(paper.logitmix, "--version").result().endswith(" --version\n")
 
 
 def test_analyses_train_the_runs_that_they_need(
-    paper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Even where a result is known; the paper's ranks stand beside those of its dataset alone."""
     trained = []
@@ -203,7 +195,7 @@ def test_analyses_train_the_runs_that_they_need(
 
 @pytest.mark.long
 @pytest.mark.parametrize("named", [False, True])
-def test_a_result_counts_the_run_that_gave_the_first_weights(paper: ModuleType, tmp_path: Path, named: bool) -> None:
+def test_a_result_counts_the_run_that_gave_the_first_weights(tmp_path: Path, named: bool) -> None:
     """Whether it lies in the run, as a recipe's own does, or is another cell's."""
     recipe, run = ("ml-1m-hstu", "ml-1m-hstu-mol")[not named], tmp_path / "mol"
     start = tmp_path / "dot" if named else run / "start"
@@ -226,14 +218,14 @@ def test_a_result_counts_the_run_that_gave_the_first_weights(paper: ModuleType, 
     )
 
 
-def found(paper: ModuleType, seed: int, rate: float) -> dict[str, object]:
+def found(seed: int, rate: float) -> dict[str, object]:
     return {
         "settings": {}, "metric": "hr@10", "users": 400, "corpus": 1500, "machine": "cores, commit abc",
         "hours": {"run": 0.5 + seed}, "validation": {"hr@10": 0.5}, "refit": dict.fromkeys(paper.MOVIELENS, rate),
     }  # fmt: skip
 
 
-def test_a_summary_has_the_deviation_over_seeds_and_the_error_over_users(paper: ModuleType) -> None:
+def test_a_summary_has_the_deviation_over_seeds_and_the_error_over_users() -> None:
     of = paper.summary([found(paper, 0, 0.4), found(paper, 1, 0.6)], ["hr@10"])
     assert (of["seeds"], of["minutes"], of["validation"]) == (2, 60, 0.5)
     assert of["hr@10"]["mean"] == 0.5 and of["hr@10"]["error"] == 0.025
@@ -241,7 +233,7 @@ def test_a_summary_has_the_deviation_over_seeds_and_the_error_over_users(paper: 
 
 
 def test_cells_without_results_stay_empty_and_nothing_is_trained(
-    paper: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(paper, 0, 0.4)))
     (tmp_path / "ml-100k-bce-0-0.5m.json").write_text(json.dumps(found(paper, 0, 0.2) | {"minutes": 0.5}))
@@ -279,9 +271,7 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
         ({"threads": 0}, "--threads is 0; it must be from 1 to"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(
-    paper: ModuleType, tmp_path: Path, settings: dict[str, object], said: str
-) -> None:
+def test_what_cannot_be_shown_is_one_line(tmp_path: Path, settings: dict[str, object], said: str) -> None:
     result = found(paper, 0, 0.4)
     contents = {"bce": '{"recipe": ', "dot": "{}", "mol": json.dumps(result | {"hours": {}})}
     for method, content in contents.items():
@@ -291,7 +281,7 @@ def test_what_cannot_be_shown_is_one_line(
         paper.main(paper.Options(**of | settings))
 
 
-def test_datasets_of_amazon_are_found_where_prepare_writes_them(paper: ModuleType, tmp_path: Path) -> None:
+def test_datasets_of_amazon_are_found_where_prepare_writes_them(tmp_path: Path) -> None:
     options = paper.Options("amazon", data=str(tmp_path))
     with pytest.raises(SystemExit, match="has none of amazon-beauty, amazon-games, amazon-books; make one"):
         options.chosen()
@@ -303,11 +293,11 @@ def test_datasets_of_amazon_are_found_where_prepare_writes_them(paper: ModuleTyp
     assert paths == [str(tmp_path / name) for name in ("beauty", "amazon-games", "ml-1m")]
 
 
-def test_minutes_are_the_budget_too(paper: ModuleType) -> None:
+def test_minutes_are_the_budget_too() -> None:
     assert [paper.tyro.cli(paper.Options, args=[flag, "2"]).minutes for flag in ("--minutes", "--budget")] == [2, 2]
 
 
-def test_minutes_are_those_of_a_cell_and_of_what_it_starts_from(paper: ModuleType) -> None:
+def test_minutes_are_those_of_a_cell_and_of_what_it_starts_from() -> None:
     def minutes(cell: Any) -> list[float]:
         config = with_settings(load_recipe(cell.recipe), cell.settings(paper.Options()))
         return [config.train.minutes, *([cell.start.minutes] if cell.start else [])]
@@ -319,7 +309,7 @@ def test_minutes_are_those_of_a_cell_and_of_what_it_starts_from(paper: ModuleTyp
     assert [minutes(cell) for cell in cells] == [[30], [30], [15, 15], [30]]
 
 
-def test_a_result_of_other_settings_is_told(paper: ModuleType, tmp_path: Path) -> None:
+def test_a_result_of_other_settings_is_told(tmp_path: Path) -> None:
     options = paper.Options(results=str(tmp_path))
     dot, features = paper.Cell("ml-100k", "dot", 0), paper.Cell("demo-features", "dot 64", 0)
     for cell in (dot, features, paper.Cell("ml-1m", "mol", 1)):
@@ -338,9 +328,7 @@ def test_a_result_of_other_settings_is_told(paper: ModuleType, tmp_path: Path) -
     assert len(paper.differences(paper.Cell("ml-1m", "mol", 1), of, options)) == 2
 
 
-def test_what_explains_the_variance_is_that_of_the_whole_matrix(
-    paper: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_explains_the_variance_is_that_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """ln p of 900 items, less its mean of each user; 1,200 actions, some of them twice."""
     monkeypatch.setattr(paper, "DIMENSIONS", (16, 64, 128))
     random, users, items = np.random.default_rng(0), np.repeat(np.arange(600), 2), 900
@@ -355,9 +343,7 @@ def test_what_explains_the_variance_is_that_of_the_whole_matrix(
     assert expected[128] < 0.81 and paper.explained(dataset) == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_rank_of_scores_and_what_explains_their_variance(
-    paper: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_of_scores_and_what_explains_their_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rank 80 within users, and what is the same for all items of a user."""
     random = np.random.default_rng(0)
     factors = [torch.from_numpy(random.normal(size=shape)).float() for shape in ((300, 80), (80, 200))]
@@ -371,12 +357,12 @@ def test_the_rank_of_scores_and_what_explains_their_variance(
     assert found["explained"][256] == pytest.approx(1)
 
 
-def test_hit_rates_of_groups(paper: ModuleType) -> None:
+def test_hit_rates_of_groups() -> None:
     groups = [np.array([0, 3]), np.array([1, 2, 4, 5])]
     assert paper.hit_rates(np.array([10, 11, 1, 400, 10, 12]), groups) == [0.5, 0.5]
 
 
-def test_the_use_of_components_is_the_mean_over_all_users(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_use_of_components_is_the_mean_over_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     mol = MoL(8, MoLConfig(query_components=2, item_components=3, component_dim=4))
     mol.reset_parameters(torch.Generator().manual_seed(0))
@@ -394,7 +380,7 @@ def test_the_use_of_components_is_the_mean_over_all_users(paper: ModuleType, mon
     assert entropy == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_users_own_history_is_not_recommended(paper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_history_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 14 items, the last score highest; the first user has seen the last three."""
     dot = Dot(2, DotConfig(normalize=False, temperature=1.0))
     users = ranking_users(in_memory(np.array([0, 4, 7]), np.array([13, 12, 11, 0, 0, 1, 2]), 14), "test", 5)
