@@ -64,9 +64,10 @@ train: install data/demo/dataset.json
 data/demo/dataset.json: | install
 	logitmix prepare demo --out data/demo
 
-# A process gets a file at a time, in order, so that what a file's tests share is made once.
+# Three processes for two cores, because some tests wait. Each gets a file at a time, in order, so that what a file's
+# tests share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 quick: install
 	pytest -m quick --hypothesis-profile quick --durations 10

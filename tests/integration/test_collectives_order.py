@@ -98,7 +98,7 @@ def recorded(config: Config, folder: Path, flat: bool) -> list[Seen]:
     return seen
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(
     world_size: int, flat: bool, tmp_path: Path

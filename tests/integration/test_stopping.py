@@ -51,7 +51,9 @@ def send_at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
     monkeypatch.setattr(Pipeline, "loss", loss)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(of, marks=pytest.mark.slow) for of in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_saves_the_step_and_the_run_goes_on(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

@@ -203,22 +203,18 @@ def test_train_on_kubernetes() -> None:
         assert result.stdout.count(said) == 2
 
 
-def test_train_runs_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("--fail",), marks=pytest.mark.slow)])
+def test_train_runs_on_two_processes(tmp_path: Path, more: tuple[str, ...]) -> None:
     """`--run` reaches the trainer, though torchrun has a `--run-path`; a failed job fails torchx, with its words. What
     each rank says is shown, and is in the run directory."""
     as_the_trainer(tmp_path, ENTRY)
-    words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b")
-
+    words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b", *more)
     result = torchx(*words, cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode != 0) == ("planted failure" in result.stderr) == bool(more), result.stderr
     for rank in (0, 1):
-        said = f"rank {rank} of 2 ['train', 'demo-mol', '--run', 'a b']"
+        said = f"rank {rank} of 2 {['train', 'demo-mol', '--run', 'a b', *more]}"
         (log,) = tmp_path.glob(f"a b/logs/*/attempt_0/{rank}/stdout.log")
         assert said in result.stderr and log.read_text() == f"{said}\n"
-
-    result = torchx(*words, "--fail", cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
-    assert result.returncode != 0
-    assert "planted failure" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -44,6 +44,7 @@ from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
 
 X = 300
+KINDS = ("dot", "mlp", "neumf", "deepfm", "mol")
 LENGTHS = [1, 2, LENGTH - 1, LENGTH, LENGTH + 1, 40, *[3, 5] * 20]
 """More histories than are ranked at once, some longer than the model sees."""
 
@@ -62,10 +63,12 @@ def assert_is_top(found: Retrieved, score_BX: Tensor, k: int) -> None:
         torch.testing.assert_close(score_BX[row, real], scores[items >= 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("exclude_history", [True, False])
-@pytest.mark.parametrize("hindexer", [True, False])
 @pytest.mark.parametrize(
-    "kind", ["dot", "mlp", "neumf", "deepfm", "mol", "mol, linear", "mol, no hidden", "mol, joint"]
+    ("kind", "hindexer", "exclude_history"),
+    one_of_each(
+        product([*KINDS, "mol, linear", "mol, no hidden", "mol, joint"], [True, False], [True, False]),
+        *map(itemgetter, range(3)),
+    ),
 )
 def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, exclude_history: bool) -> None:
     model = small_model(kind, X, hindexer)
@@ -75,8 +78,9 @@ def test_top_k_is_the_trained_models(tmp_path: Path, kind: str, hindexer: bool, 
     assert_is_top(found, brute_force(model, histories, exclude_history).similarity_BX, 10)
 
 
-@pytest.mark.parametrize("numbers", [1, 100, 10_000])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
+@pytest.mark.parametrize(
+    ("kind", "numbers"), one_of_each(product(KINDS, [1, 100, 10_000]), itemgetter(0), itemgetter(1))
+)
 def test_chunks_do_not_change_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, numbers: int
 ) -> None:
@@ -88,8 +92,7 @@ def test_chunks_do_not_change_the_result(
     assert_is_top(retriever.retrieve(histories, 10, stage1=40), scores.two_stages(40), 10)
 
 
-@pytest.mark.parametrize("stage1", [10, 40, X - 1])
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol"])
+@pytest.mark.parametrize(("kind", "stage1"), one_of_each(product(KINDS, [10, 40, X - 1]), itemgetter(0), itemgetter(1)))
 def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: str, stage1: int) -> None:
     model = small_model(kind, X)
     histories = random_histories(X, LENGTHS)
@@ -400,8 +403,14 @@ def anonymous_memory() -> int:
     return kib * 1024
 
 
-@pytest.mark.parametrize("kind", ["dot", "mlp", "neumf", "deepfm", "mol", "mol, joint"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    one_of_each(
+        product([*KINDS, "mol, joint"], ["bf16", "fp16", "int8"]),
+        itemgetter(0),
+        lambda of: (of[1], of[0][:3] == "mol"),
+    ),
+)
 def test_the_cache_may_be_less_precise(tmp_path: Path, kind: str, precision: Precision) -> None:
     model = small_model(kind, X)
     if precision == "int8" and not kind.startswith("mol"):
@@ -525,7 +534,7 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("kind", "features"),
-    one_of_each(product(["dot", "mlp", "neumf", "deepfm", "mol"], [True, False]), itemgetter(0)),
+    one_of_each(product(KINDS, [True, False]), itemgetter(0)),
 )
 def test_items_may_be_computed_when_they_are_ranked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, features: bool
