@@ -226,7 +226,7 @@ def found(seed: int, rate: float) -> dict[str, object]:
 
 
 def test_a_summary_has_the_deviation_over_seeds_and_the_error_over_users() -> None:
-    of = paper.summary([found(paper, 0, 0.4), found(paper, 1, 0.6)], ["hr@10"])
+    of = paper.summary([found(0, 0.4), found(1, 0.6)], ["hr@10"])
     assert (of["seeds"], of["minutes"], of["validation"]) == (2, 60, 0.5)
     assert of["hr@10"]["mean"] == 0.5 and of["hr@10"]["error"] == 0.025
     assert of["hr@10"]["deviation"] == pytest.approx(0.02**0.5)
@@ -235,8 +235,8 @@ def test_a_summary_has_the_deviation_over_seeds_and_the_error_over_users() -> No
 def test_cells_without_results_stay_empty_and_nothing_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(paper, 0, 0.4)))
-    (tmp_path / "ml-100k-bce-0-0.5m.json").write_text(json.dumps(found(paper, 0, 0.2) | {"minutes": 0.5}))
+    (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(0, 0.4)))
+    (tmp_path / "ml-100k-bce-0-0.5m.json").write_text(json.dumps(found(0, 0.2) | {"minutes": 0.5}))
     ml_100k = {"datasets": "ml-100k", "results": str(tmp_path), "show": True, "json": True}
     paper.main(paper.Options(methods="dot,mol", seeds=2, **ml_100k))
     dot, mol = json.loads(capsys.readouterr().out)["rows"]
@@ -272,7 +272,7 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     ],
 )
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path, settings: dict[str, object], said: str) -> None:
-    result = found(paper, 0, 0.4)
+    result = found(0, 0.4)
     contents = {"bce": '{"recipe": ', "dot": "{}", "mol": json.dumps(result | {"hours": {}})}
     for method, content in contents.items():
         (tmp_path / f"ml-100k-{method}-0.json").write_text(content)

@@ -37,7 +37,7 @@ def check_together(device: str, few: bool) -> None:
     random = torch.Generator().manual_seed(1)
     dtypes = (torch.float32, torch.bfloat16)
     for x_dtype, onto_dtype in ((of, to) for of in dtypes for to in dtypes):
-        for shape in SHAPES[:2] if few else SHAPES[:-1]:
+        for shape in SHAPES[:1] if few else SHAPES[:-1]:
             rows_R = ROWS.repeat(40)[: shape[0]]
             x, onto, d_out = (torch.randn(shape, generator=random) for _ in range(3))
             x, onto = x.to(x_dtype), onto.to(onto_dtype)
