@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from logitmix.common.versions import versions
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
+from logitmix.trainer.data.config import machine_memory
 
 State = Literal["ok", "slow", "absent", "broken"]
 """slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not
@@ -165,9 +165,7 @@ def _processor_name() -> str:
 
 
 def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # ValueError: "max", no limit
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    total = machine_memory()
     free = shutil.disk_usage(".").free
     said = f"{total / 2**30:,.1f} GiB of memory, {free / 2**30:,.1f} GiB free on the disk of this folder"
     return Finding("memory", "ok" if free > 2**30 else "slow", said, "" if free > 2**30 else "free some of the disk")

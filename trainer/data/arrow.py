@@ -55,11 +55,21 @@ def codes_of(values: pa.Array) -> np.ndarray:
     return encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
 
 
+def are_digits(texts: pa.StringArray) -> np.ndarray:
+    """Which of the texts are up to 18 digits."""
+    return as_numpy(pc.match_substring_regex(texts, "^[0-9]{1,18}$"))
+
+
 def order_of_texts(texts: pa.StringArray) -> np.ndarray:
     """Places in order: by number where all are digits (up to 18), else by their UTF-8 bytes."""
-    keys = {"text": texts}
-    if pc.all(pc.match_substring_regex(texts, "^[0-9]{1,18}$")).as_py():
-        keys = {"number": texts.cast(pa.int64()), "text": texts}
+    if not are_digits(texts).all():
+        return pc.sort_indices(texts).to_numpy()
+    numbers = texts.cast(pa.int64())
+    order = np.argsort(numbers.to_numpy())
+    if (np.diff(numbers.to_numpy()[order]) > 0).all():
+        return order
+    # Such as 7 and 07.
+    keys = {"number": numbers, "text": texts}
     return pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys]).to_numpy()
 
 

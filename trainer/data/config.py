@@ -1,5 +1,8 @@
 """Options of `logitmix prepare`. Imports no torch."""
 
+import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -67,6 +70,9 @@ class PrepareOptions:
     keep_duplicates: bool = False
     """Keep actions that are equal to an earlier one in user, item, time and all other columns. Without times there are
     none such."""
+    memory: str = ""
+    """Memory to work in, such as 4GiB, beside which actions wait in files next to the output; left empty, half of the
+    machine's."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
 
@@ -96,6 +102,7 @@ class PrepareOptions:
         )
         if self.time_format:
             _check_form(self.time_format)
+        require(bool(self.bytes_of_memory), "--memory", repr(self.memory), "a size such as 4GiB or 512MiB")
         self._refuse_unused(source)
 
     def _refuse_unused(self, source: Source) -> None:
@@ -113,6 +120,26 @@ class PrepareOptions:
     def directory(self) -> Path:
         """The output directory; the copy of a URL's."""
         return path_of(self.out or f"data/{self.name}")
+
+    @property
+    def bytes_of_memory(self) -> int:
+        """0 if what is given is no size."""
+        if not self.memory:
+            return machine_memory() // 2
+        found = re.fullmatch(r"([0-9]+\.?[0-9]*)\s*([KMGT]?)(i?)B?", self.memory.strip(), re.IGNORECASE)
+        return (
+            int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+            if found
+            else 0
+        )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may take."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # ValueError: "max", no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def _check_form(form: str) -> None:

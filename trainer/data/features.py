@@ -99,6 +99,7 @@ class RawColumn:
     name: str
     owner: Owner
     values: pa.Array
+    """Or what reads them, for a column that is not to stay in memory."""
     kind: str | None = None
     """None: inferred."""
     table: str = ""
@@ -109,6 +110,10 @@ class RawColumn:
     """Texts that stand for no value."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """As in the schema's feature."""
+
+    def load(self) -> "RawColumn":
+        """With the values in memory."""
+        return replace(self, values=self.values()) if callable(self.values) else self
 
 
 @dataclass(frozen=True)
@@ -124,45 +129,61 @@ class Features:
     """How values were read, where a user may want it otherwise."""
 
 
-def make_features(columns: Sequence[RawColumn], item_ids: pa.StringArray, min_count: int) -> Features:
+def make_features(
+    columns: Sequence[RawColumn],
+    item_ids: pa.StringArray,
+    min_count: int,
+    keep: Callable[[np.ndarray], Any] = lambda values: values,
+) -> Features:
     """Encodes columns as features. Values with fewer than `min_count` occurrences, over all features that share the
-    table, become unknown.
+    table, become unknown. Columns are read one after the other; `keep` takes what is made of those of actions, and
+    returns something that can be sliced like it.
 
     Raises ValueError where values do not fit the kind that was stated.
     """
-    marked = {column.name: _marked(column) for column in columns}
-    columns = [replace(column, values=_filled(column.values, column.missing)) for column in columns]
-    columns = [replace(of, kind=of.kind or (infer_kind(of.values) if of.infer else None)) for of in columns]
-    used = [column for column in columns if column.kind]
-    read = {column.name: kind_named(column.kind).read(_Source(column)) for column in used if column.kind}
-    sharing: dict[str, list[Codes]] = {}
-    for column in used:
-        if isinstance(read[column.name], Codes):
-            sharing.setdefault(column.table or column.name, []).append(read[column.name])
-    values = {ITEM: item_ids} | {
-        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
-    }
-    tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
-    features, made = [ITEM_FEATURE], {}
-    for column in used:
-        assert column.kind is not None
-        found = read.pop(column.name)
+    marked: dict[str, dict[str, int]] = {}
+    unused: dict[str, str] = {}
+    notes: list[str] = []
+    features, made = [ITEM_FEATURE], dict[str, Column]()
+    coded: dict[str, Codes] = {}
+    sharing: dict[str, list[tuple[pa.StringArray, np.ndarray]]] = {}
+    for column in columns:
+        column = column.load()
+        marked[column.name] = _marked(column)
+        column = replace(column, values=_filled(column.values, column.missing))
+        column = replace(column, kind=column.kind or (infer_kind(column.values) if column.infer else None))
+        if not column.kind:
+            unused[column.name] = _why_unused(column)
+            continue
+        notes += _of_numbers(column)
+        found = kind_named(column.kind).read(_Source(column))
+        kept = keep if column.owner == "event" else lambda values: values
         if isinstance(found, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
-            made[column.name] = _look_up(found, values[table], tables[table])
+            sharing.setdefault(table, []).append((found.texts, found.counts()))
+            offsets = None if found.offsets is None else kept(found.offsets)
+            parallel = {name: kept(numbers) for name, numbers in found.parallel.items()}
+            coded[column.name] = replace(found, codes=kept(found.codes), offsets=offsets, parallel=parallel)
         else:
             numbers: np.ndarray = found
             mean, deviation = _statistics(numbers)
             width = 1 if numbers.ndim == 1 else numbers.shape[1]
             features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
             numbers[np.isnan(numbers)] = mean
-            made[column.name] = Column(numbers)
+            made[column.name] = Column(kept(numbers))
+    values = {ITEM: item_ids} | {
+        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
+    }
+    tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
+    for feature in features:
+        if feature.name in coded:
+            found = _look_up(coded.pop(feature.name), values[feature.table], tables[feature.table])
+            made[feature.name] = replace(found, values=keep(found.values)) if feature.owner == "event" else found
     vocabularies = {
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
     }
-    unused = {column.name: _why_unused(column) for column in columns if not column.kind}
-    notes = [*_of_markers(marked), *(note for column in used for note in _of_numbers(column))]
+    notes = [*_of_markers(marked), *notes]
     return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes)
 
 
@@ -295,9 +316,9 @@ def apply_options(
                 raise ValueError(
                     f"{source}: features.{column.name} is a column of {column.owner}s; leave its owner out"
                 )
-            column = replace(column, owner=said.owner, values=of_owner(column.values, said.owner))
+            column = replace(column, owner=said.owner, values=of_owner(column.load().values, said.owner))
         kind = column.kind if said.kind == "auto" else said.kind
-        if column.name in options.features and not (kind or infer_kind(_filled(column.values, said.missing))):
+        if column.name in options.features and not (kind or infer_kind(_filled(column.load().values, said.missing))):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
@@ -493,6 +514,10 @@ class Codes:
     parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What each value of a list has beside it, float32, by the kind's names."""
 
+    def counts(self) -> np.ndarray:
+        """How often each text occurs."""
+        return np.bincount(self.codes[self.codes >= 0], minlength=len(self.texts))
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -605,11 +630,13 @@ def _code_text_lists(values: pa.DictionaryArray) -> Codes:
     return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _vocabulary(features: Sequence[Codes], min_count: int) -> pa.StringArray:
-    """The values with enough occurrences in all features of a table together, in order."""
-    counts = [np.bincount(each.codes[each.codes >= 0], minlength=len(each.texts)) for each in features]
+def _vocabulary(features: Sequence[tuple[pa.StringArray, np.ndarray]], min_count: int) -> pa.StringArray:
+    """The values with enough occurrences in all features of a table together, in order; given texts and counts."""
     table = pa.table(
-        {"value": pa.concat_arrays([each.texts for each in features]), "count": np.concatenate(counts)},
+        {
+            "value": pa.concat_arrays([texts for texts, _ in features]),
+            "count": np.concatenate([counts for _, counts in features]),
+        },
         schema=pa.schema({"value": pa.string(), "count": pa.int64()}),
     )
     summed = table.group_by("value").aggregate([("count", "sum")])
@@ -624,7 +651,7 @@ def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:
     rows_of_codes = pc.fill_null(pc.add(rows, first), table.unknown).to_numpy()
     # Code -1, a missing value, takes the last place.
     rows_of_codes = np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))
-    return Column(rows_of_codes[coded.codes], coded.offsets, coded.parallel)
+    return Column(rows_of_codes[coded.codes[:]], coded.offsets, coded.parallel)
 
 
 def _floats(values: pa.Array) -> np.ndarray:

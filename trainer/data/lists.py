@@ -5,7 +5,7 @@ length beside it (times, kinds of action) have one value for each item; all else
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths, lis
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.spool import Pieces
 
 ACTIONS = 1 << 18
 """Of a block of rows with one item each, about."""
@@ -95,12 +96,14 @@ class Lists:
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
-    def numbers_of_rows(self, columns: dict[str, pa.Array]) -> list[str]:
+    def numbers_of_rows(self, columns: Mapping[str, Pieces]) -> list[str]:
         """Those of the actions' columns that have their own value in most rows of lists, such as the number of a
         session: repeated for each item they look like something that actions have in common."""
         if self.actions == self.rows:
             return []
-        return [name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name]) > self.rows]
+        return [
+            name for name in self.repeated if name in columns and 2 * _distinct_ids(columns[name].whole()) > self.rows
+        ]
 
     def _compare(self, users: pa.Array, items: pa.Array, counts: np.ndarray) -> None:
         """Counts rows that repeat an earlier one, among the first."""

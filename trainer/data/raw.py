@@ -1,7 +1,7 @@
 """The output of a source: actions with users and items as codes, and tables of features of users and items.
 
 There is no Python object per action: a source reads blocks of rows into Arrow arrays (`ActionBlock`), and `gather`
-joins them as integers, and columns of text as dictionaries.
+joins them as integers, and columns of text as codes, in the job's spool.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,18 @@ from logitmix.trainer.data.arrow import as_numpy, codes_of, is_number, is_text
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.spool import HELD, PIECE, Codes, File, Kept, Pieces, current
 from logitmix.trainer.data.times import Times, note_units
 
 TIME = "a number between -2^62 and 2^62"
+OWN = {
+    "\0user": "the column of users",
+    "\0item": "the column of items",
+    "\0timestamp": "the column of times",
+    "\0nanoseconds": "the column of times",
+}
+USER, ITEM, TIMESTAMP, NANOSECONDS = OWN
+"""Names of these columns of the actions, which no source has for others."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +53,18 @@ class ActionBlock:
 
 @dataclass
 class Actions:
-    """All actions, in file order, and the raw ids by code."""
+    """All actions, in file order, in columns with the same pieces; and the raw ids by code."""
 
-    users: np.ndarray
+    users: Pieces
     """int32 codes."""
-    items: np.ndarray
+    items: Pieces
     """int32 codes."""
-    timestamps: np.ndarray
+    timestamps: Pieces
     """int64."""
     user_ids: pa.StringArray
     item_ids: pa.StringArray
-    columns: dict[str, pa.Array] = field(default_factory=dict)
-    nanoseconds: np.ndarray | None = None
+    columns: dict[str, Pieces] = field(default_factory=dict)
+    nanoseconds: Pieces | None = None
     """As in the blocks."""
     kinds: dict[str, str | None] = field(default_factory=dict)
     """As in the blocks; and None for columns that are not used unless --schema states a kind."""
@@ -141,89 +150,155 @@ class IdCodes:
 
 
 class ColumnBuilder:
-    """Columns that grow block by block. Text becomes dictionaries, so that a repeated value takes 4 bytes."""
+    """Columns that grow block by block. Text becomes codes, so that a repeated value takes 4 bytes."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self._parts: dict[str, list[pa.Array]] = {}
+        self.spool = current()
+        self._file = File(self.spool)
+        self._kinds: dict[str, set[pa.DataType]] = {}
+        """The types of each column so far, but that of missing values."""
+        self._codes: dict[str, Codes] = {}
+        self._parts: dict[str, dict[int, tuple[Kept, bool]]] = {}
+        """By the number of the piece, and whether it has codes; there is none where all values are missing."""
+        self._lengths: list[int] = []
+        """Of the pieces."""
+        self._blocks: list[tuple[dict[str, pa.Array], int]] = []
+        """Those that are in no piece yet."""
+        self._rows = self._bytes = 0
+        self._types: dict[str, pa.DataType] = {}
+        """Of these."""
 
     def append(self, columns: Mapping[str, pa.Array], rows: int) -> None:
         """Adds rows; a column that is missing here, or was missing before, has nulls there."""
-        for name in columns:
-            if name not in self._parts:
-                self._parts[name] = [pa.nulls(self.rows)]
-        for name, parts in self._parts.items():
-            parts.append(_compact(columns[name]) if name in columns else pa.nulls(rows))
-        self.rows += rows
+        block = {}
+        for name, values in columns.items():
+            kinds, values = self._kinds.setdefault(name, set()), _compact(values)
+            if not pa.types.is_null(values.type):
+                kinds.add(_kind(values))
+                block[name] = values
+        if not rows:
+            return
+        types = {name: _kind(values) for name, values in block.items()}
+        if any(self._types.get(name, kind) != kind for name, kind in types.items()):
+            self._flush()
+        self._types |= types
+        self._blocks.append((block, rows))
+        self._rows += rows
+        self._bytes += sum(values.nbytes for values in block.values())
+        # To code texts takes time for all that are known.
+        known = sum(len(codes.texts) for codes in self._codes.values())
+        if self._rows >= max(PIECE, known) or HELD * self._bytes > self.spool.budget:
+            self._flush()
 
-    def join(self) -> dict[str, pa.Array]:
-        """Joins the blocks. ValueError if their types cannot be one column, or if a column is more than Arrow holds."""
-        joined = {}
-        while self._parts:
-            # Otherwise the parts would stay in memory with the whole until the last column is joined.
-            name, parts = self._parts.popitem()
-            try:
-                joined[name] = _concatenate(name, parts)
-            except pa.ArrowCapacityError:
-                raise ValueError(f"column {name} has more than 2 GiB of different texts; leave it out") from None
-        return dict(reversed(joined.items()))
+    def _flush(self) -> None:
+        """Makes a piece of the blocks."""
+        if not self._blocks:
+            return
+        lengths = [rows for _, rows in self._blocks]
+        for name, kind in self._types.items():
+            found = [block.pop(name, None) for block, _ in self._blocks]
+            parts = [pa.nulls(rows, kind) if of is None else of for of, rows in zip(found, lengths, strict=True)]
+            values, coded = _joined(parts), is_text(kind)
+            if coded:
+                values = self._codes_of(name).encode(values)
+            self._parts.setdefault(name, {})[len(self._lengths)] = self.spool.keep(values, self._file), coded
+        self._lengths.append(self._rows)
+        self._blocks.clear()
+        self._types.clear()
+        self._rows = self._bytes = 0
+
+    def _codes_of(self, name: str) -> Codes:
+        if name not in self._codes:
+            self._codes[name] = Codes(OWN.get(name, f"column {name}"), self.spool)
+        return self._codes[name]
+
+    def join(self) -> dict[str, Pieces]:
+        """All columns, in the same pieces. ValueError if the types of one cannot be one column, or if it is more than
+        Arrow holds."""
+        self._flush()
+        return {name: self._join(name, kinds) for name, kinds in self._kinds.items()}
+
+    def _join(self, name: str, kinds: set[pa.DataType]) -> Pieces:
+        if len(kinds) > 1:
+            return self._in_one_type(name, kinds)
+        kind, parts = next(iter(kinds), pa.null()), self._parts.get(name, {})
+        texts = self._codes_of(name).texts if is_text(kind) else None
+        pieces = Pieces(self._file, texts)
+        for number, rows in enumerate(self._lengths):
+            if number in parts:
+                pieces.add(parts[number][0], rows)
+            else:
+                pieces.append(pa.nulls(rows, kind if texts is None else pa.int32()))
+        return pieces
+
+    def _in_one_type(self, name: str, kinds: set[pa.DataType]) -> Pieces:
+        """CSV and Parquet, or integers of two widths: numbers are recognized from the text again."""
+        lists = all(pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type) for kind in kinds)
+        if not lists and any(pa.types.is_nested(kind) for kind in kinds):
+            raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(_named, kinds)))} there")
+        numbers = lists and all(is_number(kind.value_type) for kind in kinds)
+        common = pa.list_(pa.float64() if numbers else pa.string()) if lists else pa.string()
+        before = self._codes.pop(name, None)
+        codes, made = self._codes_of(name), Pieces(self._file)
+        for number, rows in enumerate(self._lengths):
+            kept, coded = self._parts.get(name, {}).get(number, (None, False))
+            values = pa.nulls(rows) if kept is None else kept.load()
+            if coded and before:
+                values = before.texts.take(values)
+            made.append(values.cast(common) if lists else codes.encode(values.cast(common)))
+        if before:
+            before.forget()
+        made.texts = None if lists else codes.texts
+        return made
 
 
 def _compact(values: pa.Array) -> pa.Array:
+    """Without a dictionary, but that of a text, which may be long and come often."""
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
-    if is_text(kind):
-        return values.cast(pa.string()).dictionary_encode()
-    return values.cast(kind)
+    if not is_text(kind):
+        return values.cast(kind)
+    texts = values.cast(pa.string())
+    return texts.dictionary_encode() if pa.types.is_dictionary(values.type) else texts
 
 
-def _concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
-    types = {part.type for part in parts if not pa.types.is_null(part.type)}
-    if len(types) > 1:
-        # CSV and Parquet, or integers of two widths: numbers are recognized from the text again.
-        if all(pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type) for kind in types):
-            numbers = all(is_number(kind.value_type) for kind in types)
-            return _concatenate(name, [part.cast(pa.list_(pa.float64() if numbers else pa.string())) for part in parts])
-        if any(pa.types.is_nested(kind) for kind in types):
-            raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(str, types)))} there")
-        parts = [part.cast(pa.string()).dictionary_encode() for part in parts]
-        types = {parts[0].type}
-    kind = types.pop() if types else pa.null()
-    parts = [part if part.type == kind else pa.nulls(len(part), kind) for part in parts]
-    return pa.chunked_array(parts, kind).combine_chunks()
+def _kind(values: pa.Array) -> pa.DataType:
+    return pa.string() if pa.types.is_dictionary(values.type) else values.type
+
+
+def _joined(parts: list[pa.Array]) -> pa.Array:
+    if any(pa.types.is_dictionary(of.type) for of in parts):
+        parts = [of if pa.types.is_dictionary(of.type) else of.dictionary_encode() for of in parts]
+        return pa.chunked_array(parts).combine_chunks()
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+
+def _named(kind: pa.DataType) -> str:
+    return str(pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)
 
 
 def gather(blocks: Iterable[ActionBlock]) -> Actions:
     """Joins the blocks of a source."""
-    user_codes, item_codes, columns = IdCodes(), IdCodes(), ColumnBuilder()
+    columns = ColumnBuilder()
     kinds: dict[str, str | None] = {}
-    users, items, timestamps, nanoseconds = (list[np.ndarray]() for _ in range(4))
     examples: dict[str, str] = {}
+    columns.append(dict.fromkeys(OWN, pa.nulls(0)) | {name: pa.array([], pa.string()) for name in (USER, ITEM)}, 0)
     for block in blocks:
-        users.append(user_codes.encode(block.users))
-        items.append(item_codes.encode(block.items))
-        timestamps.append(block.timestamps)
-        nanoseconds.append(np.zeros(len(block.users), np.int32) if block.nanoseconds is None else block.nanoseconds)
-        columns.append(block.columns, len(block.users))
+        own = {USER: block.users, ITEM: block.items, TIMESTAMP: pa.array(block.timestamps, pa.int64())}
+        if block.nanoseconds is not None and block.nanoseconds.any():
+            own[NANOSECONDS] = pa.array(block.nanoseconds, pa.int32())
+        columns.append(own | dict(block.columns), len(block.users))
         kinds |= block.kinds
         if block.numbers is not None:
             note_units(examples, block.label, block.numbers, block.timestamps)
-    return Actions(
-        _join(users, "i4"),
-        _join(items, "i4"),
-        _join(timestamps, "i8"),
-        user_codes.ids(),
-        item_codes.ids(),
-        columns.join(),
-        _join(nanoseconds, "i4") if any(part.any() for part in nanoseconds) else None,
-        kinds,
-        examples=examples,
-    )
+    found = columns.join()
+    users, items, timestamps, nanoseconds = map(found.pop, (USER, ITEM, TIMESTAMP, NANOSECONDS))
+    user_ids, item_ids = users.texts, items.texts
+    fine = Pieces.of(piece.fill_null(0) for piece in nanoseconds) if any(map(_has_values, nanoseconds)) else None
+    return Actions(users, items, timestamps, user_ids, item_ids, found, fine, kinds, examples=examples)
 
 
-def _join(parts: list[np.ndarray], kind: str) -> np.ndarray:
-    joined = np.concatenate([np.empty(0, kind), *parts], dtype=kind)
-    parts.clear()
-    return joined
+def _has_values(piece: pa.Array) -> bool:
+    return piece.null_count < len(piece)
 
 
 def accept(block: TableBlock, times: Times | None, rejects: Rejects, time: str = TIME) -> ActionBlock:

@@ -5,24 +5,26 @@ from collections.abc import Mapping
 import numpy as np
 
 from logitmix.trainer.data.columns import user_blocks
+from logitmix.trainer.data.spool import Pieces
 
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""
 
 
-def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
+def repeated_targets(offsets: np.ndarray, items: np.ndarray | Pieces) -> dict[str, float]:
     """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
     validation) is among their actions before it. User u's items are items[offsets[u] : offsets[u + 1]]."""
     users, repeated = 0, {"validation": 0, "test": 0}
     for _, bounds in user_blocks(offsets):
         lengths = np.diff(bounds)
         users += int(np.count_nonzero(lengths > 2))
+        actions = items[bounds[0] : bounds[-1]]
         of_user = np.repeat(np.arange(len(lengths)), lengths)
         for split, held_out in (("validation", 2), ("test", 1)):
-            target = np.maximum(bounds[1:] - held_out, 0)
+            target = np.maximum(bounds[1:] - held_out, bounds[0])
             before = np.arange(bounds[0], bounds[-1]) < target[of_user]
-            same = items[bounds[0] : bounds[-1]] == items[target[of_user]]
+            same = actions == actions[(target - bounds[0])[of_user]]
             repeated[split] += len(np.unique(of_user[before & same & (lengths > 2)[of_user]]))
     return {split: count / max(1, users) for split, count in repeated.items()}
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.trainer.data.arrow import as_numbers, as_numpy
+from logitmix.trainer.data.spool import Pieces
 
 LEAST = 20
 """Rows from which on values alone, without a name, tell that they number the rows."""
@@ -43,7 +44,7 @@ def _counts(values: pa.Array, gaps: bool) -> bool:
     return (gaps or numbers[0] in (0, 1)) and float(np.mean(steps > 0 if gaps else steps == 1)) > 0.95
 
 
-def name_each_row(name: str, values: pa.Array, times: np.ndarray | None = None) -> bool:
+def name_each_row(name: str, values: pa.Array, times: np.ndarray | Pieces | None = None) -> bool:
     """Whether numbers that hardly come again are names of the rows: by the column's name, because there is hardly a
     whole number between them that none has, or, of actions, because they rise with the `times`."""
     kind = values.type

@@ -4,10 +4,12 @@ Numbers keep their unit; dates become seconds since 1970, UTC where they name no
 numbers from their magnitude: those between 1980 and 2100 in seconds, milliseconds, microseconds or nanoseconds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -93,8 +95,13 @@ class Clock:
         raise ValueError(f"is of type {kind}; times must be numbers, dates or timestamps")
 
     def settle(self, values: np.ndarray) -> np.ndarray:
-        """Times of all rows that were read, with days and months in the order that all of them show; dates written as
-        numbers become dates. ValueError if the order cannot be told."""
+        """Times of all rows that were read, as they are finally. ValueError as `settling` raises it."""
+        change = self.settling(lambda: [values])
+        return change(values) if change else values
+
+    def settling(self, pieces: Callable[[], Iterable[np.ndarray]]) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What makes the times of all rows that were read, `pieces`, final; None: they are. Days and months take the
+        order that all of them show; dates written as numbers become dates. ValueError if the order cannot be told."""
         seen = self.examples
         if "day first" in seen and "month first" in seen:
             raise ValueError(
@@ -107,11 +114,11 @@ class Clock:
                     f"it cannot be told which of the first two numbers is the month ({seen['either']}); say it with "
                     '--time-format, such as "%d/%m/%Y %H:%M"'
                 )
-            values = _decided(values, "day first" in seen)
-        if set(seen) == {"number"} and (dates := seconds_of_digits(values)) is not None:
+            return partial(_decided, day_first="day first" in seen)
+        if set(seen) == {"number"} and _are_digits(pieces()):
             seen["digits"] = seen.pop("number")
-            return dates
-        return values
+            return _of_digits
+        return None
 
     @property
     def unit(self) -> str | None:
@@ -249,17 +256,25 @@ def _strptime(text: str, form: str) -> tuple[int, int] | None:
     return gap.days * 86_400 + gap.seconds, gap.microseconds * 1000
 
 
-def unit_of(values: np.ndarray, examples: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The unit of times since 1970, int64, one of UNITS; "" for other numbers. Those up to 0 do not count.
+def unit_of(times: np.ndarray | Iterable[np.ndarray], examples: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The unit of times since 1970, int64, in one or several arrays, one of UNITS; "" for other numbers. Those up to 0
+    do not count.
 
     ValueError if some are in one unit, others in another; `examples` has one of each unit.
     """
-    counts = {unit: int(np.count_nonzero(within(values, unit))) for unit in UNITS}
+    counts, above, first = dict.fromkeys(UNITS, 0), 0, dict[str, Any]()
+    for values in [times] if isinstance(times, np.ndarray) else times:
+        above += int(np.count_nonzero(values > 0))
+        for unit in UNITS:
+            fit = within(values, unit)
+            if fit.any():
+                counts[unit] += int(np.count_nonzero(fit))
+                first.setdefault(unit, values[np.argmax(fit)])
     units = [unit for unit, count in counts.items() if count]
-    if not units or sum(counts.values()) < COMMON * np.count_nonzero(values > 0):
+    if not units or sum(counts.values()) < COMMON * above:
         return ""
     if len(units) > 1:
-        found = [f"{UNIT_NAMES[unit]} ({examples.get(unit) or values[within(values, unit)][0]})" for unit in units[:2]]
+        found = [f"{UNIT_NAMES[unit]} ({examples.get(unit) or first[unit]})" for unit in units[:2]]
         raise ValueError(f"some times are in {found[0]} and others in {found[1]}; write all in one unit")
     return units[0]
 
@@ -282,6 +297,27 @@ def within(values: np.ndarray, unit: str) -> np.ndarray:
 def seconds_of_digits(values: np.ndarray) -> np.ndarray | None:
     """Dates written as numbers, YYYYMMDD, with two digits more for hours, minutes and seconds each. None if a number
     is no such date, or one before 1900 or after 2100."""
+    return found[1] if (found := _dates(values)) else None
+
+
+def _of_digits(values: np.ndarray) -> np.ndarray:
+    seconds = seconds_of_digits(values)
+    assert seconds is not None
+    return seconds
+
+
+def _are_digits(pieces: Iterable[np.ndarray]) -> bool:
+    """Whether all are such dates of one form."""
+    forms = set()
+    for values in pieces:
+        if (found := _dates(values)) is None:
+            return False
+        forms.add(found[0])
+    return len(forms) == 1
+
+
+def _dates(values: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """How many digits they have, and their seconds."""
     if not len(values):
         return None
     for digits, year in _DIGITS.items():
@@ -290,7 +326,7 @@ def seconds_of_digits(values: np.ndarray) -> np.ndarray | None:
             while len(pairs) < 5:
                 pairs.append(np.zeros_like(values))
             seconds, real = _seconds_of(values // year, *pairs)
-            return seconds if real.all() else None
+            return (digits, seconds) if real.all() else None
     return None
 
 

@@ -1,7 +1,7 @@
 """Conditions on the columns of actions: `rating >= 4`, `event = purchase`, `timestamp >= 2024-01-31`."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,19 @@ def holds(text: str, columns: Mapping[str, pa.Array], units: Mapping[str, str] =
         distinct = pa.concat_arrays([values.dictionary, pa.nulls(1, values.dictionary.type)])
         return _compare(distinct, operator, value, unit)[values.indices.fill_null(len(distinct) - 1).to_numpy()]
     except (ValueError, pa.ArrowException) as error:
-        raise ValueError(f"--where {text!r}: {error}; the columns are: {', '.join(columns)}") from None
+        raise _of_condition(text, error, columns) from None
+
+
+def column_of(text: str, columns: Collection[str]) -> str:
+    """The column that a condition is on. ValueError as `holds` raises it."""
+    try:
+        return _parse(text, list(columns))[0]
+    except ValueError as error:
+        raise _of_condition(text, error, columns) from None
+
+
+def _of_condition(text: str, error: Exception, columns: Iterable[str]) -> ValueError:
+    return ValueError(f"--where {text!r}: {error}; the columns are: {', '.join(columns)}")
 
 
 def _parse(text: str, columns: list[str]) -> tuple[str, str, str]:

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
-from logitmix.trainer.data.columns import ROW, Column
+from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
 from logitmix.trainer.data.description import FORMAT
 from logitmix.trainer.data.repeats import repeated_targets
+from logitmix.trainer.data.spool import Pieces
 
 USERS_PER_FILE = 100_000
 
@@ -24,9 +25,9 @@ class DatasetContents:
 
     offsets: np.ndarray
     """int64 [U+1]: user u's actions are offsets[u] : offsets[u+1]."""
-    items: np.ndarray
+    items: np.ndarray | Pieces
     """Integer [A]."""
-    timestamps: np.ndarray
+    timestamps: np.ndarray | Pieces
     """int64 [A]."""
     item_ids: pa.Array
     """string [X]: the ids in the source."""
@@ -83,14 +84,19 @@ def write_dataset(
     return FORMAT.write(directory / "dataset.json", description)
 
 
-def last_actions(offsets: np.ndarray, items: np.ndarray, count: int) -> dict[str, int]:
+def last_actions(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> dict[str, int]:
     """Number of actions if each user has the last `count` alone, and of the items among them."""
-    lengths = np.minimum(np.diff(offsets), count)
-    kept = np.zeros(len(items) + 1, np.int32)
-    np.add.at(kept, offsets[1:] - lengths, 1)
-    np.add.at(kept, offsets[1:], -1)
-    among = items[np.cumsum(kept[:-1]) > 0]
-    return {"actions": len(among), "items": len(np.unique(among))}
+    actions, there = 0, np.zeros(0, bool)
+    for _, bounds in user_blocks(offsets):
+        lengths = np.minimum(np.diff(bounds), count)
+        actions += int(lengths.sum())
+        found = items[bounds[0] : bounds[-1]]
+        if len(found) > lengths.sum():
+            found = found[ranges(bounds[1:] - lengths - bounds[0], lengths)]
+        if len(found):
+            there = np.append(there, np.zeros(max(0, int(found.max()) + 1 - len(there)), bool))
+            there[found] = True
+    return {"actions": actions, "items": int(np.count_nonzero(there))}
 
 
 def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int) -> pa.Table:

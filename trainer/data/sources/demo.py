@@ -25,6 +25,7 @@ from rich.progress import Progress
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.raw import Actions, RawDataset, SideTable
 from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.spool import Pieces
 
 FIRST_TIME = 1_600_000_000
 SECONDS_OF_STARTS = 365 * 86_400
@@ -111,8 +112,9 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
 def raw_dataset(made: Generated, options: PrepareOptions, parameters: SizeParameters) -> RawDataset:
     """The actions, the titles of the items, and what generated them."""
     item_ids = pa.array(made.item_ids)
+    users, items, timestamps = (Pieces.of([of]) for of in (made.users, made.items, made.timestamps))
     return RawDataset(
-        Actions(made.users, made.items, made.timestamps, pa.array(made.user_ids), item_ids),
+        Actions(users, items, timestamps, pa.array(made.user_ids), item_ids),
         generator={"name": options.name, "parameters": {"seed": options.seed, **dataclasses.asdict(parameters)}},
         items=SideTable(item_ids, {"title": pa.array(made.titles)}),
     )

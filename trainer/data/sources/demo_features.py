@@ -14,6 +14,7 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.raw import RawDataset, SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.demo import DemoParameters, Generated, generate, raw_dataset
+from logitmix.trainer.data.spool import Pieces
 
 THEME = 10
 """Topics of a theme."""
@@ -39,7 +40,7 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     topic_TC = rng.normal(size=(parameters.topics, 4))
     raw.items.columns.update(of_items(made, topic_TC, rng))
     raw.users = SideTable(raw.actions.user_ids, of_users(made, topic_TC, rng))
-    raw.actions.columns = of_actions(made, rng)
+    raw.actions.columns = {name: Pieces.of([of]) for name, of in of_actions(made, rng).items()}
     return raw
 
 

@@ -38,6 +38,7 @@ from logitmix.trainer.data.raw import (
 )
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.row_numbers import is_pandas_index
+from logitmix.trainer.data.spool import Pieces, whole
 from logitmix.trainer.data.tabular import CSV, CsvOptions, read_blocks
 from logitmix.trainer.data.times import Clock, Times
 
@@ -99,18 +100,20 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     return RawDataset(actions, source, files, items=items, users=users)
 
 
-def _as_whole(name: str, codes: np.ndarray, ids: pa.StringArray, rejects: Rejects) -> tuple[np.ndarray, pa.StringArray]:
+def _as_whole(name: str, codes: Pieces, ids: pa.StringArray, rejects: Rejects) -> tuple[Pieces, pa.StringArray]:
     """Codes of ids, and the ids, of which 12.0 and 12 are one if all are whole numbers."""
     whole = as_whole(name, ids, rejects)
     if whole is ids:
         return codes, ids
     encoded = whole.dictionary_encode()
-    return encoded.indices.to_numpy()[codes], encoded.dictionary
+    recoded = encoded.indices.to_numpy()
+    return Pieces.of(recoded[each] for each in codes.numbers()), encoded.dictionary
 
 
 def _settle_times(actions: Actions, clock: Clock, name: str, rejects: Rejects) -> None:
     try:
-        actions.timestamps = clock.settle(actions.timestamps)
+        if change := clock.settling(actions.timestamps.numbers):
+            actions.timestamps = Pieces.of(map(change, actions.timestamps.numbers()))
     except ValueError as error:
         raise ValueError(f"column {name}: {error}") from None
     actions.unit = clock.unit if name else ""
@@ -126,13 +129,17 @@ def _find_titles(column: str, owners: Iterable[SideTable | Actions]) -> None:
         raise ValueError(f"--title-column: no column {column!r} of the items or the actions; there are: {there}")
     for owner in having:
         if owner.kinds.get(column) == "ids":
-            owner.columns[column] = pc.binary_join(owner.columns[column], " ")
+            values = owner.columns[column]
+            if isinstance(values, Pieces):
+                owner.columns[column] = Pieces.of(pc.binary_join(piece, " ") for piece in values)
+            else:
+                owner.columns[column] = pc.binary_join(values, " ")
 
 
 def _tokens_of_one_row(owner: SideTable | Actions) -> list[str]:
     """Columns that are stated to be ids but hardly have a value twice, such as addresses."""
     stated = [name for name, kind in owner.kinds.items() if kind == "id" and name in owner.columns]
-    return [name for name in stated if 2 * len(owner.columns[name].unique()) > len(owner.columns[name])]
+    return [name for name in stated if 2 * len(whole(owner.columns[name]).unique()) > len(owner.columns[name])]
 
 
 def read_actions(
@@ -201,7 +208,8 @@ def read_side(
             columns.append(rows.others, len(rows.numbers))
             kinds |= rows.kinds
     joined = pa.chunked_array(ids, pa.string()).combine_chunks()
-    return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), columns.join(), kinds)
+    found = {name: pieces.whole() for name, pieces in columns.join().items()}
+    return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), found, kinds)
 
 
 def _is_like_ids(name: str, ids: pa.StringArray) -> bool:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from reading import actions, actions_of, blocks_of, decoded, file_of, listed, parquet_of, prepared, titles
 
-from logitmix.trainer.data import raw, tabular
+from logitmix.trainer.data import spool, tabular
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.files import InputFile
@@ -409,14 +409,10 @@ def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypat
 
 
 def test_more_text_than_arrow_holds_is_one_line(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 GiB, of which this is told without having them."""
-
-    def concatenate(name: str, parts: list[pa.Array]) -> pa.Array:
-        raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes, have 2147484000")
-
-    monkeypatch.setattr(raw, "_concatenate", concatenate)
+    """2 GiB, for which 20 bytes stand here."""
+    monkeypatch.setattr(spool, "LARGEST", 20)
     with pytest.raises(ValueError, match=r"^column review has more than 2 GiB of different texts; leave it out$"):
-        of_shop(shop, clicks="user,item,timestamp,review\nu,a,1,long\n")
+        of_shop(shop, clicks=f"user,item,timestamp,review\nu,a,1,{20 * 'long'}\n")
 
 
 def test_the_delimiter_can_be_given(shop: Path) -> None:
