@@ -299,6 +299,9 @@ class Config:
     warm_start: str = ""
     """Run whose best checkpoint gives the initial weights, matched by the raw ids and values of its dataset, which
     must be there."""
+    continues: bool = False
+    """Go on from that run: take over the optimizers' states too, and begin each epoch with the users who have new
+    actions. --continue RUN sets both."""
     start: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that is trained first, in RUN/start, for the initial weights: --start.SECTION.SETTING or a
     section [start]. With train.minutes, it has half of them."""
@@ -312,6 +315,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require_no_secrets("warm_start", self.warm_start)
+        if self.continues and not self.warm_start:
+            raise ValueError("continues is set, but no run to go on from; give --continue RUN")
         longest = self.model.encoder.max_length
         if self.train.stride > longest:
             raise ValueError(
@@ -356,7 +361,7 @@ class Config:
         train = replace(self.train, minutes=self.train.minutes / 2, stop_after_epochs=0.0)
         evaluate = replace(self.evaluate, baselines=False)
         model = without_user_component(self.model)
-        return Config("", {}, self.data, model, self.tables, self.dense, self.comm, train, evaluate)
+        return Config("", False, {}, self.data, model, self.tables, self.dense, self.comm, train, evaluate)
 
 
 def recipe_names() -> list[str]:

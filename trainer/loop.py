@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
+from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch_run, place_of
@@ -19,6 +19,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
+from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
@@ -113,7 +114,8 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
         if (first := config.first) and not begun:
             _train_first(first, config, run, job)
-        batches = training_batches(config, dataset, ranks)
+        seen = _seen(run, config, dataset, ranks)
+        batches = training_batches(config, dataset, ranks, seen)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
@@ -126,7 +128,9 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         prune(run, model)
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
-            job.say(warm_start(source, dataset, model))
+            if seen:
+                job.say(on_first_rank_at_length(lambda: _said_of_seen(seen, config, dataset, batches), ranks))
+            job.say(warm_start(source, dataset, model, optimizer if seen else None))
         evaluation = Evaluation(config, dataset, ranks, job.stopping.check) if config.evaluate.every_epochs else None
         # Before hours of training, too.
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
@@ -149,6 +153,25 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         finished = "the run is finished there, and the same command uploads it"
         or_continue(lambda: upload_run(run, ranks), config, ranks, finished)
     return results
+
+
+def _seen(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> Seen | None:
+    """What the run was trained on from which this one goes on, if it does. Collective."""
+    if not config.continues or not (source := source_of(run, config)):
+        return None
+    found: list[Seen] = []
+    on_all_ranks(lambda: found.append(Seen(source, dataset)), ranks)
+    return found[0]
+
+
+def _said_of_seen(seen: Seen, config: Config, dataset: Dataset, batches: TrainingBatches) -> str:
+    """ValueError if the earlier run was trained on what is held out now."""
+    unseen = seen.require_unseen(held_out(config, dataset))
+    epochs = batches.steps_of_first / batches.steps_per_epoch
+    return (
+        f"{seen.said}; {unseen}\nthe first {batches.steps_of_first:,} of an epoch's {batches.steps_per_epoch:,} steps "
+        f"have all users with new actions: --train.epochs {epochs:.3g} trains on no others"
+    )
 
 
 def _train_first(first: Config, config: Config, run: Path, job: Job) -> None:
@@ -281,9 +304,9 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation, loggers: Logg
     return metrics | beside | {"step": step}
 
 
-def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> TrainingBatches:
-    """This rank's part of the configured batches."""
-    schema = model_schema(dataset.schema, config)
+def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen | None = None) -> TrainingBatches:
+    """This rank's part of the configured batches, which begin with what is new besides the `seen`."""
+    schema, held = model_schema(dataset.schema, config), held_out(config, dataset)
     return TrainingBatches(
         dataset,
         schema,
@@ -294,7 +317,8 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks) -> Training
         share=config.model.loss.share,
         group_positions=config.model.loss.group_positions,
         in_batch=config.model.loss.in_batch,
-        held_out=held_out(config, dataset),
+        held_out=held,
+        first_U=seen.users_with_new(held) if seen else None,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         user_id_dropout=config.model.user_id_dropout,

@@ -3,7 +3,7 @@
     delta.json          number (1 for the first of a chain, then one more each), applies_to (the sha256 of the manifest
                         of the export that it applies to), manifest (that of the export that results), computed, scales,
                         files
-    tower.safetensors   the weights of the towers
+    tower.safetensors   the weights of the towers, if they are others
     rows.safetensors    COLUMN/changed (I64 [C], rising) and the values of these rows: COLUMN/values, for bags and texts
                         also COLUMN/offsets and what each value has beside it. A column is items/NAME for what an export
                         stores of items, their ids and titles; tables/TABLE; or vocabularies/TABLE. A column without a
@@ -96,9 +96,12 @@ def read_delta(path: Path) -> Delta:
         raise ValueError(f"{file}: applies_to is not a text, or computed not true or false")
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{file}: manifest is not that of an export")
+    if not isinstance(files, dict):
+        raise ValueError(f"{file}: files is {brief(files)}, not a mapping")
     if manifest.get("sha256") != json_digest({name: of for name, of in manifest.items() if name != "sha256"}):
         raise ValueError(f"{file}: manifest.sha256 is not the digest of the manifest")
-    require_fields(files, (WEIGHTS, ROWS, *([CARD] if CARD in manifest["files"] else [])), f"{file}: files")
+    given = [name for name, there in ((WEIGHTS, files), (CARD, manifest["files"])) if name in there]
+    require_fields(files, (ROWS, *given), f"{file}: files")
     for name, entry in files.items():
         require_entry(entry, f"{file}: files.{name}")
     scales = fields["scales"]
@@ -170,7 +173,8 @@ def applied(contents: Contents, delta: Delta) -> Contents:
     ValueError that names the delta if it is damaged, or not for such an export."""
     assert delta.applies_to == contents.digest
     about, where = delta.about, delta.path / ROWS
-    weights, rows = (_tensors(delta, name) for name in (WEIGHTS, ROWS))
+    weights = _tensors(delta, WEIGHTS) if WEIGHTS in delta.files else dict(contents.weights)
+    rows = _tensors(delta, ROWS)
     try:
         return _applied(contents, delta, about, weights, rows)
     except (LookupError, ValueError, RuntimeError) as error:

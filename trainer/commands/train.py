@@ -8,13 +8,14 @@ from logitmix.common.messages import say
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
-from logitmix.trainer.commands.flags import last_value
+from logitmix.trainer.commands.flags import last_value, take
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ScaleOption
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
 
 USAGE = """\
 usage: logitmix train RECIPE [--section.field VALUE ...] [--run DIR] [--scale N]
+       logitmix train RECIPE --continue RUN --data.path DATASET    goes on from a run, on a dataset that has grown
        logitmix train --refit DIR      the run's best epochs anew, on the validation actions too, into DIR/refit
 
        --start.section.field VALUE     settings of a run that is trained first and gives the initial weights: the
@@ -35,6 +36,7 @@ def run(words: list[str]) -> None:
     given = words
     if words and words[0].partition("=")[0] == "--refit":
         words = _words_of_refit(words)
+    words = _words_of_continued(words)
     arguments, config, sizes = of_recipe(Arguments, "train", words, USAGE)
     path = path_of(arguments.run or f"runs/{Path(words[0]).stem}")
     # As they were given, for a rank says with them how to go on.
@@ -64,3 +66,13 @@ def _words_of_refit(words: list[str]) -> list[str]:
     if last_value(others, "--run"):
         raise ValueError(f"--run has no place beside --refit: the refit's directory is in that of the run, {path}")
     return [str(config), *others, "--train.refit", "--run", path]
+
+
+def _words_of_continued(words: list[str]) -> list[str]:
+    """`--continue RUN` as the settings that it stands for."""
+    left, taken = take(words, "--continue".__eq__)
+    if not taken:
+        return words
+    if not (run := taken[-1][1]):
+        raise ValueError("--continue needs the run to go on from: --continue RUN")
+    return [*left, "--warm-start", run, "--continues"]

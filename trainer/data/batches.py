@@ -111,6 +111,7 @@ class TrainingBatches:
         share: Literal["position", "sequence", "group", "batch"],
         seed: int,
         stride: int = 0,
+        first_U: NDArray[np.bool_] | None = None,
         in_batch: int = 0,
         group_positions: int = 1,
         held_out: HeldOut | None = None,
@@ -123,7 +124,7 @@ class TrainingBatches:
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
-        histories into windows (`_windows`).
+        histories into windows (`_windows`). The last sequences of users in `first_U` [U] begin each epoch.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
@@ -143,6 +144,8 @@ class TrainingBatches:
         longer = np.zeros(0, np.int64) if stride else positions[positions > max_length]
         # How many users have earlier actions than their sequence, and how many these are.
         self.left_out = len(longer), int((longer - max_length).sum())
+        # With a stride, a user has several: new actions are in the last one.
+        self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
         self.in_batch = in_batch
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)
@@ -151,6 +154,11 @@ class TrainingBatches:
     def users_of(self, step: int) -> Ints:
         """The users of the sequences of a step's global batch, over all ranks."""
         return self.user_S[self._sequences(step)]
+
+    @property
+    def steps_of_first(self) -> int:
+        """Steps at the beginning of an epoch that have all sequences of `first_U`."""
+        return 0 if self._first_S is None else -(-int(self._first_S.sum()) // self.batch_size)
 
     def _sequences(self, step: int) -> Ints:
         epoch, index = divmod(step, self.steps_per_epoch)
@@ -266,7 +274,10 @@ class TrainingBatches:
         # Not read twice: the thread that makes batches and the one that trains may ask for different epochs.
         shuffled = self._shuffled
         if shuffled[0] != epoch:
-            shuffled = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S))
+            order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S))
+            if self._first_S is not None:
+                order_S = order_S[np.argsort(~self._first_S[order_S], kind="stable")]
+            shuffled = epoch, order_S
             self._shuffled = shuffled
         return shuffled[1]
 

@@ -128,7 +128,7 @@ def write_delta(before: Contents, whole: Path, out: Path, number: int) -> dict[s
     with whole_directory(out) as staging:
         tower_changed = any(not _same(before.weights[name], of) for name, of in now.weights.items())
         scales = scales_of(now.shards[0])
-        names = [WEIGHTS, *([CARD] if CARD in manifest["files"] else [])]
+        names = [WEIGHTS] * tower_changed + [CARD] * (CARD in manifest["files"])
         for name in names:
             shutil.copyfile(whole / name, staging / name)
             sync(staging / name)

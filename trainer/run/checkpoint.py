@@ -46,6 +46,8 @@ class SavedModel:
     """The rows [R, D] of a table from `start` to `stop`, excluded."""
     validation: Mapping[str, float] = field(default_factory=dict)
     """Its metrics, if it was evaluated."""
+    tensors: SavedTensors = field(default_factory=lambda: SavedTensors(()))
+    """All that the checkpoint has; what only training needs is not checked."""
 
     @property
     def num_items(self) -> int:
@@ -76,7 +78,9 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     expected = {name: kind for kinds in on_all_ranks(lambda: kinds_in(state), ranks) for name, kind in kinds.items()}
     opened, problems = _open_first(paths, _Wanted(model.config, model.tower.schema, expected), ranks)
     fill(state, opened.tensors)
-    steps = opened.progress.step - opened.progress.skipped
+    # Those of an earlier run, too, from which this one goes on, as far as its optimizer counts them.
+    of_tower = [int(of["step"]) for of in optimizer.state.values() if "step" in of]
+    steps = max(of_tower, default=opened.progress.step - opened.progress.skipped)
     model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
     for path, problem in problems.items():
         aside = on_first_rank(partial(_set_aside, path), ranks)
@@ -118,7 +122,7 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     fill(weights, opened.tensors)
     progress = opened.progress
     read_rows = partial(_read_rows, opened.tensors, schema, prefix)
-    return SavedModel(config, progress.step, tower, read_rows, progress.validation)
+    return SavedModel(config, progress.step, tower, read_rows, progress.validation, opened.tensors)
 
 
 def _read_rows(tensors: SavedTensors, schema: Schema, prefix: str, table: str, start: int, stop: int) -> Tensor:

@@ -1,10 +1,10 @@
 """A run that starts from the weights of another, on a dataset that has grown since, with another similarity, or with
-more features.
+more features; or that goes on from it, with the states of its optimizers.
 
 Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
-so do the optimizers, the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it
-is another. Features are matched by name; what maps the values of new ones to the model's width starts at zero. A rank
-reads the other run's tables in blocks and keeps its own rows.
+so do the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it is another.
+Features are matched by name; what maps the values of new ones to the model's width starts at zero. A rank reads the
+other run's tables in blocks and keeps its own rows. Where that run has averaged its weights, these are taken.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetch, path_of
@@ -34,12 +35,15 @@ from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved
 from logitmix.trainer.run.folder import read_schema, recorded_dataset
-from logitmix.trainer.run.tensor_files import BLOCK_BYTES
+from logitmix.trainer.run.tensor_files import BLOCK_BYTES, Kind
 
 
-def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
+def warm_start(
+    run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer | None = None
+) -> str:
     """Gives the model the weights of the best checkpoint of `run`, and returns what to say of them: a line, and one for
-    each table of which few rows could be matched. Collective. Raises ValueError on every rank if `run` is not a run
+    each table of which few rows could be matched. With the tower's `optimizer`, its state and that of the tables' are
+    taken over as well. Collective. Raises ValueError on every rank if `run` is not a run
     directory or has no intact checkpoint, if its dataset is missing or changed or has none of the items, if its weights
     do not fit, or if it was trained on what is held out now.
     """
@@ -58,7 +62,14 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
         if name.startswith(_PLACED) and name not in taken_over and not name.startswith(component)
     }
     model.tower.load_state_dict({**own, **new, **taken_over})
-    counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model), model.ranks)
+    if optimizer:
+        on_all_ranks(partial(_require_states, run, saved, model), model.ranks)
+        kept = {now: name for name, now in renamed.items() if now in taken_over}
+        on_all_ranks(partial(_take_states, saved, model, optimizer, kept), model.ranks)
+    counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model, optimizer is not None), model.ranks)
+    if optimizer:
+        steps = max((int(of["step"]) for of in optimizer.state.values() if "step" in of), default=0)
+        model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
     if model.average:
         # What is evaluated, should no step move the weights before.
         model.average.update(1)
@@ -71,6 +82,7 @@ def warm_start(run: Path, dataset: Dataset, model: ParallelModel) -> str:
     added = ", ".join(said for before, now in of_owners for said in now if said not in before)
     said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
     unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, totals), model.ranks)
+    said += ", with their optimizers' states" if optimizer else ""
     return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
 
 
@@ -221,26 +233,72 @@ def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower
     return "; ".join(said)
 
 
-def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel) -> dict[str, int]:
-    """Fills this rank's shards of all tables; returns, by table, how many of its rows the other run had. Rows split by
-    columns count on the rank of their first columns."""
+def _require_states(run: Path, saved: SavedModel, model: ParallelModel) -> None:
+    """ValueError if the other run's optimizers keep something else."""
+    tables = {table.name for table in saved.tower.schema.tables} & set(model.shards())
+    before, now = (
+        {"dense": config.dense.optimizer}
+        | {f"tables.{name}": config.tables.of(name).optimizer for name in sorted(tables)}
+        for config in (saved.config, model.config)
+    )
+    for name, optimizer in before.items():
+        if now[name] != optimizer:
+            raise ValueError(
+                f"{run} has {name}.optimizer {optimizer}, and this run {now[name]}, so the states do not go on: give "
+                f"--{name}.optimizer {optimizer}, or --warm-start {run} in place of --continue"
+            )
+
+
+def _take_states(
+    saved: SavedModel, model: ParallelModel, optimizer: torch.optim.Optimizer, names: Mapping[str, str]
+) -> None:
+    """Fills the states of the tower's weights; `names` has those that are taken over, and what they were called."""
+    for name, weight in model.tower.named_parameters():
+        if name not in names:
+            continue
+        for key, state in optimizer.state[weight].items():
+            saved_as = f"dense_optimizer/{names[name]}/{key}"
+            saved.tensors.check({saved_as: Kind(state.dtype, tuple(state.shape))}, beside=("",))
+            saved.tensors.read(saved_as, (0,) * state.ndim, state)
+
+
+def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel, states: bool) -> dict[str, int]:
+    """Fills this rank's shards of all tables, and of their optimizers' `states`; returns, by table, how many of its
+    rows the other run had. Rows split by columns count on the rank of their first columns."""
     before, schema = path_of(saved.config.data.path), read_schema(run)
     known = {table.name for table in saved.tower.schema.tables}
+    of_states = model.table_optimizers.state_dict() if states else {}
     counts = {}
     for name, sharded in model.shards().items():
         counts[name] = 0
         if name not in known:
             continue
-        for shard in sharded.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)
-            old_R = _places(own, stored_values(before, schema, name))
-            for start, row_SD in _blocks(saved, name):
-                at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
-                values_ND = row_SD[torch.from_numpy(old_R[at_N] - start), column : column + columns]
-                shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
-            counts[name] += int((old_R >= 0).sum()) if column == 0 else 0
+        matched: dict[tuple[int, int], np.ndarray] = {}
+        kept = [(partial(_state, saved, name, key, of), of) for key, of in of_states.get(name, {}).items()]
+        for read_rows, tensor in [(partial(saved.read_rows, name), sharded), *kept]:
+            for shard in tensor.local_shards() if isinstance(tensor, ShardedTensor) else ():
+                (row, *column), (rows, *columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                if (row, rows) not in matched:
+                    own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)
+                    matched[row, rows] = _places(own, stored_values(before, schema, name))
+                old_R, part = matched[row, rows], [slice(a, a + n) for a, n in zip(column, columns, strict=True)]
+                for start, row_SD in _blocks(saved, name, read_rows):
+                    at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
+                    values_ND = row_SD[torch.from_numpy(old_R[at_N] - start)][(slice(None), *part)]
+                    shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
+                if tensor is sharded and column == [0]:
+                    counts[name] += int((old_R >= 0).sum())
     return counts
+
+
+def _state(saved: SavedModel, name: str, key: str, now: ShardedTensor, start: int, stop: int) -> Tensor:
+    """What an optimizer keeps for rows of a table from `start` to `stop`, excluded."""
+    _, *columns = now.size()
+    saved_as, rows = f"table_optimizers/{name}/{key}", saved.tower.schema.table(name).rows
+    saved.tensors.check({saved_as: Kind(now.dtype, (rows, *columns))}, beside=("",))
+    of_rows = torch.empty(stop - start, *columns, dtype=now.dtype)
+    saved.tensors.read(saved_as, (start, *(0 for _ in columns)), of_rows)
+    return of_rows
 
 
 FEW = 0.5
@@ -300,9 +358,9 @@ def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
     return found_R
 
 
-def _blocks(saved: SavedModel, name: str) -> Iterator[tuple[int, Tensor]]:
-    """The rows [S, D] of a table, some at a time, and the place of the first one."""
+def _blocks(saved: SavedModel, name: str, read_rows: Callable[[int, int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """What there is for the rows [S, ...] of a table, some at a time, and the place of the first one."""
     table = saved.tower.schema.table(name)
     size = max(1, BLOCK_BYTES // (4 * table.dim))
     for start in range(0, table.rows, size):
-        yield start, saved.read_rows(name, start, min(start + size, table.rows))
+        yield start, read_rows(start, min(start + size, table.rows))
