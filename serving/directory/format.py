@@ -25,8 +25,9 @@
                          texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds if there are titles
     README.md            the model card, for people (trainer/export/card.py)
-    similarity.faiss, hindexer.faiss
-                         on request, the items' vectors as faiss indexes (trainer/export/indexes.py)
+    STAGE.faiss, STAGE-hnsw.faiss, STAGE-ivfpq.faiss, STAGE.parquet
+                         on request, the items' vectors for other engines, where STAGE is similarity or hindexer
+                         (trainer/export/indexes.py)
     query_tower.onnx     on request, the query tower (trainer/export/programs.py)
     programs/NAME.pt2, programs/NAME.aoti.pt2
                          on request, query_tower, item_tower and cascade as programs. These run code when they are
@@ -77,7 +78,8 @@ MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES = "vocabularies.safetensors"
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
 _EXTRA = re.compile(
-    r"README\.md|(similarity|hindexer)\.faiss|query_tower\.onnx|programs/(query_tower|item_tower|cascade)(\.aoti)?\.pt2"
+    r"README\.md|(similarity|hindexer)(\.parquet|(-hnsw|-ivfpq)?\.faiss)|query_tower\.onnx|"
+    r"programs/(query_tower|item_tower|cascade)(\.aoti)?\.pt2"
 )
 """Names of the extras: `read` neither reads nor checks them."""
 

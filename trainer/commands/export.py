@@ -33,7 +33,13 @@ class Arguments(JSONOption, ProcessesOption):
     """How they are stored. bf16 and fp16 halve them; int8 is for the components of mol. Where fp16 cannot hold them,
     bf16 is taken."""
     faiss: bool = False
-    """Also write the items' vectors as faiss indexes."""
+    """Also write the items' vectors as flat faiss indexes."""
+    faiss_hnsw: bool = False
+    """Also write them as HNSW graphs of faiss."""
+    faiss_ivfpq: bool = False
+    """Also write them as IVF-PQ indexes of faiss: half a byte a dimension."""
+    vectors: bool = False
+    """Also write them as Parquet, for engines that load their own."""
     onnx: bool = False
     """Also write the query tower as ONNX."""
     programs: bool = False

@@ -39,7 +39,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
-from logitmix.trainer.export.indexes import check_indexes, write_indexes
+from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import (
     check_avx2_programs,
     check_onnx,
@@ -67,9 +67,9 @@ class _Maker(NamedTuple):
     """Writes it beside the other files of an export; returns the manifest's entries."""
 
 
-Extra = Literal["faiss", "onnx", "programs", "programs_avx2"]
+Extra = Literal["faiss", "faiss_hnsw", "faiss_ivfpq", "vectors", "onnx", "programs", "programs_avx2"]
 EXTRAS: Mapping[Extra, _Maker] = {
-    "faiss": _Maker(check_indexes, write_indexes),
+    **{kind: _Maker(partial(check_index, kind), partial(write_index, kind)) for kind in INDEXES},
     "onnx": _Maker(check_onnx, write_onnx),
     "programs": _Maker(check_programs, write_programs),
     "programs_avx2": _Maker(check_avx2_programs, write_avx2_programs),

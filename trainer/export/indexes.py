@@ -1,11 +1,20 @@
-"""The items' vectors of an export as faiss indexes, for servers that use faiss.
+"""The items' vectors of an export for other engines of nearest neighbors: indexes of faiss, and a Parquet file for
+those that load their own.
 
-Axes: N items of a chunk.
+Axes: N items of a chunk, X items, H width of a vector.
 """
 
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from logitmix.modules.config import ModelConfig
 from logitmix.serving.directory import writer
@@ -15,42 +24,154 @@ from logitmix.serving.model import trained_tower
 
 CHUNK_ITEMS = 2**16
 """Items added to an index at once."""
+TRAINED_ON = 64
+"""Items that an IVF is trained on, for each of its lists."""
+PROBED = 16
+"""One in so many lists of an IVF is searched, unless who searches says otherwise."""
+LEAST_ITEMS = 256
+"""That product quantization can be trained on: as many as a byte has values."""
+EF = 1024
+"""Items that a search in an HNSW graph keeps in view, unless who searches says otherwise."""
+
+Index = Literal["faiss", "faiss_hnsw", "faiss_ivfpq", "vectors"]
 
 
-def check_indexes(model: ModelConfig) -> None:
-    """ValueError where faiss is not installed, or no score of the model is a dot product of vectors."""
+class Vectors(Protocol):
+    """Where the vectors of all items go, in the order of the items."""
+
+    def add(self, vector_NH: Tensor) -> None:
+        """FP32, of the next items."""
+
+
+Making = Callable[[Path, Contents, Callable[[], Iterator[Tensor]]], AbstractContextManager[Vectors]]
+"""Makes a file of vectors, which is complete when the context ends: from its path, the export and a function that
+yields all vectors, chunk by chunk, for what is trained on them."""
+
+
+class _Faiss:
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+    def add(self, vector_NH: Tensor) -> None:
+        self.index.add(vector_NH.numpy())
+
+
+@contextmanager
+def _in_faiss(kind: str, file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]) -> Iterator[_Faiss]:
+    """An index of inner products, whose ids are the items' indices. OSError if the disk is full."""
+    import faiss
+
+    H, X = next(vectors()).shape[1], contents.about.num_items
+    threads = faiss.omp_get_max_threads()
+    # Several threads would give another graph, and other lists, each time.
+    faiss.omp_set_num_threads(1)
     try:
-        import faiss  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError("faiss indexes need a package that is not installed: pip install faiss-cpu") from None
+        if kind == "flat":
+            index: Any = faiss.IndexFlatIP(H)
+        elif kind == "hnsw":
+            index = faiss.index_factory(H, "HNSW32", faiss.METRIC_INNER_PRODUCT)
+            index.hnsw.efSearch = EF
+        else:
+            index = _trained_ivfpq(faiss, H, X, vectors)
+        yield _Faiss(index)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    try:
+        faiss.write_index(index, str(file))
+    except RuntimeError as error:
+        raise OSError(f"{file} cannot be written: {error}") from None
+
+
+def _trained_ivfpq(faiss: Any, H: int, X: int, vectors: Callable[[], Iterator[Tensor]]) -> Any:
+    """Lists of products of quantizers of two dimensions each: H / 2 bytes an item."""
+    if X < LEAST_ITEMS:
+        raise ValueError(
+            f"an IVF-PQ index is trained on {LEAST_ITEMS} items, and the export has {X}; leave --faiss-ivfpq out"
+        )
+    lists = max(1, min(4 * math.isqrt(X), X // TRAINED_ON))
+    parts = H // 2 if H % 2 == 0 else H
+    # "np": training for polysemous codes takes a quarter of a minute, and nobody searches by them here.
+    index = faiss.index_factory(H, f"IVF{lists},PQ{parts}np", faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.min_points_per_centroid = 1  # fewer than 39 are good enough, and no reason for a warning
+    index.nprobe = max(1, lists // PROBED)
+    step = max(1, X // max(LEAST_ITEMS, TRAINED_ON * lists))
+    start, some = 0, []
+    for vector_NH in vectors():
+        some.append(vector_NH[-start % step :: step])
+        start += len(vector_NH)
+    index.train(torch.cat(some).numpy())
+    return index
+
+
+class _Parquet:
+    def __init__(self, file: pq.ParquetWriter, ids: Iterator[str]) -> None:
+        self.file, self.ids = file, ids
+        self.count = 0
+
+    def add(self, vector_NH: Tensor) -> None:
+        N, H = vector_NH.shape
+        index = pa.array(range(self.count, self.count + N), pa.int64())
+        ids = pa.array([next(self.ids) for _ in range(N)], pa.string())
+        vector = pa.FixedSizeListArray.from_arrays(pa.array(vector_NH.flatten().numpy()), H)
+        self.file.write_batch(pa.record_batch([index, ids, vector], schema=self.file.schema))
+        self.count += N
+
+
+@contextmanager
+def _in_parquet(file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]) -> Iterator[_Parquet]:
+    H = next(vectors()).shape[1]
+    schema = pa.schema({"item": pa.int64(), "id": pa.string(), "vector": pa.list_(pa.float32(), H)})
+    with pq.ParquetWriter(file, schema, compression="none") as parquet:
+        yield _Parquet(parquet, iter(contents.raw_ids))
+
+
+INDEXES: Mapping[Index, tuple[str, Making]] = {
+    "faiss": (".faiss", partial(_in_faiss, "flat")),
+    "faiss_hnsw": ("-hnsw.faiss", partial(_in_faiss, "hnsw")),
+    "faiss_ivfpq": ("-ivfpq.faiss", partial(_in_faiss, "ivfpq")),
+    "vectors": (".parquet", _in_parquet),
+}
+"""Of each, how its files' names end, after the stage."""
+
+
+def index_of(name: str) -> Index | None:
+    """Which of INDEXES a file of an export is."""
+    ends = {f"{stage}{end}": index for index, (end, _) in INDEXES.items() for stage in ("similarity", "hindexer")}
+    return ends.get(name)
+
+
+def check_index(kind: Index, model: ModelConfig) -> None:
+    """ValueError where faiss is needed and not installed, or no score of the model is a dot product of vectors."""
+    flag = f"--{kind.replace('_', '-')}"
+    if kind != "vectors":
+        try:
+            import faiss  # noqa: F401
+        except ModuleNotFoundError:
+            raise ValueError(f"{flag} needs a package that is not installed: pip install faiss-cpu") from None
     if not _stages(model):
         raise ValueError(
-            f"faiss indexes need vectors, and a similarity of kind {model.similarity.kind} without an h-indexer "
-            "has none; train with --model.hindexer.weight above 0, or leave --faiss out"
+            f"{flag} needs vectors, and a similarity of kind {model.similarity.kind} without an h-indexer has none; "
+            f"train with --model.hindexer.weight above 0, or leave {flag} out"
         )
 
 
-def write_indexes(staging: Path, contents: Contents) -> Entries:
-    """Writes similarity.faiss (for dot products) and hindexer.faiss: flat indexes of inner products whose ids are the
-    items' indices. OSError if the disk is full."""
-    import faiss
-
+def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
+    """Writes the vectors of all items: hindexer and, for dot products, similarity, each with the kind's ending."""
     about = contents.about
     tower = trained_tower(about.model, about.schema, contents.weights)
     shards = [shard_of(shard, about.item_cache, tower, contents.tables) for shard in contents.shards]
     items = Items(shards, torch.device("cpu"))
-    entries = Entries()
+    entries, (end, making) = Entries(), INDEXES[kind]
+
+    def vectors(stage: Stage) -> Iterator[Tensor]:
+        for _, (vector_NH,) in items.all(stage, CHUNK_ITEMS):
+            yield vector_NH.float().contiguous()
+
     for stage in _stages(about.model):
-        index = None
-        for _, (vector_ND,) in items.all(stage, CHUNK_ITEMS):
-            index = index or faiss.IndexFlatIP(vector_ND.shape[1])
-            index.add(vector_ND.float().numpy())
-        assert index is not None and index.ntotal == about.num_items
-        file = staging / f"{stage}.faiss"
-        try:
-            faiss.write_index(index, str(file))
-        except RuntimeError as error:
-            raise OSError(f"{file} cannot be written: {error}") from None
+        file = staging / f"{stage}{end}"
+        with making(file, contents, partial(vectors, stage)) as made:
+            for vector_NH in vectors(stage):
+                made.add(vector_NH)
         entries |= writer.extra_entry(staging, file.name)
     return entries
 

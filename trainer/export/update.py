@@ -34,6 +34,7 @@ from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
 from logitmix.trainer.export.card import renew_card
 from logitmix.trainer.export.export import EXTRAS, about_new_items, in_order, texts_of, write_extras
+from logitmix.trainer.export.indexes import index_of
 
 
 def update_items(directory: Path, items: str, id_column: str = "item", said: Console | None = None) -> dict[str, int]:
@@ -108,9 +109,10 @@ def _write(
     about = replace(contents.about, num_items=contents.about.num_items + len(ids))
     before, files = len(contents.shards), reader.read_manifest(directory)["files"]
     count = before + len(shards)
-    indexed = [name for name in files if name.endswith(".faiss")]
-    if indexed:
-        EXTRAS["faiss"].check(about.model)
+    indexed = {name: kind for name in files if (kind := index_of(name))}
+    kinds = list(dict.fromkeys(indexed.values()))
+    for kind in kinds:
+        EXTRAS[kind].check(about.model)
     with whole_directory(directory) as staging:
         names = {items_file(number, before): items_file(number, count) for number in range(before)}
         kept = [name for name in files if name not in (*names, *indexed, IDS, CARD)]
@@ -127,7 +129,7 @@ def _write(
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
         entries |= writer.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
-        entries |= write_extras(staging, about, entries, ["faiss"] if indexed else [])
+        entries |= write_extras(staging, about, entries, kinds)
         if CARD in files:
             card = directory / CARD
             text = card.read_text(encoding="utf-8") if card.exists() else ""

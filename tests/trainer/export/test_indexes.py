@@ -9,6 +9,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
@@ -23,7 +24,7 @@ from logitmix.trainer.cli import main
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import indexes
 from logitmix.trainer.export.export import export
-from logitmix.trainer.export.indexes import check_indexes
+from logitmix.trainer.export.indexes import INDEXES, LEAST_ITEMS, check_index
 from logitmix.trainer.export.update import update_items
 from logitmix.trainer.loop import train
 
@@ -129,7 +130,7 @@ def full(index: object, path: str) -> None:
     [
         (None, ValueError, "not installed: pip install faiss-cpu"),
         (
-            SimpleNamespace(write_index=full, IndexFlatIP=faiss.IndexFlatIP),
+            SimpleNamespace(**vars(faiss) | {"write_index": full}),
             OSError,
             "faiss cannot be written: write er",
         ),
@@ -153,9 +154,10 @@ def test_without_indexes_nothing_is_written(
 
 
 def test_a_model_without_vectors_is_refused() -> None:
-    check_indexes(ModelConfig(hindexer=HIndexerConfig(weight=0.1)))
-    with pytest.raises(ValueError, match="a similarity of kind mol without an h-indexer has none; train with"):
-        check_indexes(ModelConfig(similarity=MoLConfig(), hindexer=HIndexerConfig(weight=0.0)))
+    for kind in INDEXES:
+        check_index(kind, ModelConfig(hindexer=HIndexerConfig(weight=0.1)))
+        with pytest.raises(ValueError, match="a similarity of kind mol without an h-indexer has none; train with"):
+            check_index(kind, ModelConfig(similarity=MoLConfig(), hindexer=HIndexerConfig(weight=0.0)))
 
 
 def export_with_indexes(run: Path, out: Path) -> dict[str, Any]:
@@ -180,3 +182,20 @@ def test_the_command_makes_what_it_is_told_to(run: Path, tmp_path: Path, capsys:
 def test_an_export_with_indexes_is_the_same_each_time(run: Path, tmp_path: Path) -> None:
     first, again = (export(run, tmp_path / name, extras=["faiss"]) for name in ("first", "again"))
     assert json.dumps(first) == json.dumps(again)
+
+
+def test_added_items_are_in_all_kinds_of_indexes(run: Path, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    export(run, served, extras=["faiss_hnsw", "vectors"])
+    (tmp_path / "new.csv").write_text("item,price,brand\nnew-1,2,brand-1\n")
+    update_items(served, str(tmp_path / "new.csv"))
+    assert faiss.read_index(str(served / "hindexer-hnsw.faiss")).ntotal == ITEMS + 1
+    assert pq.read_table(served / "similarity.parquet")["id"].to_pylist()[-1] == "new-1"
+    assert_entries_fit(served)
+    assert not (served / "hindexer.faiss").exists()
+
+
+def test_too_few_items_for_ivfpq_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"trained on {LEAST_ITEMS} items, and the export has {ITEMS}; leave --faiss-"):
+        export(run, tmp_path / "served", extras=["faiss_ivfpq"])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,95 @@
+"""The items' vectors in other engines, which find candidates: stage 2 ranks exactly those."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from small_models import export_small, small_model
+
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer.export.indexes import INDEXES
+
+X = 300
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of dot products and an h-indexer with all kinds of indexes."""
+    return export_small(small_model("dot", X), tmp_path_factory.mktemp("indexed") / "served", extras=list(INDEXES))
+
+
+@pytest.fixture(scope="module")
+def vectors(indexed: Path) -> torch.Tensor:
+    """Those of stage 1."""
+    items = Retriever.load(indexed)._ranker.items
+    return torch.cat([side for _, (side,) in items.all("hindexer", X)])
+
+
+def test_parquet_has_the_vectors_with_their_ids(indexed: Path, vectors: torch.Tensor) -> None:
+    table = pq.read_table(indexed / "hindexer.parquet")
+    assert table["item"].to_pylist() == list(range(X)) and table["id"].to_pylist() == Retriever.load(indexed).raw_ids[:]
+    assert table["vector"].to_pylist() == vectors.tolist()
+
+
+def test_an_hnsw_graph_finds_what_a_flat_index_finds(indexed: Path, vectors: torch.Tensor) -> None:
+    flat, graph = (faiss.read_index(str(indexed / f"hindexer{end}.faiss")) for end in ("", "-hnsw"))
+    queries = vectors[:20].numpy()
+    for found, expected in zip(graph.search(queries, 10), flat.search(queries, 10), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_ivfpq_holds_each_item_at_its_place(indexed: Path, vectors: torch.Tensor) -> None:
+    index = faiss.read_index(str(indexed / "hindexer-ivfpq.faiss"))
+    assert (index.ntotal, index.nlist, index.nprobe, index.pq.M) == (X, 4, 1, vectors.shape[1] // 2)
+    index.make_direct_map()
+    # 256 centers for 300 items.
+    assert (torch.from_numpy(index.reconstruct_n(0, X)) - vectors).norm() < 0.1 * vectors.norm()
+
+
+def assert_ranked(retriever: Retriever, ids: list[str], without: list[str]) -> None:
+    """Stage 2 ranks an engine's candidates, exactly these, as it ranks them among all items."""
+    request: Request = {"history": [retriever.raw_ids[7]], "blocked": without}
+    (everything,) = retriever.recommend([request], X, stage1=X)
+    (found,) = retriever.recommend([{**request, "allowed": ids}], X)
+    assert [row["id"] for row in found] == [row["id"] for row in everything if row["id"] in ids]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in everything if row["id"] in ids])
+
+
+def test_the_retriever_ranks_the_candidates_of_faiss(indexed: Path) -> None:
+    retriever = Retriever.load(indexed)
+    queries = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].numpy()
+    index, fits = faiss.read_index(str(indexed / "hindexer-hnsw.faiss")), np.arange(0, X, 3)
+    search = faiss.SearchParametersHNSW(sel=faiss.IDSelectorBatch(fits), efSearch=X)
+    _, (items,) = index.search(queries, 40, params=search)
+    assert len(set(items)) == 40 and set(items) <= set(fits)
+    assert_ranked(retriever, [retriever.raw_ids[int(item)] for item in items], [retriever.raw_ids[int(items[0])]])
+
+
+def test_the_retriever_ranks_the_candidates_of_qdrant(indexed: Path, vectors: torch.Tensor) -> None:
+    pytest.importorskip("qdrant_client")
+    from qdrant_client import QdrantClient, models
+
+    retriever = Retriever.load(indexed)
+    (query,) = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].tolist()
+    rows = pq.read_table(indexed / "hindexer.parquet").to_pylist()
+    client = QdrantClient(":memory:")
+    size = models.VectorParams(size=len(query), distance=models.Distance.DOT)
+    client.create_collection("items", vectors_config=size)
+    points = [
+        models.PointStruct(
+            id=row["item"], vector=row["vector"], payload={"id": row["id"], "even": row["item"] % 2 == 0}
+        )
+        for row in rows
+    ]
+    client.upsert("items", points)
+    even = models.Filter(must=[models.FieldCondition(key="even", match=models.MatchValue(value=True))])
+    found = client.query_points("items", query=query, query_filter=even, limit=40).points
+    expected = (vectors[::2] @ torch.tensor(query)).topk(40).indices * 2
+    assert {point.id for point in found} == set(expected.tolist())
+    ids = [point.payload["id"] for point in found if point.payload]
+    assert_ranked(retriever, ids, ids[:2])
+    client.close()
