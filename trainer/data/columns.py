@@ -85,36 +85,92 @@ def values_of(metadata: pq.FileMetaData) -> Counter[str]:
 
 
 class SequenceReader:
-    """Collects the content of the files of sequences/, some users at a time."""
+    """Collects the actions of users: of the files of sequences/, and then those that were appended, some users at a
+    time."""
 
     def __init__(self, schema: Schema, num_users: int, num_items: int, actions: int) -> None:
         self.num_users, self.num_items, self.actions = num_users, num_items, actions
         self.user = self.action = 0
         """Those read so far."""
         self.items_flat = np.empty(actions, index_type(num_items))
-        self.offsets = np.zeros(num_users + 1, np.int64)
         self.times = _Times(actions)
         self.users = {f.name: ColumnReader(f, schema, num_users) for f in schema.of("user")}
         self.events = {f.name: ColumnReader(f, schema, actions) for f in schema.of("event")}
+        self._runs: list[tuple[np.ndarray, np.ndarray]] = []
+        """Users, and how many of the next actions each has."""
+        self._appended = False
 
     def append(self, batch: pa.RecordBatch) -> None:
+        """The next users with all that is known of them."""
+        self.append_users(batch)
+        self._append(batch, np.arange(self.user - batch.num_rows, self.user))
+
+    def append_users(self, batch: pa.RecordBatch) -> None:
+        """The next users and their features."""
         require_order(batch.column("user_index"), self.user, self.user + batch.num_rows)
-        lengths, items = lists("item_indices", batch.column("item_indices"))
-        if self.user + batch.num_rows > self.num_users or self.action + len(items) > self.actions:
+        self._require_room(self.user + batch.num_rows, self.action)
+        for name, reader in self.users.items():
+            reader.append(batch.column(name), places("user_index", self.user))
+        self.user += batch.num_rows
+
+    def _require_room(self, users: int, actions: int) -> None:
+        if users > self.num_users or actions > self.actions:
             raise ValueError(
                 f"there are more users or actions than dataset.json says ({self.num_users}, {self.actions})"
             )
-        of_row = places("user_index", self.user)
-        of_action = _in_lists(lengths, of_row)
+
+    def append_later(self, batch: pa.RecordBatch) -> None:
+        """Later actions of some users, each of them once in a file, in order."""
+        users = within("user_index", batch.column("user_index"), 0, self.user, lambda row: f"row {row}")
+        if (np.diff(users) <= 0).any():
+            raise ValueError("its users are not in order")
+        self._append(batch, users.astype(np.int64))
+        self._appended = True
+
+    def _append(self, batch: pa.RecordBatch, users: np.ndarray) -> None:
+        lengths, items = lists("item_indices", batch.column("item_indices"))
+        self._require_room(self.user, self.action + len(items))
+        of_action = _in_lists(lengths, lambda row: f"user_index {users[row]}")
         indices = within("item_indices", items, 0, self.num_items, of_action)
         self.items_flat[self.action : self.action + len(items)] = indices
         self.times.append(parallel("timestamps", batch.column("timestamps"), lengths), lengths, of_action)
-        for name, reader in self.users.items():
-            reader.append(batch.column(name), of_row)
         for name, reader in self.events.items():
             reader.append(parallel(name, batch.column(name), lengths), of_action)
-        self.offsets[self.user + 1 : self.user + batch.num_rows + 1] = self.action + np.cumsum(lengths)
-        self.user, self.action = self.user + batch.num_rows, self.action + len(items)
+        self._runs.append((users, lengths))
+        self.action += len(items)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by name, once everything is read. ValueError if a user has an earlier action appended to later
+        ones."""
+        offsets = np.zeros(self.num_users + 1, np.int64)
+        for users, lengths in self._runs:
+            offsets[1 + users] += lengths
+        np.cumsum(offsets, out=offsets)
+        items, times = self.items_flat, self.times.values
+        columns = {f"user.{name}": reader.column() for name, reader in self.users.items()}
+        events = {f"event.{name}": reader.column() for name, reader in self.events.items()}
+        if self._appended:
+            order = self._order(offsets)
+            items, times = items[order], times[order]
+            events = {name: column.take(order) for name, column in events.items()}
+            for block, bounds in user_blocks(offsets):
+                place = _in_lists(np.diff(bounds), places("user_index", block.start))
+                _require_oldest_first("timestamps", times[bounds[0] : bounds[-1]], np.diff(bounds), place)
+        found = {"items": items, "offsets": offsets, "timestamps": times}
+        for name, column in (columns | events).items():
+            found |= column.arrays(name)
+        return found
+
+    def _order(self, offsets: np.ndarray) -> np.ndarray:
+        """Which of the actions as they were read is where [actions], user after user."""
+        order = np.empty(self.actions, index_type(self.actions))
+        next_U, read = offsets[:-1].copy(), 0
+        for users, lengths in self._runs:
+            count = int(lengths.sum())
+            order[ranges(next_U[users], lengths)] = np.arange(read, read + count)
+            next_U[users] += lengths
+            read += count
+        return order
 
 
 class _Times:

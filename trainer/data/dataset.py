@@ -41,7 +41,16 @@
         kind               logitmix dataset
         files              {path: {bytes, sha256}} of all other files, by their paths in the directory
         sha256             digest of all other entries (common/checked.py, which says how such a file is laid out)
+        appended           [{users, items, actions, …}] of the folders of appended/, in order: how many are new in each.
+                           All other counts, and the rows of tables, are those of the whole dataset; repeated_targets
+                           and last_actions are left out
     rejects.tsv           file, line, reason, text; only where there are any
+    appended/NNNNN/       actions that `prepare --append` added, in order of the names
+        sequences.parquet     user_index, item_indices, timestamps and the features of events: one row for each user
+                              with such actions, in order. They come after those that the user had
+        users.parquet         the new users: user_index, raw_user_id and the features of users
+        items.parquet         the new items, as above
+        vocabularies/TABLE.parquet   the new values of a table, if there are any
 
 A feature's column has its name and is stored by its kind:
 
@@ -64,14 +73,15 @@ user_index where there is none. Where the schema has a feature or table of one o
 `load_dataset` needs of dataset.json the entries up to schema, and the columns not called optional. A list may be a
 large_list; integers and floats may have any width; text may be large_string, string_view, a dictionary, or integers,
 which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids and texts:
-by number where all are digits, else by their UTF-8 bytes. repeated_targets is computed where there is no sha256.
+by number where all are digits, else by their UTF-8 bytes; those that were appended stand behind them, in the same order
+among themselves. repeated_targets is computed where there is no sha256.
 
 The last three entries are optional too: other writers may leave them out. Where there is one of them, all files are
 read and compared with their digests before anything else is read of them, and a Parquet file that is not listed is
 refused. So whatever changes a file of `prepare` later, by one bit or as a whole, is found and named.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -105,7 +115,9 @@ from logitmix.trainer.data.columns import (
     values_of,
 )
 from logitmix.trainer.data.description import (
+    APPENDED,
     broken,
+    name_of,
     read_description,
     reading,
     require_plugins_of,
@@ -160,13 +172,19 @@ class Dataset:
 
     def raw_id_column(self) -> pa.ChunkedArray:
         """`raw_ids` as an Arrow column, in a third of the memory."""
-        with reading(self.path, "items.parquet"):
-            table = pq.read_table(self.path / "items.parquet", columns=list(ITEM_COLUMNS))
-            require_columns(table.schema.names, ITEM_COLUMNS)
-            require_order(table["item_index"].combine_chunks(), 0, self.num_items)
-            if table["raw_id"].null_count:
-                raise ValueError("empty values in column raw_id")
-            return texts("raw_id", table["raw_id"])
+        found, first = list[pa.Array](), 0
+        for file in files_of(self.path, "items.parquet"):
+            with reading(self.path, name_of(self.path, file)):
+                table = pq.read_table(file, columns=list(ITEM_COLUMNS))
+                require_columns(table.schema.names, ITEM_COLUMNS)
+                require_order(table["item_index"].combine_chunks(), first, first + len(table))
+                if table["raw_id"].null_count:
+                    raise ValueError("empty values in column raw_id")
+                found += texts("raw_id", table["raw_id"]).chunks
+                first += len(table)
+        if first != self.num_items:
+            broken(self.path, f"{first} items, but dataset.json says {self.num_items}")
+        return pa.chunked_array(found, pa.large_string())
 
     def raw_user_ids(self, user_U: np.ndarray) -> list[str]:
         """The source's ids of users by index, read at each call; the index where the dataset has none."""
@@ -174,11 +192,15 @@ class Dataset:
 
     def title_column(self) -> pa.ChunkedArray | None:
         """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""
-        file = self.path / "items.parquet"
-        with reading(self.path, file.name):
-            if "title" not in pq.read_schema(file).names:
-                return None
-            return texts("title", pq.read_table(file, columns=["title"])["title"])
+        found, titles = list[pa.Array](), False
+        for file in files_of(self.path, "items.parquet"):
+            with reading(self.path, name_of(self.path, file)):
+                if "title" in pq.read_schema(file).names:
+                    titles = True
+                    found += texts("title", pq.read_table(file, columns=["title"])["title"]).chunks
+                else:
+                    found.append(pa.nulls(pq.read_metadata(file).num_rows, pa.large_string()))
+        return pa.chunked_array(found, pa.large_string()) if titles else None
 
     @cached_property
     def recency(self) -> Column:
@@ -219,20 +241,26 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
         yield pa.array([""], pa.large_string())
         yield from raw_user_ids_of(path)
         return
-    file, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
-    with reading(path, file):
-        for batch in batches(path / file, [column], VALUES_AT_ONCE):
-            yield texts(column, batch.column(column)).fill_null("")
+    name, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
+    for file in files_of(path, name):
+        with reading(path, name_of(path, file)):
+            for batch in batches(file, [column], VALUES_AT_ONCE):
+                yield texts(column, batch.column(column)).fill_null("")
     if table == ITEM:
         yield pa.array([""], pa.large_string())
 
 
 def raw_user_ids_of(path: Path) -> Iterator[pa.Array]:
-    for part in sorted((path / "sequences").glob("*.parquet")):
-        with reading(path, part.name):
+    for part in [*sorted((path / "sequences").glob("*.parquet")), *files_of(path, "users.parquet")[1:]]:
+        with reading(path, name_of(path, part)):
             column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
             for batch in batches(part, [column], VALUES_AT_ONCE):
                 yield texts(column, batch.column(column)).fill_null("")
+
+
+def files_of(path: Path, name: str) -> list[Path]:
+    """The file of this name of the dataset at `path`, and then those of what was appended that have it."""
+    return [path / name, *sorted((path / APPENDED).glob(f"*/{name}"))]
 
 
 def load_dataset(path: str | Path) -> Dataset:
@@ -246,7 +274,7 @@ def load_dataset(path: str | Path) -> Dataset:
     """
     path = fetch(path)
     arrays = stored(path)
-    description = read_description(path, "" if arrays is None else "sequences")
+    description = read_description(path, sequences=arrays is None)
     require_plugins_of(path, description)
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     with reading(path, "dataset.json"):
@@ -272,7 +300,7 @@ def load_dataset(path: str | Path) -> Dataset:
         schema,
         # Only what has a digest is as it was written.
         description["repeated_targets"]
-        if "sha256" in description
+        if "sha256" in description and APPENDED not in description
         else repeated_targets(arrays["offsets"], arrays["items"]),
         item_features=columns["item"],
         user_features=columns["user"],
@@ -288,71 +316,87 @@ def _size(schema: Schema, num_users: int, num_items: int, actions: int) -> int:
 
 def _read(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
-    parts = sorted((path / "sequences").glob("*.parquet"))
-    _require_counts(path, parts, schema, num_users, actions)
+    parts, appended = sorted((path / "sequences").glob("*.parquet")), sorted((path / APPENDED).glob("*"))
+    _require_counts(path, parts, [folder / "sequences.parquet" for folder in appended], schema, num_users, actions)
     with reading(path, "dataset.json"):
         sequences = SequenceReader(schema, num_users, num_items, actions)
-    for part in parts:
-        with reading(path, part.name):
-            for batch in batches(part, (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)):
-                sequences.append(batch)
+    whole = (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)
+    _add(path, parts, whole, sequences.append)
+    for folder in appended:
+        _add(path, [folder / "users.parquet"], ("user_index", *sequences.users), sequences.append_users)
+        _add(path, [folder / "sequences.parquet"], (*SEQUENCE_COLUMNS, *sequences.events), sequences.append_later)
     if (sequences.user, sequences.action) != (num_users, actions):
         broken(
             path,
             f"{sequences.user} users and {sequences.action} actions, but dataset.json says {num_users} and {actions}",
         )
-    arrays = {"items": sequences.items_flat, "offsets": sequences.offsets, "timestamps": sequences.times.values}
-    readers = {"user": sequences.users, "event": sequences.events, "item": _read_items(path, schema, num_items)}
-    for owner, by_name in readers.items():
-        for name, reader in by_name.items():
-            arrays |= reader.column().arrays(f"{owner}.{name}")
+    with reading(path, APPENDED if appended else "sequences"):
+        arrays = sequences.arrays()
+    for name, reader in _read_items(path, schema, num_items).items():
+        arrays |= reader.column().arrays(f"item.{name}")
     return arrays
 
 
-def _require_counts(path: Path, parts: Sequence[Path], schema: Schema, num_users: int, actions: int) -> None:
-    """ValueError if the files of sequences/ cannot have so many users and actions, by what their metadata claims."""
-    features = [*schema.of("user"), *schema.of("event")]
-    rows, values = 0, 0
-    for part in parts:
-        with reading(path, part.name), pq.ParquetFile(part) as table:
+def _add(path: Path, files: Sequence[Path], columns: Sequence[str], add: Callable[[pa.RecordBatch], None]) -> None:
+    for file in files:
+        with reading(path, name_of(path, file)):
+            for batch in batches(file, columns):
+                add(batch)
+
+
+def _require_counts(
+    path: Path, parts: Sequence[Path], appended: Sequence[Path], schema: Schema, num_users: int, actions: int
+) -> None:
+    """ValueError if the files of sequences/, and those that were appended, cannot have so many users and actions, by
+    what their metadata claims."""
+    events = [*schema.of("event")]
+    rows, values, of_parts = 0, 0, 0
+    for part in [*parts, *appended]:
+        features = events if part in appended else [*schema.of("user"), *events]
+        with reading(path, name_of(path, part)), pq.ParquetFile(part) as table:
             require_columns(table.schema_arrow.names, (*SEQUENCE_COLUMNS, *(of.name for of in features)))
             require_list("item_indices", table.schema_arrow.field("item_indices").type)
             require_plausible(table, part, features)
             rows += table.metadata.num_rows
+            of_parts += 0 if part in appended else table.metadata.num_rows
             claims = values_of(table.metadata)
             values += sum(of for column, of in claims.items() if column.startswith("item_indices."))
     # An empty list counts as a value.
-    if rows != num_users or not actions <= values <= actions + rows:
-        broken(path, f"{rows} users and up to {values} actions, but dataset.json says {num_users} and {actions}")
+    if (of_parts > num_users if appended else rows != num_users) or not actions <= values <= actions + rows:
+        broken(path, f"{of_parts} users and up to {values} actions, but dataset.json says {num_users} and {actions}")
 
 
 def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, ColumnReader]:
     """Those of the features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
-    file = path / "items.parquet"
-    features = schema.of("item")
-    with reading(path, file.name), pq.ParquetFile(file) as table:
-        require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *(of.name for of in features)))
-        require_texts("raw_id", table.schema_arrow.field("raw_id").type)
-        if table.metadata.num_rows != num_items:
-            raise ValueError(f"{table.metadata.num_rows} rows, but dataset.json says {num_items} items")
-        require_plausible(table, file, features)
+    features, files, rows = schema.of("item"), files_of(path, "items.parquet"), 0
+    for file in files:
+        with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:
+            require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *(of.name for of in features)))
+            require_texts("raw_id", table.schema_arrow.field("raw_id").type)
+            require_plausible(table, file, features)
+            rows += table.metadata.num_rows
+    if rows != num_items:
+        broken(path, f"items.parquet: {rows} rows, but dataset.json says {num_items} items")
     with reading(path, "dataset.json"):
         readers = {f.name: ColumnReader(f, schema, num_items) for f in features}
-    with reading(path, file.name):
-        row = 0
-        for batch in batches(file, ("item_index", *readers)) if readers else ():
-            require_order(batch.column("item_index"), row, row + batch.num_rows)
-            for name, reader in readers.items():
-                reader.append(batch.column(name), places("item_index", row))
-            row += batch.num_rows
+    row = 0
+    for file in files if readers else ():
+        with reading(path, name_of(path, file)):
+            for batch in batches(file, ("item_index", *readers)):
+                require_order(batch.column("item_index"), row, row + batch.num_rows)
+                for name, reader in readers.items():
+                    reader.append(batch.column(name), places("item_index", row))
+                row += batch.num_rows
     return readers
 
 
 def _check_vocabulary(path: Path, name: str, rows: int) -> None:
-    file = path / "vocabularies" / f"{name}.parquet"
-    with reading(path, file.name), pq.ParquetFile(file) as table:
-        require_columns(table.schema_arrow.names, ("value",))
-        require_texts("value", table.schema_arrow.field("value").type)
-        if table.metadata.num_rows != rows:
-            raise ValueError(f"{table.metadata.num_rows} values, but the schema says {rows} rows")
-        require_plausible(table, file, ())
+    found = 0
+    for file in files_of(path, f"vocabularies/{name}.parquet"):
+        with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:
+            require_columns(table.schema_arrow.names, ("value",))
+            require_texts("value", table.schema_arrow.field("value").type)
+            require_plausible(table, file, ())
+            found += table.metadata.num_rows
+    if found != rows:
+        broken(path, f"vocabularies/{name}.parquet: {found} values, but the schema says {rows} rows")

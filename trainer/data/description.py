@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +20,8 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
 FORMAT = Checked("logitmix dataset", 3)
-ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv", FOLDER})
+APPENDED = "appended"
+ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv", APPENDED, FOLDER})
 DIGESTS = ("kind", "files", "sha256")
 """The entries of dataset.json that other writers may leave out."""
 
@@ -31,9 +33,14 @@ def is_dataset(path: Path) -> bool:
     return (path / "dataset.json").is_file() and entries <= ENTRIES
 
 
-def read_description(path: Path, unread: str = "") -> dict[str, Any]:
-    """The content of dataset.json, once all files have been compared with its digests, if it has any; of the folder
-    `unread`, sizes alone. ValueError as `load_dataset` raises it."""
+def name_of(path: Path, file: Path) -> str:
+    """The name of a file of the dataset at `path`, as dataset.json has it."""
+    return file.relative_to(path).as_posix()
+
+
+def read_description(path: Path, sequences: bool = True) -> dict[str, Any]:
+    """The content of dataset.json, once all files have been compared with its digests, if it has any; of those with
+    actions sizes alone without `sequences`. ValueError as `load_dataset` raises it."""
     file = path / "dataset.json"
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
@@ -44,7 +51,7 @@ def read_description(path: Path, unread: str = "") -> dict[str, Any]:
     except ValueError as error:
         broken(path, str(error))
     if isinstance(description, dict) and description.keys() & DIGESTS:
-        _check_digests(path, content, unread)
+        _check_digests(path, content, sequences)
     version = description.get("format_version") if isinstance(description, dict) else None
     if version != FORMAT.version:
         broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
@@ -57,16 +64,14 @@ def read_description(path: Path, unread: str = "") -> dict[str, Any]:
 def _require_files(path: Path) -> None:
     """ValueError for what has the name of a Parquet file and is none: a pipe would be waited for."""
     for file in sorted(path.rglob("*.parquet")):
-        name = file.relative_to(path).as_posix()
-        with reading(path, name):
+        with reading(path, name_of(path, file)):
             kind = other_kind(file)
         if kind:
-            broken(path, f"{name} is a {kind}, not a file")
+            broken(path, f"{name_of(path, file)} is a {kind}, not a file")
 
 
-def _check_digests(path: Path, content: bytes, unread: str) -> None:
-    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first; of the
-    folder `unread`, sizes alone are compared."""
+def _check_digests(path: Path, content: bytes, sequences: bool) -> None:
+    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
     try:
         files = FORMAT.parse(content, "dataset.json").get("files")
         if not isinstance(files, dict):
@@ -74,11 +79,12 @@ def _check_digests(path: Path, content: bytes, unread: str) -> None:
         for name, entry in files.items():
             require_entry(entry, f"dataset.json: files.{name:.80}")
             try:
-                check_file(path / name, entry, "dataset.json", name, name.partition("/")[0] != unread)
+                of_actions = fnmatch(name, "sequences/*") or fnmatch(name, f"{APPENDED}/*/sequences.parquet")
+                check_file(path / name, entry, "dataset.json", name, content=sequences or not of_actions)
             except OSError as error:
                 raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
         for file in sorted(path.rglob("*.parquet")):
-            if (name := file.relative_to(path).as_posix()) not in files:
+            if (name := name_of(path, file)) not in files:
                 raise ValueError(f"{name} is not in the list of files in dataset.json")
     except ValueError as error:
         broken(path, str(error))

@@ -115,9 +115,9 @@ def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int)
     if contents.user_ids is not None:
         columns["raw_user_id"] = contents.user_ids[start:stop]
     for feature in schema.of("user"):
-        columns[feature.name] = _rows(feature, contents.columns[feature.name], start, stop)
+        columns[feature.name] = rows_of(feature, contents.columns[feature.name], start, stop)
     for feature in schema.of("event"):
-        columns[feature.name] = lists(_rows(feature, contents.columns[feature.name], first, last))
+        columns[feature.name] = lists(rows_of(feature, contents.columns[feature.name], first, last))
     return pa.table(columns)
 
 
@@ -127,11 +127,11 @@ def _items(contents: DatasetContents, schema: Schema) -> pa.Table:
     if contents.titles is not None:
         columns["title"] = contents.titles
     for feature in schema.of("item"):
-        columns[feature.name] = _rows(feature, contents.columns[feature.name], 0, count)
+        columns[feature.name] = rows_of(feature, contents.columns[feature.name], 0, count)
     return pa.table(columns)
 
 
-def _rows(feature: Feature, column: Column, start: int, stop: int) -> pa.Array:
+def rows_of(feature: Feature, column: Column, start: int, stop: int) -> pa.Array:
     """Some rows of a column as the directory stores them."""
     dtype = pa.int64() if feature.sparse else pa.float32()
     if column.offsets is not None:

@@ -116,7 +116,8 @@ def test_indices_out_of_range_are_named_with_their_place(tmp_path: Path, wrong: 
         of = {"user_index": users, "item_indices": pa.array([items[user] for user in users], kind)}
         replace_sequences(path, of | {"timestamps": [lists[user] for user in users]}, f"part-{part:05d}.parquet")
     place = (
-        rf"part-0000{user // 2}\.parquet: column item_indices has {wrong} at user_index {user}; it must be from 0 to 2"
+        rf"sequences/part-0000{user // 2}\.parquet: column item_indices has {wrong} at user_index {user}; it must be "
+        "from 0 to 2"
     )
     with pytest.raises(ValueError, match=f"^{path}: {place}; make it again"):
         load_dataset(path)
@@ -149,7 +150,9 @@ def test_times_that_decrease_are_named_with_their_place(tmp_path: Path, user: in
     assert load_dataset(path).timestamps_flat.tolist() == [time for of in lists for time in of]
     last = lists[user][-2]
     replace_times([[*of[:-1], last - 1] if at == user else of for at, of in enumerate(lists)])
-    place = rf"part-0000{user // 3}\.parquet: column timestamps has {last - 1} after {last} at user_index {user}"
+    place = (
+        rf"sequences/part-0000{user // 3}\.parquet: column timestamps has {last - 1} after {last} at user_index {user}"
+    )
     with pytest.raises(ValueError, match=f"^{path}: {place}; they must be oldest first; make it again"):
         load_dataset(path)
 
@@ -264,7 +267,7 @@ def test_damaged_files_are_named(made: Path) -> None:
         damaged = made.parent / "damaged"
         shutil.copytree(made, damaged)
         (damaged / file).write_bytes(b"PAR1 nothing PAR1")
-        with pytest.raises(ValueError, match=f"^{damaged}: {Path(file).name} .*make it again"):
+        with pytest.raises(ValueError, match=f"^{damaged}: {file} .*make it again"):
             load_dataset(damaged)
         shutil.rmtree(damaged)
 
@@ -437,7 +440,7 @@ def edit_cell(file: Path, name: str, row: int, value: object) -> None:
 def test_wrong_features_are_named(featured: Path, file: str, name: str, value: object, message: str) -> None:
     path = featured / "items.parquet" if file == "items" else featured / "sequences" / "part-00000.parquet"
     edit_cell(path, name, 2, value)
-    with pytest.raises(ValueError, match=rf"^{featured}: {path.name}: {message}; make it again with"):
+    with pytest.raises(ValueError, match=rf"^{featured}: {path.relative_to(featured)}: {message}; make it again with"):
         load_dataset(featured)
 
 
