@@ -81,12 +81,8 @@ def _digests(part: Mapping[str, Any]) -> dict[str, str]:
     return found if isinstance(found, dict) else {source["name"]: found}
 
 
-def append(path: Path, later: Path, staging: Path) -> dict[str, Any]:
-    """Makes of the empty directory `staging` the dataset at `path` with the actions of that at `later` behind its own;
-    returns the content of its dataset.json. Files of `path` are linked, not copied, where the file system can.
-
-    ValueError as of `load_dataset` and `require_later`, and where a feature of the dataset has items for values.
-    """
+def schema_to_append_to(path: Path) -> Schema:
+    """That of the dataset at `path`. ValueError if nothing can be appended there."""
     description = read_description(path, sequences=False)
     with reading(path, "dataset.json"):
         schema = schema_of(description, description["items"])
@@ -94,9 +90,20 @@ def append(path: Path, later: Path, staging: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: nothing can be appended, because {', '.join(schema.item_valued)} and the item ids share a table"
         )
+    return schema
+
+
+def append(path: Path, later: Path, staging: Path) -> tuple[dict[str, Any], list[str]]:
+    """Makes of the empty directory `staging` the dataset at `path` with the actions of that at `later` behind its own;
+    returns the content of its dataset.json, and notes. Files of `path` are linked where the file system can.
+
+    ValueError as of `load_dataset`, `schema_to_append_to` and `require_later`.
+    """
+    description, schema = read_description(path, sequences=False), schema_to_append_to(path)
     dataset = load_dataset(later)
     added = dataset.identity()
     require_later(path, description, added)
+    _require_widths(schema, dataset.schema)
     _link(path, staging)
     folder = staging / APPENDED / f"{len(description.get(APPENDED, [])) + 1:05d}"
     folder.mkdir(parents=True)
@@ -136,7 +143,26 @@ def append(path: Path, later: Path, staging: Path) -> dict[str, Any]:
         APPENDED: [*description.get(APPENDED, []), counts | {name: added[name] for name in OWN if name in added}],
         "files": (description.get("files") or _entries(path, path)) | _entries(staging, folder),
     }
-    return FORMAT.write(staging / "dataset.json", whole)
+    return FORMAT.write(staging / "dataset.json", whole), _notes(dataset, counts)
+
+
+def _require_widths(schema: Schema, later: Schema) -> None:
+    widths = {feature.name: feature.width for feature in later.features}
+    for feature in schema.features:
+        if (width := widths.get(feature.name, feature.width)) != feature.width:
+            raise ValueError(
+                f"feature {feature.name} has vectors of {width} numbers in what is to be appended, and of "
+                f"{feature.width} in the dataset"
+            )
+
+
+def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
+    """Of what is not used, because the dataset has it already."""
+    items = dataset.num_items - new["items"]
+    known = {"item": items if dataset.schema.of("item")[1:] or dataset.title_column() is not None else 0}
+    known["user"] = dataset.num_users - new["users"] if dataset.schema.of("user") else 0
+    said = " and ".join(f"{count:,} {name}{'s' * (count > 1)}" for name, count in known.items() if count)
+    return [f"{said} are in the dataset already: what it says of them stays"] if said else []
 
 
 def _tables(schema: Schema) -> list[str]:

@@ -75,8 +75,16 @@ class PrepareOptions:
     machine's."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
+    append: bool = False
+    """Add the actions to the dataset that is already at the output, behind its own: what it has keeps its numbers.
+    All of them are kept, also those of users with few actions."""
 
     def __post_init__(self) -> None:
+        if self.append:
+            for name in ("min_user_actions", "min_item_actions", "min_feature_count", "overwrite"):
+                if getattr(self, name) != getattr(PrepareOptions, name):
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"--append takes no {flag}, because it keeps all actions; leave {flag} out")
         for name in ("source", "out", "items", "users", "schema"):
             require_no_secrets(f"--{name}", getattr(self, name))
         source = source_of(self.name)

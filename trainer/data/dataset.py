@@ -41,9 +41,10 @@
         kind               logitmix dataset
         files              {path: {bytes, sha256}} of all other files, by their paths in the directory
         sha256             digest of all other entries (common/checked.py, which says how such a file is laid out)
-        appended           [{users, items, actions, …}] of the folders of appended/, in order: how many are new in each.
-                           All other counts, and the rows of tables, are those of the whole dataset; repeated_targets
-                           and last_actions are left out
+        appended           [{users, items, actions, …}] of the folders of appended/, in order: how many are new in each,
+                           and its own titles, read, filters, times, rejected_lines, source, generator and side_tables.
+                           Then users, items, actions, schema and files are those of the whole dataset, other entries
+                           those of what was prepared first, and repeated_targets and last_actions are left out
     rejects.tsv           file, line, reason, text; only where there are any
     appended/NNNNN/       actions that `prepare --append` added, in order of the names
         sequences.parquet     user_index, item_indices, timestamps and the features of events: one row for each user

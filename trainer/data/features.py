@@ -110,6 +110,8 @@ class RawColumn:
     """Texts that stand for no value."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """As in the schema's feature."""
+    statistics: tuple[float, float] | None = None
+    """Mean and standard deviation of numbers; None: those of the values."""
 
     def load(self) -> "RawColumn":
         """With the values in memory."""
@@ -167,7 +169,7 @@ def make_features(
             coded[column.name] = replace(found, codes=kept(found.codes), offsets=offsets, parallel=parallel)
         else:
             numbers: np.ndarray = found
-            mean, deviation = _statistics(numbers)
+            mean, deviation = column.statistics or _statistics(numbers)
             width = 1 if numbers.ndim == 1 else numbers.shape[1]
             features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
             numbers[np.isnan(numbers)] = mean
@@ -328,6 +330,34 @@ def apply_options(
             replace(column, kind=kind, table=said.table, missing=said.missing, infer=infer, columns=said.columns)
         )
     return changed
+
+
+def as_in_schema(
+    columns: Sequence[RawColumn], schema: Schema, of_owner: Callable[[pa.Array, Owner], pa.Array]
+) -> tuple[list[RawColumn], list[str]]:
+    """Those of the columns that are features of a schema, as it has them, and notes on others. `of_owner` as of
+    `apply_options`."""
+    known = {feature.name: feature for feature in schema.features}
+    found, others, names = [], [of.name for of in columns if of.name not in known], {of.name for of in columns}
+    missing = [name for name in known if name != ITEM and name not in names]
+    for column in columns:
+        if feature := known.get(column.name):
+            own = feature.owner == column.owner
+            found.append(
+                replace(
+                    column,
+                    owner=feature.owner,
+                    values=column.values if own else of_owner(column.load().values, feature.owner),
+                    kind=feature.kind,
+                    table=feature.table,
+                    columns=feature.columns,
+                    statistics=(feature.mean, feature.deviation),
+                )
+            )
+    notes = [f"not used, as the dataset has no such features: {', '.join(others)}"] if others else []
+    if missing:
+        notes.append(f"missing values, as there are no such columns: {', '.join(missing)}")
+    return found, notes
 
 
 def values_of_items(

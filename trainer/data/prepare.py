@@ -10,6 +10,7 @@ The dataset appears at once and complete: it is written to a hidden directory be
 The same source and options give the same bytes.
 """
 
+import shutil
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -26,8 +27,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
-from logitmix.common.storage import alone, fetch_names, push
-from logitmix.modules.schema import Owner
+from logitmix.common.storage import alone, fetch, fetch_names, push
+from logitmix.modules.schema import Owner, Schema
+from logitmix.trainer.data.append import append, schema_to_append_to
 from logitmix.trainer.data.arrange import Ordered, arrange
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.description import is_dataset
@@ -36,6 +38,7 @@ from logitmix.trainer.data.features import (
     FeaturesOptions,
     RawColumn,
     apply_options,
+    as_in_schema,
     make_features,
     name_features,
     read_schema,
@@ -67,32 +70,53 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     is as it was or complete, and the next job removes what is left beside it.
     """
     out = options.directory
+    console = console or Console(stderr=True)
     with alone(out):
-        fetch_names(out)
-        description = _prepare(options, console or Console(stderr=True))
+        if options.append:
+            fetch(out)
+        else:
+            fetch_names(out)
+        _check_files(options)
+        clean_up(out)
+        if not options.append:
+            _check_out(out, options.overwrite)
+        with whole_directory(out) as staging:
+            description = (_append if options.append else _prepare)(staging, options, console)
         push(out)
     return description
 
 
-def _prepare(options: PrepareOptions, console: Console) -> dict[str, Any]:
-    out = options.directory
-    clean_up(out)
-    _check_out(out, options.overwrite)
+def _append(staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
+    """Fills the directory with the dataset at the output and the actions, which are prepared by themselves at first."""
+    out, later = options.directory, staging / "later"
+    known = schema_to_append_to(out)
+    later.mkdir()
+    options = replace(options, append=False, min_user_actions=0)
+    _prepare(later, options, console, known)
+    description, notes = append(out, later, staging)
+    shutil.rmtree(later)
+    for note in notes:
+        tell(console, note)
+    return description
+
+
+def _check_files(options: PrepareOptions) -> None:
     if options.source and not Path(options.source).exists():
         raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
     for setting in ("items", "users", "schema"):
         path = Path(getattr(options, setting))
         if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
             raise ValueError(f"no file at {path}; --{setting} must name one")
-    said = read_schema(options.schema)
-    with (
-        whole_directory(out) as staging,
-        closing(Rejects(staging / "rejects.tsv", options.max_rejects, console)) as rejects,
-    ):
+
+
+def _prepare(directory: Path, options: PrepareOptions, console: Console, known: Schema | None = None) -> dict[str, Any]:
+    """Fills the directory. With the features of a schema that is `known`, if there is one, and no others."""
+    said, out = read_schema(options.schema), options.directory
+    with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
             with spooling(out, options.bytes_of_memory) as spool, _progress(console) as progress:
                 raw = _read(options, rejects, progress)
-                return _write(staging, options, said, raw, rejects, console, progress, spool)
+                return _write(directory, options, said, raw, rejects, console, progress, spool, known)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
@@ -144,6 +168,7 @@ def _write(
     console: Console,
     progress: Progress,
     spool: Spool,
+    known: Schema | None,
 ) -> dict[str, Any]:
     read = raw.actions.counts()
     origin = raw.source and {"name": plain(raw.source.name), "sha256": digests(raw.source, raw.files)}
@@ -161,7 +186,7 @@ def _write(
     sides, side_notes = _match(raw, read_ids, ordered, options)
     items, title = raw.items.of(ordered.item_ids), options.title_column
     titles = _titles(title, items.pop(title, None), raw.actions.columns, ordered)
-    made = _features(raw, items, ordered, options, said, progress)
+    made = _features(raw, items, ordered, options, said, progress, known)
     contents = DatasetContents(
         ordered.offsets,
         ordered.items,
@@ -188,12 +213,14 @@ def _write(
             source=origin,
             generator=raw.generator,
         )
-    for note in (*ordered.notes, *side_notes, *_notes(made, description["repeated_targets"])):
+    # Of actions that are appended, the histories are elsewhere.
+    repeats = [] if known else _of_repeats(description["repeated_targets"])
+    for note in (*ordered.notes, *side_notes, *_notes(made), *repeats):
         tell(console, note)
     return description
 
 
-def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
+def _notes(made: Features) -> list[str]:
     """What a user may want to act on."""
     messages = list(made.notes)
     if made.unused:
@@ -202,12 +229,16 @@ def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
             named.setdefault(reason, []).append(name)
         columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
         messages.append(f"not used, unless --schema FILE states a kind: {columns}")
+    return messages
+
+
+def _of_repeats(repeated: Mapping[str, float]) -> list[str]:
     shares = said_of_repeats(repeated)
     if are_common(repeated):
-        messages.append(f"{shares} are in their user's history: evaluation will not leave it out of its ranking")
-    elif limits := highest_hit_rates(repeated):
-        messages.append(f"{shares} are in their user's history, which evaluation leaves out of its ranking: {limits}")
-    return messages
+        return [f"{shares} are in their user's history: evaluation will not leave it out of its ranking"]
+    if limits := highest_hit_rates(repeated):
+        return [f"{shares} are in their user's history, which evaluation leaves out of its ranking: {limits}"]
+    return []
 
 
 def _leave_out_row_numbers(raw: RawDataset) -> list[str]:
@@ -248,11 +279,12 @@ def _features(
     options: PrepareOptions,
     said: FeaturesOptions,
     progress: Progress,
+    known: Schema | None,
 ) -> Features:
     """Features of the columns of items, which are in the order of the dataset, and of the source's users and
     actions."""
-    known: dict[Owner, Mapping[str, Any]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
-    known["event"] = {name: partial(ordered.column, name) for name in raw.actions.columns}
+    given: dict[Owner, Mapping[str, Any]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
+    given["event"] = {name: partial(ordered.column, name) for name in raw.actions.columns}
 
     def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
         if owner == "user":
@@ -262,16 +294,19 @@ def _features(
 
     tables: Mapping[Owner, SideTable | Actions] = {"item": raw.items, "user": raw.users, "event": raw.actions}
     found = []
-    for owner, of in known.items():
+    for owner, of in given.items():
         kinds = {**raw.kinds, **tables[owner].kinds}
         times = ordered.timestamps if owner == "event" else None
         for name, values in of.items():
             column = RawColumn(name, owner, values, kinds.get(name))
             infer = kinds[name] is not None if name in kinds else not name_each_row(name, column.load().values, times)
             found.append(replace(column, infer=infer))
-    chosen = apply_options(name_features(found), said, options.schema, of_owner)
+    chosen, notes = apply_options(name_features(found), said, options.schema, of_owner), list[str]()
+    if known:
+        chosen, notes = as_in_schema(chosen, known, of_owner)
     try:
-        return make_features(chosen, ordered.item_ids, options.min_feature_count, _keep)
+        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep)
+        return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
         # A stated kind may not fit its column.
         raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None

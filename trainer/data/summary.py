@@ -10,6 +10,7 @@ from logitmix.common.mappings import from_mapping
 from logitmix.common.storage import place_of
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import load_recipe, recipe_names
+from logitmix.trainer.data.description import APPENDED
 from logitmix.trainer.data.times import UNIT_NAMES, UNITS
 
 OWNERS = {"item": "items", "user": "users", "event": "actions"}
@@ -17,6 +18,8 @@ OWNERS = {"item": "items", "user": "users", "event": "actions"}
 
 def summarize(description: Mapping[str, Any], directory: Path) -> str:
     """Lines of text, from the content of dataset.json: what was read, removed and written, and what to do next."""
+    if appended := description.get(APPENDED):
+        return _of_appended(description, appended[-1], directory)
     schema = from_mapping(Schema, description["schema"], "schema")
     features = [feature for feature in schema.features if feature.name != ITEM]
     lines = [f"read      {_counts(description['read'])}"]
@@ -32,6 +35,20 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
         lines.append("          (with --model.features all it learns from the features of users and actions, too)")
+    return "\n".join(lines)
+
+
+def _of_appended(description: Mapping[str, Any], last: Mapping[str, Any], directory: Path) -> str:
+    """Lines about what was appended last."""
+    lines = [f"read      {_counts(last['read'])}"]
+    if rejected := last["rejected_lines"]:
+        listed = f"{directory}/{APPENDED}/{len(description[APPENDED]):05d}/rejects.tsv"
+        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {listed}")
+    lines += [f"removed   {line}" for line in _removals(last["filters"])]
+    new = f"{_count(last['users'], 'new user')} and {_count(last['items'], 'new item')}"
+    lines.append(f"appended  {_count(last['actions'], 'action')} with {new}")
+    lines.append(f"times     {_span(last['times'])}")
+    lines.append(f"now       {_counts(description)} in {directory}")
     return "\n".join(lines)
 
 

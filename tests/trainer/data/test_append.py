@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from logitmix.trainer.data.append import append
+from logitmix.trainer.cli import main
+from logitmix.trainer.data import arrays
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.prepare import prepare
 
 Rows = list[tuple[str, str, int, str, float]]
@@ -26,10 +28,12 @@ def prepared(folder: Path, name: str, rows: Rows, **options: Any) -> Path:
     schema = folder / "schema.toml"
     schema.write_text('[features.brand]\nkind = "id"\n[features.price]\nkind = "number"\n')
     usual: dict[str, Any] = {"min_user_actions": 0, "keep_duplicates": True, "schema": str(schema)}
-    prepare(
-        PrepareOptions("table", str(source), str(folder / name), **usual | options), Console(file=io.StringIO())
-    )
-    return folder / name
+    out = options.pop("out", folder / name)
+    if options.get("append"):
+        del usual["min_user_actions"]
+    console = Console(file=io.StringIO(), width=1000)
+    prepare(PrepareOptions("table", str(source), str(out), **usual | options), console)
+    return out
 
 
 def told(dataset: Dataset) -> dict[str, list[tuple[str, int, str, float]]]:
@@ -63,28 +67,127 @@ rows_of = st.lists(
 )
 
 
+@settings(max_examples=10)
 @given(parts=st.lists(rows_of, min_size=2, max_size=4))
 def test_histories_are_those_of_all_actions_together(
     parts: list[Rows], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # Two texts of one file, or one of two, are the same file.
     folder = tmp_path_factory.mktemp("made")
     parts = [[(u, i, 1_700_000_000 + 10 * at + t, b, p) for u, i, t, b, p in part] for at, part in enumerate(parts)]
     path = prepared(folder, "0", parts[0])
-    before = path
+    first = load_dataset(path)
+    known, values = first.raw_ids(), first.vocabulary("brand")
     for at, part in enumerate(parts[1:], 1):
-        later, whole = prepared(folder, str(at), part), folder / f"whole-{at}"
-        append(before, later, whole)
-        before = whole
-    dataset = load_dataset(before)
+        prepared(folder, str(at), part, out=path, append=True)
+    dataset = load_dataset(path)
     expected = defaultdict(list)
     for part in parts:
         for user, *action in sorted(part, key=lambda row: row[2]):
             expected[user].append(tuple(action))
     assert told(dataset) == expected
     # What was there has its numbers.
-    first = load_dataset(path)
-    assert dataset.raw_ids()[: first.num_items] == first.raw_ids()
-    assert dataset.vocabulary("brand")[: len(first.vocabulary("brand"))] == first.vocabulary("brand")
+    assert dataset.raw_ids()[: len(known)] == known and dataset.vocabulary("brand")[: len(values)] == values
     together = load_dataset(prepared(folder, "together", [row for part in parts for row in part]))
     assert dataset.repeated_targets == together.repeated_targets
+
+
+DAY = 1_700_000_000
+FIRST: Rows = [("b", "y", DAY, "one", 1.0), ("a", "y", DAY + 1, "two", 2.0), ("a", "x", DAY + 5, "one", 3.0)]
+SECOND: Rows = [("c", "z", DAY + 9, "two", 5.0), ("a", "w", DAY + 5, "three", 7.0)]
+
+
+def test_the_command_says_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prepared(tmp_path, "0", FIRST)
+    mean = load_dataset(path).schema.features[-1].mean
+    (tmp_path / "day.csv").write_text(
+        f"user,item,timestamp,brand,colour\nc,z,{DAY + 9},two,red\na,y,{DAY + 6},one,red\n"
+    )
+    words = ["prepare", "table", "--source", str(tmp_path / "day.csv"), "--out", str(path), "--append"]
+    main(words)
+    said = capsys.readouterr()
+    assert "appended  2 actions with 1 new user and 1 new item" in said.out
+    assert "now       3 users, 3 items, 5 actions" in said.out
+    assert "not used, as the dataset has no such features: colour" in said.err
+    assert "missing values, as there are no such columns: price" in said.err
+    # A value that is missing is the mean of what was prepared first.
+    assert told(load_dataset(path))["c"] == [("z", DAY + 9, "two", mean)]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"day.csv is in {path} already, and its actions would be there twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "problem"),
+    [
+        (
+            [("a", "y", DAY + 4, "one", 1.0)],
+            {},
+            f"first time to append is {DAY + 4}, but .* has actions up to {DAY + 5}",
+        ),
+        (
+            [("a", "y", 1000 * DAY + 9000, "one", 1.0)],
+            {},
+            "to append are milliseconds, and those of .* seconds; they must",
+        ),
+        (SECOND, {"min_user_actions": 2}, "--append takes no --min-user-actions"),
+        (SECOND, {"overwrite": True}, "--append takes no --overwrite"),
+        (SECOND, {"out": Path("nowhere")}, "no dataset at nowhere; make it with"),
+    ],
+)
+def test_what_cannot_be_appended_changes_nothing(
+    rows: Rows, options: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = prepared(tmp_path, "0", FIRST)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=problem):
+        prepared(tmp_path, "1", rows, **{"out": path, "append": True, **options})
+    (tmp_path / "1.csv").unlink(missing_ok=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
+    tables = {name: tmp_path / f"{name}.csv" for name in ("items", "users")}
+    tables["items"].write_text("item,title,size\nx,Ex,1\ny,Why,1\nw,We,2\nz,Zed,3\n")
+    tables["users"].write_text("user,country\na,DE\nb,DE\nc,FR\n")
+    schema = tmp_path / "schema.toml"
+    given: dict[str, Any] = {name: str(file) for name, file in tables.items()}
+    source = tmp_path / "0.csv"
+    source.write_text(f"user,item,timestamp\nb,y,{DAY}\na,y,{DAY + 1}\na,x,{DAY + 5}\n")
+    schema.write_text('[features.size]\nkind = "ids"\n[features.country]\nkind = "id"\n')
+    out = tmp_path / "0"
+    said = io.StringIO()
+    console = Console(file=said, width=1000)
+    prepare(PrepareOptions("table", str(source), str(out), min_user_actions=0, schema=str(schema), **given), console)
+    source.write_text(f"user,item,timestamp\nc,z,{DAY + 9}\na,w,{DAY + 5}\nb,x,{DAY + 9}\n")
+    prepare(PrepareOptions("table", str(source), str(out), append=True, **given), console)
+    assert "1 item and 2 users are in the dataset already: what it says of them stays" in said.getvalue()
+    dataset = load_dataset(out)
+    assert dataset.raw_ids() == ["x", "y", "w", "z"] and dataset.raw_user_ids(range(3)) == ["a", "b", "c"]
+    titles = dataset.title_column()
+    assert titles is not None and titles.to_pylist() == ["Ex", "Why", "We", "Zed"]
+    sizes, countries = dataset.vocabulary("size"), dataset.vocabulary("country")
+    assert (sizes, countries) == (["", "1", "2", "3"], ["", "DE", "FR"])
+    assert [countries[row] for row in dataset.user_features["country"].values] == ["DE", "DE", "FR"]
+    size = dataset.item_features["size"]
+    assert size.offsets is not None and size.offsets.tolist() == [0, 1, 2, 3, 4]
+    assert [sizes[row] for row in size.values] == ["1", "1", "2", "3"]
+
+
+def test_arrays_and_digests_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LARGE", 1)
+    path = prepared(tmp_path, "0", FIRST)
+    assert len(load_dataset(path).items_flat) == len(load_dataset(path).items_flat) == 3
+    prepared(tmp_path, "1", SECOND, out=path, append=True)
+    for _ in range(2):
+        assert told(load_dataset(path)) == {
+            "a": [("y", DAY + 1, "two", 2.0), ("x", DAY + 5, "one", 3.0), ("w", DAY + 5, "three", 7.0)],
+            "b": [("y", DAY, "one", 1.0)],
+            "c": [("z", DAY + 9, "two", 5.0)],
+        }
+    for file in (path / "appended").rglob("*.parquet"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + b"x" + content[-8:])
+        name = file.relative_to(path).as_posix()
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            read_description(path)
+        file.write_bytes(content)
