@@ -67,6 +67,7 @@ rows_of = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(parts=st.lists(rows_of, min_size=2, max_size=4))
 def test_histories_are_those_of_all_actions_together(
