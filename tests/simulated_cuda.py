@@ -6,7 +6,8 @@ CUDA would check it, and is then computed on the CPU. The values are those of a 
 
 - Devices: tensors of the host and of the device do not mix, except where CUDA lets them.
 - Triton: a launch's arguments are checked, and the kernel runs in Triton's interpreter.
-- FBGEMM's fused tables: a stand-in for the lookup, its gradients and the optimizers that the product uses.
+- FBGEMM's fused tables: a stand-in for the lookup, its gradients, the optimizers that the product uses, and the caches
+  of rows that are in the host's memory.
 - Flash attention of nested tensors: a stand-in that asks for what flash asks for.
 - Streams: see `Streams`.
 - NCCL: a stream of its own, over the process group that there is.
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchgen
+from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
 from torch.nested._internal import sdpa
@@ -691,6 +693,7 @@ def begin(library: Path) -> Device:
     _take_over_collectives()
     _interpret_triton()
     _take_over_fbgemm()
+    _take_over_caches()
     Everywhere().__enter__()
     return _DEVICE
 
@@ -825,10 +828,10 @@ def _take_over_fbgemm() -> None:
 
 
 def _adam(common: Any, settings: Any, momentum1: Any, momentum2: Any, step: int, **_: Any) -> Tensor:
-    def update(row: Tensor, gradient: Tensor, at: slice, ids: Tensor, lr: float) -> Tensor:
+    def update(row: Tensor, gradient: Tensor, feature: int, ids: Tensor, lr: float) -> Tensor:
         moments = []
         for kept, beta, of in ((momentum1, settings.beta1, gradient), (momentum2, settings.beta2, gradient.square())):
-            table = kept.dev[at].view(-1, row.shape[1])
+            table = _state(kept, feature, row.shape[1])
             table[ids] = moment = beta * table[ids] + (1 - beta) * of
             moments.append(moment / (1 - beta**step))
         return row - lr * moments[0] / (moments[1].sqrt() + settings.eps)
@@ -837,20 +840,31 @@ def _adam(common: Any, settings: Any, momentum1: Any, momentum2: Any, step: int,
 
 
 def _rowwise_adagrad(common: Any, settings: Any, momentum1: Any, **_: Any) -> Tensor:
-    def update(row: Tensor, gradient: Tensor, at: slice, ids: Tensor, lr: float) -> Tensor:
-        D = row.shape[1]
-        table = momentum1.dev[at.start // D : at.stop // D]
-        table[ids] = squares = table[ids] + gradient.square().mean(1)
-        return row - (lr / (squares.sqrt() + settings.eps))[:, None] * gradient
+    def update(row: Tensor, gradient: Tensor, feature: int, ids: Tensor, lr: float) -> Tensor:
+        table = _state(momentum1, feature, 1)
+        table[ids] = squares = table[ids] + gradient.square().mean(1, keepdim=True)
+        return row - (lr / (squares.sqrt() + settings.eps)) * gradient
 
     return _lookup(common, update)
 
 
 def _sgd(common: Any, settings: Any, **_: Any) -> Tensor:
-    return _lookup(common, lambda row, gradient, at, ids, lr: row - lr * gradient)
+    return _lookup(common, lambda row, gradient, feature, ids, lr: row - lr * gradient)
 
 
-Update = Callable[[Tensor, Tensor, slice, Tensor, float], Tensor]
+Update = Callable[[Tensor, Tensor, int, Tensor, float], Tensor]
+ON_DEVICE, CACHED = 0, 2
+"""FBGEMM's EmbeddingLocation; what else there is is in memory of the host that the device reads."""
+
+
+def _state(kept: Any, feature: int, width: int) -> Tensor:
+    """What an optimizer keeps of a feature's table and of those behind it [R, width]."""
+    memory = kept.dev if kept.placements.elem[feature] == ON_DEVICE else kept.uvm
+    return _rows(memory, int(kept.offsets.elem[feature]), width)
+
+
+def _rows(memory: Tensor, place: int, width: int) -> Tensor:
+    return memory[place : place + (len(memory) - place) // width * width].view(-1, width)
 
 
 def _lookup(common: Any, update: Update) -> Tensor:
@@ -871,8 +885,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, common: Any, update: Update, placeholder: Tensor) -> Tensor:
         ctx.common, ctx.update = common, update
         outs = []
-        for table, _, ids, lengths, weights in _features(common):
-            row = table.index_select(0, ids).float()
+        for feature in _features(common):
+            row, lengths, weights = feature.read().float(), feature.lengths, feature.weights
             if common.pooling_mode == 2:
                 outs.append(row)
                 continue
@@ -884,34 +898,159 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         common, row, column = ctx.common, 0, 0
-        for table, at, ids, lengths, weights in _features(common):
-            D = table.shape[1]
+        for feature in _features(common):
+            ids, D = feature.ids, feature.table.shape[1]
             if common.pooling_mode == 2:
                 own, row = gradient[row : row + len(ids)], row + len(ids)
             else:
                 own, column = gradient[:, column : column + D], column + D
-                own = own.repeat_interleave(lengths, 0, output_size=len(ids))
-                own = own if weights is None else own * weights[:, None]
+                own = own.repeat_interleave(feature.lengths, 0, output_size=len(ids))
+                own = own if feature.weights is None else own * feature.weights[:, None]
             unique, inverse = map(Simulated, ids.elem.unique(return_inverse=True))  # type: ignore[attr-defined]
             summed = own.new_zeros(len(unique), D).index_add_(0, inverse, own)
+            first = torch.zeros_like(unique)
+            first[inverse] = torch.arange(len(ids), device=DEVICE)
             rates = common.learning_rate_tensor.item()
-            table[unique] = ctx.update(table[unique].float(), summed, at, unique, rates).to(table.dtype)
+            feature.write(first, ctx.update(feature.read(first).float(), summed, feature.number, unique, rates))
         return None, None, None
 
 
-def _features(common: Any) -> Iterator[tuple[Tensor, slice, Tensor, Tensor, Tensor | None]]:
-    """Of each feature: its table, the table's place, its ids, the lengths of its bags, and the ids' weights."""
-    places = common.weights_offsets.elem.tolist()
+@dataclass
+class _Feature:
+    number: int
+    table: Tensor
+    """Its rows and those behind them [R, D]."""
+    ids: Tensor
+    lengths: Tensor
+    """Of its bags."""
+    weights: Tensor | None
+    """Of its ids."""
+    cache: Tensor
+    """Rows of any table [slots, at least D]."""
+    slots: Tensor | None
+    """Where each id's row is cached, or -1: as it was when the ids were looked up."""
+
+    def read(self, which: Tensor | None = None) -> Tensor:
+        """The rows of the ids, or of those at some places among them."""
+        ids, slots = (of if of is None or which is None else of[which] for of in (self.ids, self.slots))
+        row = self.table.index_select(0, ids)
+        if slots is None:
+            return row
+        cached = self.cache[slots.clamp(min=0)][:, : row.shape[1]]
+        return torch.where((slots >= 0)[:, None], cached, row)
+
+    def write(self, which: Tensor, row: Tensor) -> None:
+        row = row.to(self.table.dtype)
+        if self.slots is None:
+            self.table[self.ids[which]] = row
+            return
+        ids, slots = self.ids[which].elem, self.slots[which].elem  # type: ignore[attr-defined]
+        there = slots >= 0
+        self.table.elem[ids[~there]] = row.elem[~there]  # type: ignore[attr-defined]
+        self.cache.elem[slots[there], : row.shape[1]] = row.elem[there]  # type: ignore[attr-defined]
+
+
+def _features(common: Any) -> Iterator[_Feature]:
+    places, kinds = common.weights_offsets.elem.tolist(), common.weights_placements.elem.tolist()
     alone = common.pooling_mode == 2
     widths = [common.max_D] * len(places) if alone else common.D_offsets.elem.diff().tolist()
     bounds = common.offsets.elem.tolist()
     bags = (len(bounds) - 1) // len(places)
-    starts = sorted({*places, len(common.dev_weights)})
     for feature, (place, D) in enumerate(zip(places, widths, strict=True)):
-        end = next((start for start in starts if start > place), place)
         own = bounds[feature * bags : (feature + 1) * bags + 1]
         span = slice(own[0], own[-1])
-        weights = None if common.indice_weights is None else common.indice_weights[span]
-        lengths = common.offsets[feature * bags : (feature + 1) * bags + 1].diff()
-        at = slice(place, end)
-        yield common.dev_weights[at].view(-1, D), at, common.indices[span], lengths, weights
+        yield _Feature(
+            feature,
+            _rows(common.dev_weights if kinds[feature] == ON_DEVICE else common.uvm_weights, place, D),
+            common.indices[span],
+            common.offsets[feature * bags : (feature + 1) * bags + 1].diff(),
+            None if common.indice_weights is None else common.indice_weights[span],
+            common.lxu_cache_weights,
+            common.lxu_cache_locations[span] if kinds[feature] == CACHED else None,
+        )
+
+
+def _take_over_caches() -> None:
+    """FBGEMM's caches of rows in the host's memory, by the definition of its operations: sets of SLOTS rows, of which
+    the one that was used longest ago is written back and replaced, unless the same lookup uses it."""
+    training.DEFAULT_ASSOC = SLOTS
+    ops = torch.ops.fbgemm
+    _SPECIAL.update(
+        {
+            ops.new_unified_tensor.default: lambda on, like, sizes, mapped: like.new_empty(sizes),
+            ops.linearize_cache_indices.default: _cache_ids,
+            ops.lru_cache_populate.default: _populate,
+            ops.lxu_cache_lookup.default: _cache_lookup,
+            ops.lxu_cache_flush.default: _flush,
+        }
+    )
+
+
+SLOTS = 2
+
+
+def _plain(*tensors: Any) -> list[Tensor]:
+    return [of.elem for of in tensors]
+
+
+def _cache_ids(on: Device, sums: Any, ids: Any, offsets: Any, *_: Any) -> Tensor:
+    """Numbers of rows among those of all cached tables; one behind them for what is not cached."""
+    sums, ids, offsets = _plain(sums, ids, offsets)
+    bags, out = (len(offsets) - 1) // (len(sums) - 1), torch.full_like(ids, int(sums[-1]))
+    for feature, before in enumerate(sums[:-1].tolist()):
+        span = slice(int(offsets[feature * bags]), int(offsets[(feature + 1) * bags]))
+        if before >= 0:
+            out[span] = ids[span] + before
+    return Simulated(out)
+
+
+def _home(on: Device, number: int, sums: Tensor, features: Tensor, places: Tensor, widths: Tensor) -> slice:
+    """Where a cached row is in the host's memory."""
+    feature = int(features[number])
+    D = int(widths[feature + 1] - widths[feature])
+    start = int(places[feature]) + (number - int(sums[feature])) * D
+    return slice(start, start + D)
+
+
+def _populate(
+    on: Device, rows: Any, sums: Any, total: int, features: Any, places: Any, widths: Any, ids: Any, state: Any,
+    cache: Any, time: int, used: Any, *_: Any,
+) -> None:  # fmt: skip
+    rows, ids, state, cache, used, *homes = _plain(rows, ids, state, cache, used, sums, features, places, widths)
+    for number in ids.unique().tolist():
+        if number == total:
+            continue
+        of_set = number % len(state)
+        if (there := (state[of_set] == number).nonzero()).numel():
+            used[of_set, there[0, 0]] = time
+            continue
+        slot = int(used[of_set].argmin())
+        if used[of_set, slot] == time:
+            continue
+        row = cache[of_set * SLOTS + slot]
+        if (before := int(state[of_set, slot])) >= 0:
+            home = _home(on, before, *homes)
+            rows[home] = row[: home.stop - home.start]
+        home = _home(on, number, *homes)
+        row[: home.stop - home.start] = rows[home]
+        state[of_set, slot], used[of_set, slot] = number, time
+    on.launches["rows cached"] += 1
+
+
+def _cache_lookup(on: Device, *given: Any, lxu_cache_locations_output: Any = None, **_: Any) -> Tensor:
+    output: Any = given[6] if lxu_cache_locations_output is None else lxu_cache_locations_output
+    ids, state, out = _plain(given[0], given[1], output)
+    there = state[ids % len(state)] == ids[:, None]
+    slots = ids % len(state) * SLOTS + there.int().argmax(1)
+    out.copy_(torch.where(there.any(1), slots, -1))
+    on.launches["rows not cached"] += int((out < 0).sum())
+    return output  # type: ignore[no-any-return]
+
+
+def _flush(on: Device, rows: Any, sums: Any, features: Any, places: Any, widths: Any, total: int, state: Any,
+           cache: Any, *_: Any) -> None:  # fmt: skip
+    rows, state, cache, *homes = _plain(rows, state, cache, sums, features, places, widths)
+    for slot, number in enumerate(state.flatten().tolist()):
+        if number >= 0:
+            home = _home(on, number, *homes)
+            rows[home] = cache[slot, : home.stop - home.start]

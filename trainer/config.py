@@ -67,6 +67,9 @@ class TableSettings:
     updates below 1/4096 of a weight are lost, and not with adam."""
     pooled: bool = False
     """For bags of many ids: the owners of rows send one sum for each bag, rather than its rows."""
+    cache_load_factor: float = 1.0
+    """Below 1, on CUDA: rows stay in the host's memory, as Adam's state does, and a GPU caches this share of them
+    (FBGEMM's UVM caching)."""
     optimizer: str = "adam"
     """Only rows that a batch touches move. rowwise_adagrad keeps one number per row instead of 2 D."""
     lr: float = 1e-3
@@ -79,6 +82,7 @@ class TableSettings:
     def check(self, prefix: str) -> None:
         needs = "0 (that of the model) or a positive multiple of 4, as FBGEMM's rows are"
         require(self.dim >= 0 and self.dim % 4 == 0, f"{prefix}.dim", self.dim, needs)
+        require(0 < self.cache_load_factor <= 1, f"{prefix}.cache_load_factor", self.cache_load_factor, "in (0, 1]")
         _check_rates(self, prefix)
         require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
         if self.sharding in ("column_wise", "grid") and self.optimizer == "rowwise_adagrad":

@@ -15,10 +15,14 @@ from simulated_cuda import Fault, Streams
 from small_data import a_pipeline, small_config, write_dataset
 
 from logitmix.modules.batch import Batch
+from logitmix.trainer import api
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation
+from logitmix.trainer.parallel import plan
 from logitmix.trainer.parallel.bags import PooledRows
 from logitmix.trainer.parallel.ids import IdExchange
+from logitmix.trainer.parallel.optimizer import kernels
+from logitmix.trainer.parallel.plan import Held
 
 pytestmark = pytest.mark.long
 SLOW = pytest.mark.slow
@@ -46,6 +50,7 @@ PAIRS: dict[str, Settings] = {
     for encoder, similarity in product(ONE_BLOCK, SIMILARITIES)
 }
 FEATURES: Settings = {"model.features": ["all"], "tables.tags.pooled": True, "model.similarity.kind": "dot"}
+CACHED = "tables.cache_load_factor"
 MORE: dict[str, Settings] = {
     "parts": {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad", "model.similarity.kind": "dot"},
     "bf16": {"train.precision": "bf16", "comm.dense": "bf16", "model.similarity.kind": "dot"},
@@ -57,6 +62,8 @@ MORE: dict[str, Settings] = {
     "user": {"model.features": ["user"], "model.similarity.user_component": True},
     "joint": {"model.similarity.gating": "joint", **PAIRS["hstu-mol"]},
     "positions": {"model.loss.share": "position", "model.encoder.history_dropout": 0.2, "model.item_id_dropout": 0.3},
+    "cached": {**FEATURES, CACHED: 0.3, "tables.brand.cache_load_factor": 1.0},
+    "cached, adagrad": {CACHED: 0.2, "tables.optimizer": "rowwise_adagrad", "train.clip": 0.0},
     "16 bits": {"comm.forward": "bf16", "comm.backward": "fp16", "dense.optimizer": "sgd", "model.encoder.heads": 2},
 }
 
@@ -90,6 +97,9 @@ def trained(
     device = None if library is None else simulated_cuda.begin(library)
     found = {}
     for name, settings in cases.items():
+        if not device:
+            # On the CPU, all rows are in the host's memory.
+            settings = {of: value for of, value in settings.items() if "cache_load_factor" not in of}
         config = small_config(data, {**SMALL, **settings, "train.device": "cuda" if device else "cpu"})
         if device:
             device.launches.clear()
@@ -149,6 +159,69 @@ def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:
     cases = {**PAIRS, **MORE}
     seen = compare(featured, cases, 3, [*cases], library, 2)
     assert "flash attention, backward" in seen["bf16"].launches
+    for name in ("cached", "cached, adagrad"):
+        assert seen[name].launches["rows cached"] and seen[name].launches["rows not cached"]
+
+
+def a_cached_table(data: Path, library: Path) -> tuple[list[Held], list[Held], float]:
+    """What its plan says of memory, what FBGEMM takes, and the largest of its rows after all were made zero."""
+    simulated_cuda.begin(library)
+    planned, taken = [], []
+    for optimizer in ("adam", "rowwise_adagrad", "sgd"):
+        settings = {**SMALL, CACHED: 0.3, "tables.optimizer": optimizer, "model.similarity.kind": "dot"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "DEFAULT_ASSOC", simulated_cuda.SLOTS)
+            with a_pipeline(small_config(data, {**settings, "train.device": "cuda"}), 2) as pipeline:
+                model = pipeline.model
+                planned += [plan.bytes_by_rank(model.plan, 2)[model.ranks.rank]]
+                (tables,) = {module for module in kernels(model.tables[0].module) if hasattr(module, "lxu_cache_state")}
+                # What a kind of optimizer has no use for is a single number.
+                memory = {name: of.numel() * of.element_size() for name, of in tables.named_buffers() if len(of) > 1}
+                of_states = [memory.get(f"{name}_dev", 0) for name in ("weights", "momentum1", "momentum2")]
+                of_cache = ("lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
+                in_host = sum(size for name, size in memory.items() if name.endswith("_uvm"))
+                taken += [plan.Held(sum(of_states) + sum(memory.get(name, 0) for name in of_cache), in_host)]
+                pipeline.train_step()
+                for sharded in model.shards().values():
+                    for shard in sharded.local_shards():
+                        shard.tensor.zero_()
+                model.forget_cached_rows()
+                rows = model.shards()["item"].local_shards()[0].tensor
+                largest = rows.abs().max().item()
+                pipeline.train_step()
+    return planned, taken, largest
+
+
+@SLOW
+def test_a_cached_table_takes_what_its_plan_says_and_forgets_what_was_replaced(data: Path, library: Path) -> None:
+    for planned, taken, largest in two_ranks.run(a_cached_table, data, library):
+        assert planned == taken and largest == 0
+
+
+def served(data: Path, library: Path | None, folder: Path) -> dict[str, Any]:
+    """Trains a run, evaluates and exports it, and asks the export: on the CPU, or on the simulated device."""
+    device = "cpu" if library is None else "cuda"
+    if library:
+        simulated_cuda.begin(library)
+    cached = {} if library is None else {CACHED: 0.3}
+    settings = {**SMALL, **cached, "model.similarity.kind": "dot", "train.epochs": 0.1, "data.path": str(data)}
+    run, out = folder / device, folder / f"{device}-export"
+    trained = api.train("demo-mol", run, {**settings, "train.device": device})
+    evaluated = api.evaluate(run)
+    api.export(run, out)
+    retriever = api.Retriever.load(out, device=device)
+    rows = [retriever.rows(history, k=5) for history in (["item-1", "item-7"], ["item-3"])]
+    return {"trained": trained, "evaluated": evaluated, "rows": rows}
+
+
+@SLOW
+def test_a_run_is_evaluated_exported_and_served(data: Path, library: Path, tmp_path: Path) -> None:
+    (on_cpu,), (on_device,) = (two_ranks.run(served, data, of, tmp_path, world_size=1) for of in (None, library))
+    for part in ("trained", "evaluated"):
+        for name, number in on_cpu[part].items():
+            assert on_device[part][name] == pytest.approx(number, rel=1e-4) or "second" in name, name
+    for got, expected in zip(on_device["rows"], on_cpu["rows"], strict=True):
+        assert [row["id"] for row in got] == [row["id"] for row in expected]
 
 
 def nothing(*_: object, **__: object) -> None:

@@ -114,7 +114,9 @@ class JobPlan:
     """Ranks that hold all tables together."""
     tables: "Mapping[str, TablePlan]"
     table_bytes: tuple[int, ...]
-    """By rank: its rows with their optimizers' state and moving averages."""
+    """By rank: its rows with their optimizers' state and moving averages, or the caches of cached tables."""
+    host_bytes: tuple[int, ...]
+    """By rank: rows and optimizers' state of cached tables, in the host's memory."""
     tower_parameters: int
     tower_bytes: int
     """On each rank: the tower with its gradients, its optimizer's state and its moving average."""
@@ -155,6 +157,11 @@ class JobPlan:
             f"{binary_size(step.rows)}, batches {binary_size(step.batches)}; about {binary_size(self.rank_bytes)} in "
             "all",
         }
+        if most := max(self.host_bytes):
+            block["host"] = (
+                f"in a host's memory: tables with their optimizers {binary_size(most)} for a rank, "
+                f"{binary_size(most * devices.per_host)} in all; what a step waits for them is not in its time"
+            )
         if line := self.too_much():
             block["NO ROOM"] = line
         block |= {
@@ -279,6 +286,7 @@ def plan_job(
     held = work.bytes, 3 * row_bytes, 3 * bytes_of(batch)
     activations, leaves, batches = (round(FRAGMENTED[devices.kind] * of) for of in held)
     sent, W = traffic(rows, config.comm), devices.world_size
+    device, host = zip(*bytes_by_rank(plan, size), strict=True)
     between = sent.between_hosts / W
     load = Load(
         within=sent.total / W - between,
@@ -294,7 +302,8 @@ def plan_job(
         devices=devices,
         group_size=size,
         tables=plan,
-        table_bytes=tuple(bytes_by_rank(plan, size)) * (devices.world_size // size),
+        table_bytes=device * (devices.world_size // size),
+        host_bytes=host * (devices.world_size // size),
         tower_parameters=weights,
         tower_bytes=weights * bytes_per_weight(config),
         averaged=config.train.ema > 0,

@@ -99,7 +99,8 @@ def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel
     """`device`: cpu or cuda."""
     if settings.optimizer not in _CLASSES or (settings.optimizer == "adam" and device == "cpu"):
         return EmbeddingComputeKernel.DENSE
-    return EmbeddingComputeKernel.FUSED
+    cached = settings.cache_load_factor < 1
+    return EmbeddingComputeKernel.FUSED_UVM_CACHING if cached else EmbeddingComputeKernel.FUSED
 
 
 def state_per_row(settings: TableSettings, dim: int) -> int:

@@ -107,10 +107,18 @@ class ParallelModel:
         return [each.grad for each in self.tower.parameters() if each.grad is not None]
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """The tables in training by name, with this rank's shards; by reference."""
+        """The tables in training by name, with this rank's shards; by reference. What a GPU has cached of tables in the
+        host's memory is first written back."""
         modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
         states = [module.state_dict() for module in modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
+
+    def forget_cached_rows(self) -> None:
+        """Call when the tensors of `shards` were written: of tables in the host's memory, a GPU may still have cached
+        what was there before."""
+        modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
+        for lookup in (lookup for module in modules for lookup in cast(Any, module)._lookups):
+            lookup.purge()
 
     def evaluated(self) -> tuple[Tower, dict[str, ShardedRows]]:
         """What is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their moving
@@ -229,11 +237,31 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
             f"the precision of table {name} is fp16, which FBGEMM's own optimizers train, not {settings.optimizer} of "
             "a plugin; set it to fp32"
         )
+    if settings.cache_load_factor < 1:
+        _require_cacheable(name, config, device)
     if config.comm.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
         raise ValueError(
             f"comm.parts is {config.comm.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "
             "step; give --comm.parts 1 or another --tables.optimizer"
         )
+
+
+def _require_cacheable(name: str, config: Config, device: torch.device) -> None:
+    settings = config.tables.of(name)
+    said = f"tables.cache_load_factor is {settings.cache_load_factor:g} for table {name}, "
+    mended = f"set tables.{name}.cache_load_factor to 1"
+    if device.type == "cpu":
+        raise ValueError(f"{said}but only GPUs cache rows of the host's memory; {mended}")
+    if settings.optimizer in TABLE_OPTIMIZERS.plugins:
+        raise ValueError(
+            f"{said}whose rows FBGEMM's own optimizers train, not {settings.optimizer} of a plugin; {mended}, or set "
+            "another optimizer"
+        )
+    if config.train.ema:
+        raise ValueError(f"{said}whose rows are not averaged; {mended}, or train.ema to 0")
+    if config.comm.parts > 1:
+        # FBGEMM's backward looks for rows where the latest forward has cached them.
+        raise ValueError(f"{said}whose rows are sent in one part, and comm.parts is {config.comm.parts}; set it to 1")
 
 
 def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks, replicas: Replicas) -> nn.ModuleDict:

@@ -9,12 +9,14 @@ instead of row_wise. Pooled tables can be divided by hosts, on request (by_host.
 
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DEFAULT_ASSOC
 from torch.distributed import _remote_device
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -23,12 +25,12 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import CacheParams, ParameterSharding
 
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
-from logitmix.trainer.config import BY_HOST, Config, TablesConfig, TableSettings
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TablesConfig, TableSettings
 from logitmix.trainer.parallel.by_host import plan_by_host
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
@@ -50,6 +52,27 @@ class TablePlan:
     bytes: int
     """Bytes of its rows, their optimizer's state and their moving average."""
     shards: tuple[ShardPlace, ...]
+    cache_load_factor: float = 1.0
+    """Below 1, the rows are in the host's memory, and a GPU caches this share of them."""
+
+    def held(self, shard: ShardPlace) -> "Held":
+        """What the owner of a shard holds of the table."""
+        whole = self.bytes * shard.rows * shard.columns // (self.rows * self.dim)
+        if self.cache_load_factor == 1 or not shard.rows:
+            return Held(whole, 0)
+        # As FBGEMM's SplitTableBatchedEmbeddingBagsCodegen: slots in sets, each with a row, the row's id and the time
+        # of its last use; the table of each row; and an optimizer's one number for a row stays on the GPU.
+        slots = max(1, -(-int(shard.rows * self.cache_load_factor) // DEFAULT_ASSOC)) * DEFAULT_ASSOC
+        row_bytes = shard.columns * _BYTES[self.precision]
+        on_device = 4 * shard.rows if self.optimizer == "rowwise_adagrad" else 0
+        return Held(on_device + slots * (row_bytes + 16) + 4 * shard.rows, whole - on_device)
+
+
+class Held(NamedTuple):
+    """Bytes in a device's own memory and in that of its host."""
+
+    device: int
+    host: int
 
 
 Plans = Mapping[str, ParameterSharding]
@@ -66,6 +89,8 @@ class Devices:
     """cpu or cuda."""
     bytes: int | None = None
     """Memory of a GPU."""
+    host_bytes: int | None = None
+    """Memory of a host with GPUs, where it is known."""
 
     def of_group(self, tables: TablesConfig) -> "Devices":
         """Those that hold all tables together. ValueError where the groups would not be equal."""
@@ -75,8 +100,12 @@ class Devices:
     @staticmethod
     def of(ranks: Ranks) -> "Devices":
         """Those of a job."""
-        memory = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
-        return Devices(ranks.world_size, get_local_size(ranks.world_size), ranks.device.type, memory)
+        per_host = get_local_size(ranks.world_size)
+        if ranks.device.type == "cpu":
+            return Devices(ranks.world_size, per_host, "cpu")
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Devices(ranks.world_size, per_host, ranks.device.type, memory, host)
 
 
 def plan_tables(
@@ -86,19 +115,18 @@ def plan_tables(
     are numbered from 0. With a process group, collective: rank 0's choice, on all ranks. Raises ValueError if the
     devices have no room.
     """
-    settings, devices = config.tables, devices.of_group(config.tables)
+    settings, job, devices = config.tables, devices, devices.of_group(config.tables)
     _require_room(tables, config, devices)
     plans: dict[str, ParameterSharding] = plan_by_host(
         [table for table in tables if settings.of(table.name).sharding in BY_HOST],
         {table.name: settings.of(table.name).sharding for table in tables},
-        {table.name: _bytes(table, settings.of(table.name)) for table in tables},
+        {table.name: _whole(table, config).device for table in tables},
         devices.world_size // devices.per_host,
         devices.per_host,
         devices.kind,
     )
-    placed = max(
-        bytes_by_rank(describe(plans, [table for table in tables if table.name in plans], config), devices.world_size)
-    )
+    by_host = [table for table in tables if table.name in plans]
+    placed = max(of.device for of in bytes_by_rank(describe(plans, by_host, config), devices.world_size))
     others = [table for table in tables if table.name not in plans]
     # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
     averages = sum(_average_bytes(table, config) for table in others) // devices.world_size
@@ -108,6 +136,8 @@ def plan_tables(
             local_world_size=devices.per_host,
             compute_device=devices.kind,
             hbm_cap=devices.bytes and max(0, devices.bytes - averages - placed),
+            # What the host has room for is checked below.
+            ddr_cap=_UNLIMITED if devices.kind == "cuda" else None,
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
@@ -118,7 +148,9 @@ def plan_tables(
     # EmbeddingBagCollection exists.
     collections = embedding_collections([replace(table, pooled=False) for table in others])
     for key, weight in collections.named_parameters():
-        set_fused_optimizer(weight, settings.of(table_name(key)))
+        of = settings.of(table_name(key))
+        # The planner would count Adam's state of cached rows as memory of the GPU.
+        set_fused_optimizer(weight, replace(of, optimizer="sgd") if of.cache_load_factor < 1 else of)
     try:
         sharders = [EmbeddingCollectionSharder()]
         whole = planner.collective_plan(collections, sharders, group) if group else planner.plan(collections, sharders)
@@ -131,13 +163,24 @@ def plan_tables(
         plans |= {own_name(name): plan for name, plan in found.items()}
     for name, plan in plans.items():
         plan.compute_kernel = table_kernel(settings.of(name), devices.kind).value
-    most = max(bytes_by_rank(describe(plans, tables, config), devices.world_size))
+        plan.cache_params = _cache(settings.of(name))
+    held = bytes_by_rank(describe(plans, tables, config), devices.world_size)
+    most, in_host = (max(of) for of in zip(*held, strict=True))
     if devices.bytes is not None and most > devices.bytes:
         raise ValueError(
             f"a rank would hold {binary_size(most)} of tables, their optimizers' state and moving averages, and it has "
-            f"{binary_size(devices.bytes)}; use more ranks, tables.sharding row_wise, or no train.ema"
+            f"{binary_size(devices.bytes)}; use more ranks, tables.sharding row_wise, a lower "
+            "tables.NAME.cache_load_factor, or no train.ema"
+        )
+    if devices.host_bytes is not None and in_host * job.per_host > devices.host_bytes:
+        raise ValueError(
+            f"the {job.per_host} ranks of a host would hold {binary_size(in_host * job.per_host)} of tables in its "
+            f"memory, and it has {binary_size(devices.host_bytes)}; use more hosts, or tables.optimizer rowwise_adagrad"
         )
     return plans
+
+
+_UNLIMITED = 2**60
 
 
 def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
@@ -156,18 +199,32 @@ def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Dev
     """ValueError if the devices have no room for the tables however they are cut."""
     if devices.bytes is None:
         return
-    sizes = {
-        table.name: _bytes(table, config.tables.of(table.name)) + _average_bytes(table, config) for table in tables
-    }
+    sizes = {table.name: _whole(table, config).device for table in tables}
     total, room = sum(sizes.values()), devices.bytes * (1 - _RESERVED)
     if total > room * devices.world_size:
-        largest = max(sizes, key=sizes.__getitem__)
+        largest = max(tables, key=lambda table: sizes[table.name])
+        name, cached = largest.name, _fitting(largest, config, int(room * devices.world_size) - total)
         raise ValueError(
             f"the tables take {binary_size(total)} with their optimizers' state and moving averages, "
-            f"{binary_size(sizes[largest])} of it table {largest}, and {devices.world_size} GPUs have "
-            f"{binary_size(int(room) * devices.world_size)} for them; use {math.ceil(total / room)} ranks or more, a "
-            f"smaller --tables.{largest}.dim, or --tables.optimizer rowwise_adagrad or sgd, which keep less"
+            f"{binary_size(sizes[name])} of it table {name}, and {devices.world_size} GPUs have "
+            f"{binary_size(int(room) * devices.world_size)} for them; use {math.ceil(total / room)} ranks or more, "
+            f"{cached}a smaller --tables.{name}.dim, or --tables.optimizer rowwise_adagrad or sgd, which keep less"
         )
+
+
+def _fitting(table: EmbeddingTable, config: Config, missing: int) -> str:
+    """The share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is negative."""
+    settings = config.tables.of(table.name)
+    for factor in () if config.train.ema or settings.optimizer in TABLE_OPTIMIZERS.plugins else _FACTORS:
+        cached = replace(_of(table, config, "table_wise", ()), cache_load_factor=factor)
+        whole = ShardPlace(0, 0, table.rows, 0, table.dim)
+        less = cached.held(whole).device - _whole(table, config).device
+        if factor < settings.cache_load_factor and less <= missing:
+            return f"--tables.{table.name}.cache-load-factor {factor:g}, which keeps its rows in the hosts' memory, "
+    return ""
+
+
+_FACTORS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 
 
 _RESERVED = 0.15
@@ -180,25 +237,39 @@ def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: Config) -> 
 
 
 def _describe(parameter: Any, table: EmbeddingTable, config: Config) -> TablePlan:
+    shards = tuple(map(ShardPlace.of, parameter.sharding_spec.shards))
+    return _of(table, config, parameter.sharding_type, shards)
+
+
+def _of(table: EmbeddingTable, config: Config, sharding: str, shards: tuple[ShardPlace, ...]) -> TablePlan:
     settings = config.tables.of(table.name)
     return TablePlan(
         rows=table.rows,
         dim=table.dim,
-        sharding=parameter.sharding_type,
+        sharding=sharding,
         optimizer=settings.optimizer,
         precision=table.precision,
         pooled=table.pooled,
         bytes=_bytes(table, settings) + _average_bytes(table, config),
-        shards=tuple(map(ShardPlace.of, parameter.sharding_spec.shards)),
+        shards=shards,
+        cache_load_factor=settings.cache_load_factor,
     )
 
 
-def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[int]:
-    """Bytes of rows, their optimizers' state and their moving averages that each rank holds."""
-    held = [0] * world_size
+def _whole(table: EmbeddingTable, config: Config) -> Held:
+    """What a rank would hold that had the table to itself."""
+    whole = ShardPlace(0, 0, table.rows, 0, table.dim)
+    return _of(table, config, "table_wise", (whole,)).held(whole)
+
+
+def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[Held]:
+    """Bytes of rows, their optimizers' state and their moving averages that each rank holds, with the caches of rows
+    that are in the host's memory."""
+    held = [Held(0, 0)] * world_size
     for table in plan.values():
         for shard in table.shards:
-            held[shard.rank] += table.bytes * shard.rows * shard.columns // (table.rows * table.dim)
+            device, host = table.held(shard)
+            held[shard.rank] = Held(held[shard.rank].device + device, held[shard.rank].host + host)
     return held
 
 
@@ -214,10 +285,12 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
     for name, table in plan.items():
         owners = sorted({shard.rank for shard in table.shards if shard.rows})
         where = f"rank {owners[0]}" if len(owners) == 1 else f"{len(owners)} ranks"
+        device, host = (sum(of) for of in zip(*map(table.held, table.shards), strict=True))
+        cached = f" in host memory, {table.cache_load_factor:.2%} of its rows cached in {binary_size(device)} of GPUs'"
         lines.append(
             f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
             f"{'pooled, ' if table.pooled else ''}{table.optimizer}, "
-            f"{binary_size(table.bytes)}"
+            f"{binary_size(host or table.bytes)}{cached if host else ''}"
         )
     return "\n".join(lines)
 
@@ -240,13 +313,23 @@ def _constraints(
         torchrec_name(table.name): ParameterConstraints(
             sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, devices.world_size),
             # Free to choose, the planner would keep rows in host memory where a GPU has no room for them.
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value] if devices.kind == "cuda" else None,
+            compute_kernels=_kernels(config.of(table.name)) if devices.kind == "cuda" else None,
+            cache_params=_cache(config.of(table.name)),
             min_partition=_columns_per_rank(table.dim, devices.world_size),
             pooling_factors=[float(min(table.rows, _IDS))],
             batch_sizes=[1],
         )
         for table in tables
     }
+
+
+def _kernels(settings: TableSettings) -> list[str]:
+    fused, cached = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM_CACHING
+    return [(cached if settings.cache_load_factor < 1 else fused).value]
+
+
+def _cache(settings: TableSettings) -> CacheParams | None:
+    return CacheParams(load_factor=settings.cache_load_factor) if settings.cache_load_factor < 1 else None
 
 
 def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool, world_size: int) -> list[str]:
@@ -268,5 +351,8 @@ def _average_bytes(table: EmbeddingTable, config: Config) -> int:
 
 
 def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:
-    row_bytes = table.dim * (2 if table.precision == "fp16" else 4)
+    row_bytes = table.dim * _BYTES[table.precision]
     return table.rows * (row_bytes + 4 * state_per_row(settings, table.dim))
+
+
+_BYTES = {"fp32": 4, "fp16": 2}

@@ -97,6 +97,7 @@ def restore_best(run: Path, model: ParallelModel) -> int:
     wanted = _Wanted(model.config, model.tower.schema, kinds_in(state), only_for_training(model.config))
     opened = _choose(run, "best", wanted, model.ranks)
     fill(state, opened.tensors)
+    model.forget_cached_rows()
     return opened.progress.step
 
 

@@ -40,7 +40,7 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
 
     cli.main(["plan", recipe, "--world-size", "16", "--json"])
     plan = json.loads(capsys.readouterr().out)
-    assert plan["devices"] == {"world_size": 16, "per_host": 8, "kind": "cuda", "bytes": 80 * GIB}
+    assert plan["devices"] == {"world_size": 16, "per_host": 8, "kind": "cuda", "bytes": 80 * GIB, "host_bytes": None}
     assert len(plan["table_bytes"]) == 16 and sum(plan["table_bytes"]) == plan["tables"]["item"]["bytes"]
 
 

@@ -13,9 +13,11 @@ from small_data import ITEMS, a_pipeline, a_step, assert_close, gather_table, sm
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
+from logitmix.common.plugins import Plugin
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TableSettings
 from logitmix.trainer.parallel import parallelize as parallelizing
+from logitmix.trainer.parallel.optimizer import ADAM
 from logitmix.trainer.parallel.parallelize import autocast, embedding_tables, model_schema
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
@@ -160,6 +162,31 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
 ) -> None:
     config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
     with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
+        embedding_tables(Schema.of_ids(ITEMS - 1), config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "message"),
+    [
+        ("cpu", {}, r"^tables\.cache_load_factor is 0\.1 for table item, but only GPUs cache rows .* to 1$"),
+        ("cuda", {"train.ema": 0.9}, r"whose rows are not averaged; .*, or train\.ema to 0$"),
+        (
+            "cuda",
+            {"comm.parts": 2, "tables.optimizer": "sgd"},
+            r"are sent in one part, and comm\.parts is 2; set it to 1",
+        ),
+        ("cuda", {"tables.optimizer": "signs"}, r"FBGEMM's own optimizers train, not signs of a plugin; .*$"),
+        ("cuda", {}, None),
+    ],
+)
+def test_cached_rows_are_refused_where_none_can_be(
+    data: Path, monkeypatch: pytest.MonkeyPatch, device: str, settings: dict, message: str | None
+) -> None:
+    monkeypatch.setitem(TABLE_OPTIMIZERS.plugins, "signs", Plugin("signs", "", ""))
+    monkeypatch.setitem(TABLE_OPTIMIZERS.data, "signs", ADAM)
+    monkeypatch.setitem(TableSettings.__annotations__, "optimizer", str)
+    config = small_config(data, {"tables.item.cache_load_factor": 0.1, **settings})
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         embedding_tables(Schema.of_ids(ITEMS - 1), config, torch.device(device))
 
 

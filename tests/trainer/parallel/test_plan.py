@@ -10,6 +10,7 @@ from logitmix.trainer.parallel.plan import (
     TablePlan,
     _constraints,
     bytes_by_rank,
+    describe,
     plan_summary,
     plan_tables,
 )
@@ -57,6 +58,41 @@ def test_rows_that_a_gpu_has_no_room_for_are_not_planned_for_its_host(tmp_path: 
         plan_tables(tables, config, Devices(2, 2, "cuda", 2**30))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "device", "host"),
+    [
+        # Half of 1,000 rows are 16 sets of 32: each a row of 8, its id and the time of its last use; 4 bytes for each
+        # of the 1,000.
+        ("sgd", 512 * (8 * 4 + 16) + 4000, 1000 * 8 * 4),
+        ("adam", 512 * (8 * 4 + 16) + 4000, 1000 * 8 * 12),
+        ("rowwise_adagrad", 512 * (8 * 4 + 16) + 4000 + 4000, 1000 * 8 * 4),
+    ],
+)
+def test_a_cached_table_is_in_the_host_s_memory(tmp_path: Path, optimizer: str, device: int, host: int) -> None:
+    tables = [EmbeddingTable("item", 2000, 8)]
+    settings = {"tables.optimizer": optimizer, "tables.cache_load_factor": 0.5, "tables.sharding": "row_wise"}
+    config = small_config(tmp_path, settings)
+    plans = plan_tables(tables, config, Devices(2, 2, "cuda", 2**20))
+    assert plans["item"].compute_kernel == "fused_uvm_caching"
+    plan = describe(plans, tables, config)
+    assert bytes_by_rank(plan, 2) == [(device, host)] * 2
+    assert " in host memory, 50.00% of its rows cached in " in plan_summary(plan)
+    plan_tables(tables, config, Devices(2, 2, "cuda", 2**20, 2 * host))
+    with pytest.raises(ValueError, match=r"the 2 ranks of a host would hold .* of tables in its memory, and it has"):
+        plan_tables(tables, config, Devices(2, 2, "cuda", 2**20, 2 * host - 1))
+
+
+def test_a_refusal_names_the_share_of_rows_to_cache(tmp_path: Path) -> None:
+    tables = [EmbeddingTable("item", 10**7, 64)]
+    devices = Devices(2, 2, "cuda", 2**30)
+    said = r"use 9 ranks or more, --tables\.item\.cache-load-factor 0\.5, which keeps its rows in the hosts' memory"
+    with pytest.raises(ValueError, match=said):
+        plan_tables(tables, small_config(tmp_path), devices)
+    plan_tables(tables, small_config(tmp_path, {"tables.item.cache_load_factor": 0.5}), devices)
+    with pytest.raises(ValueError, match=r"use 12 ranks or more, a smaller --tables\.item\.dim"):
+        plan_tables(tables, small_config(tmp_path, {"train.ema": 0.9}), devices)
+
+
 def test_a_plan_is_a_line_for_each_table() -> None:
     plan = {
         "item": TablePlan(1000, 64, "row_wise", "adam", "fp32", False, 3 * 2**20, (_place(0), _place(1))),
@@ -74,7 +110,7 @@ def test_a_rank_holds_its_rows_and_columns() -> None:
         "item": TablePlan(100, 8, "column_wise", "adam", "fp32", False, 100 * 8 * 12, halves),
         "zip": TablePlan(9, 8, "table_wise", "sgd", "fp32", False, 9 * 8 * 4, (ShardPlace(1, 0, 9, 0, 8),)),
     }
-    assert bytes_by_rank(plan, 4) == [100 * 4 * 12, 9 * 8 * 4, 100 * 4 * 12, 0]
+    assert [of.device for of in bytes_by_rank(plan, 4)] == [100 * 4 * 12, 9 * 8 * 4, 100 * 4 * 12, 0]
 
 
 def _place(rank: int) -> ShardPlace:
