@@ -40,7 +40,7 @@ from logitmix.comm import fp8, fp8_plain, fp8_triton
 from logitmix.modules import noise_triton, stage1, stage1_triton
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import HSTUConfig, MoLConfig
-from logitmix.modules.encoders import hstu_triton
+from logitmix.modules.encoders import hstu_triton, hstu_unit_triton
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS
 from logitmix.modules.losses import dot_triton, mol_triton
 from logitmix.modules.losses.blockwise import Examples, GateDropout
@@ -148,9 +148,9 @@ class _OnCUDA(TorchFunctionMode):
 def _on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd leaves modes behind: what it calls needs one of its own."""
 
-    def called(*arguments: Any) -> Any:
+    def called(*arguments: Any, **named: Any) -> Any:
         with _OnCUDA():
-            return function(*arguments)
+            return function(*arguments, **named)
 
     return called
 
@@ -173,7 +173,8 @@ def as_if_on(gpu: int, launch: Callable[..., None]) -> Iterator[None]:
         mock.patch.object(torch.cuda, "device_of", lambda tensor: nullcontext()),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         mock.patch.object(mol_triton, "_backward", _on_cuda(mol_triton._backward)),
-        mock.patch.object(hstu_triton._Problem, "run", _on_cuda(hstu_triton._Problem.run)),
+        mock.patch.object(hstu_triton.Problem, "run", _on_cuda(hstu_triton.Problem.run)),
+        mock.patch.object(hstu_unit_triton, "_run", _on_cuda(hstu_unit_triton._run)),
         _OnCUDA(),
     ):
         try:
@@ -193,6 +194,8 @@ def compiled(name: str, gpu: int) -> list[Kernel]:
         with redirect_stdout(log):
             kernel = run(self, *map(_mock, args), grid=grid, warmup=True, **{k: _mock(v) for k, v in kwargs.items()})
         self.device_caches.clear()
+        if kernel.hash in kernels:  # from Triton's files, without a log
+            return
         budget = budget_of(self.__name__, name, self.fn.__globals__["BUDGET"])
         kernels[kernel.hash] = _measured(kernel, gpu, log.getvalue(), budget)
 
@@ -289,6 +292,17 @@ def attention(heads: int, d: int, dtype: torch.dtype, times: bool) -> None:
     hstu_triton.attend(inputs[0], inputs[1], inputs[2] if times else None, packing).sum().backward()
 
 
+def unit(heads: int, d: int, dtype: torch.dtype) -> None:
+    """A block's norms and its unit, both ways, 32 sequences of 200; with the attention of four parts."""
+    B, L, D = 32, 200, heads * d
+    packing = Packing(torch.full((B,), L)).to(torch.device("meta"))
+    packing.row_T = empty(B * L, dtype=torch.int64)
+    x, raw = empty(B * L, D).requires_grad_(), empty(B * L, 4, heads, d, dtype=dtype).requires_grad_()
+    normed, past = hstu_unit_triton.normed(x, 1e-6, dtype)
+    gated = hstu_unit_triton.unit(raw, empty(L).requires_grad_(), None, packing, 1e-6, (1, 9))
+    (normed.sum() + past.sum() + gated.sum()).backward()
+
+
 def codec(width: int, groups: int, dtype: torch.dtype, forward: bool) -> None:
     """Encoding to nearest for the forward exchange, at random for the backward one; and decoding."""
     R, widths = 10_000, [width] * groups
@@ -361,6 +375,9 @@ def cases() -> dict[str, Case]:
         add(hstu_triton, f"{G} x {d}{', times' * times}, bfloat16", attention, G, d, half, times)
     for d, dtype in ((128, half), (64, full)):
         add(hstu_triton, f"1 x {d}, times, {_short(dtype)}{LIMIT}", attention, 1, d, dtype, True)
+    for G, d in sorted(heads):
+        for dtype in (half, full):
+            add(hstu_unit_triton, f"{G} x {d}, {_short(dtype)}", unit, G, d, dtype)
     for (groups, width), dtype, forward in product(((3, 64), (1, 1024)), (full, half), (True, False)):
         sizes = f"{groups} x {width}, {_short(dtype)}, {'forward' if forward else 'backward'}"
         add(fp8_triton, sizes, codec, width, groups, dtype, forward)
@@ -391,6 +408,21 @@ dropout, normalization and gated units.
 MoL's backward is bound by registers: with 8 x 8 components its sums of the gate's gradients take 64 of a thread's 255
 on A100 and H100, and a quarter of a B200's tensor memory. Cases named `limit` are among the largest that the kernel
 covers, and FP32, whose products have no tensor cores.
+
+At 8 x 8 x 32 x 128 in BF16, other tiles of MoL's negatives' backward take (A100 / H100; 8 warps, one program, unless it
+says otherwise):
+
+| positions x negatives | spilled |
+| --- | --- |
+| 4 x 8, as it is | 328 / 312 |
+| 2 x 8 | 168 / 100 |
+| 2 x 16 | 412 / 344 |
+| 4 x 4 | 3452 / 2112 |
+| 8 x 8 | 696 / 1540 |
+| 2 x 8, 16 warps | 480 / - |
+
+None is free of spills, and none leaves room for a second program: 4 x 8 stays, since 2 x 8 has half the pairs for the
+same work on the gate's weights, and products of 16 rows.
 
 """
 

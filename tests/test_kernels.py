@@ -13,6 +13,7 @@ SAMPLE = {
     ("mol_scores_triton: 8 x 8 x 32 x 128, int8", 80),
     ("stage1_triton: 8 x 64", 100),
     ("hstu_triton: 2 x 32, bfloat16", 80),
+    ("hstu_unit_triton: 2 x 32, bfloat16", 90),
     ("fp8_triton: 3 x 64, bfloat16, backward", 90),
     ("noise_triton: 64, bfloat16", 100),
     ("normalize_triton: 32, bfloat16", 90),

@@ -1,7 +1,7 @@
 """HSTU's pointwise attention and its gradients for CUDA: what hstu_attention.py describes, as Triton kernels.
 
-Axes: B sequences, T positions of all of them, packed, G heads, d their width, L the most positions of a sequence,
-K time buckets; N positions of a tile, S copies of the biases' gradients.
+Axes: B sequences, T positions of all of them, packed, F parts of a position, G heads, d their width, L the most
+positions of a sequence, K time buckets; N positions of a tile, S copies of the biases' gradients.
 
 A program has one sequence, one head and one tile of its positions, and walks the tiles that these see, or in the
 gradients of keys and values those that see them. No array of positions x positions is written: backward computes the
@@ -34,11 +34,11 @@ WARPS = 4
 BUDGET = {
     "_keys_backward, float32": (2, 1124),
     "_forward, limit": (2, 364),
-    "_queries_backward, limit": (2, 892),
-    "_keys_backward, limit": (2, 424),
+    "_queries_backward, limit": (2, 1240),
+    "_keys_backward, limit": (2, 556),
     "_forward": (2, 68),
     "_queries_backward": (2, 868),
-    "_keys_backward": (2, 52),
+    "_keys_backward": (2, 64),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
@@ -57,55 +57,59 @@ def attend(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packi
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packing: Packing, packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None) -> Tensor:
-        problem = _Problem(packing, packed_T3Gd.contiguous(), position_L.contiguous(), time_K)
+        problem = Problem(packing, packed_T3Gd.contiguous(), position_L.contiguous(), time_K)
         out_TGd = torch.empty(
             packed_T3Gd.shape[0], *packed_T3Gd.shape[2:], dtype=torch.float32, device=packed_T3Gd.device
         )
         problem.run(_forward, out_TGd)
         ctx.problem = problem
-        ctx.save_for_backward(packed_T3Gd, position_L, time_K)
         return out_TGd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TGd: Tensor) -> tuple[Tensor | None, ...]:
-        problem: _Problem = ctx.problem
-        packed_T3Gd, position_L, time_K = ctx.saved_tensors
-        d_out_TGd = d_out_TGd.to(packed_T3Gd.dtype).contiguous()
-        d_packed_T3Gd = torch.empty(packed_T3Gd.shape, dtype=torch.float32, device=packed_T3Gd.device)
-        d_position_SL = position_L.new_zeros(COPIES, len(position_L))
-        d_time_SK = None if time_K is None else time_K.new_zeros(COPIES, len(time_K))
-        problem.run(_queries_backward, d_out_TGd, d_packed_T3Gd, d_position_SL, d_time_SK)
-        problem.run(_keys_backward, d_out_TGd, d_packed_T3Gd)
-        d_time_K = None if d_time_SK is None else d_time_SK.sum(0)
-        return None, d_packed_T3Gd.to(packed_T3Gd.dtype), d_position_SL.sum(0), d_time_K
+        problem: Problem = ctx.problem
+        packed_T3Gd = problem.packed_TFGd
+        d_packed_T3Gd = torch.empty_like(packed_T3Gd)
+        biases = problem.backward(d_out_TGd.to(packed_T3Gd.dtype).contiguous(), d_packed_T3Gd)
+        return None, d_packed_T3Gd, *biases
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
+    """All contiguous; `packed_TFGd` has value, query and key, and possibly more."""
+
     packing: Packing
-    packed_T3Gd: Tensor
+    packed_TFGd: Tensor
     position_L: Tensor
     time_K: Tensor | None
 
+    def backward(self, d_out_TGd: Tensor, d_packed_TFGd: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Writes the gradients of value, query and key; returns the biases'. Both given are in the products' type."""
+        d_position_SL = self.position_L.new_zeros(COPIES, len(self.position_L))
+        d_time_SK = None if self.time_K is None else self.time_K.new_zeros(COPIES, len(self.time_K))
+        self.run(_queries_backward, d_out_TGd, d_packed_TFGd, d_position_SL, d_time_SK)
+        self.run(_keys_backward, d_out_TGd, d_packed_TFGd)
+        return d_position_SL.sum(0), None if d_time_SK is None else d_time_SK.sum(0)
+
     def run(self, kernel: Any, *tensors: Tensor | None) -> None:
         """One program for each tile of each head of each sequence."""
-        (B, longest), (_, _, G, d), packing = self.packing.shape, self.packed_T3Gd.shape, self.packing
-        on_gpu, times = self.packed_T3Gd.is_cuda, self.time_K is not None
-        half = self.packed_T3Gd.dtype == torch.bfloat16
+        (B, longest), (_, parts, G, d), packing = self.packing.shape, self.packed_TFGd.shape, self.packing
+        on_gpu, times = self.packed_TFGd.is_cuda, self.time_K is not None
+        half = self.packed_TFGd.dtype == torch.bfloat16
         N = INTERPRETED_TILE if not on_gpu else TILE if half else FP32_TILE
         grid = (triton.cdiv(longest, N), G, B)
         if not all(grid):
             return
-        with torch.cuda.device_of(self.packed_T3Gd):
+        with torch.cuda.device_of(self.packed_TFGd):
             kernel[grid](
-                self.packed_T3Gd, self.position_L, self.time_K, packing.offset_B,
+                self.packed_TFGd, self.position_L, self.time_K, packing.offset_B,
                 packing.asked_T if times else None, packing.time_T if times else None, *tensors,
-                G=G, L=len(self.position_L), K=0 if self.time_K is None else len(self.time_K), d=d,
+                PARTS=parts, G=G, L=len(self.position_L), K=0 if self.time_K is None else len(self.time_K), d=d,
                 DP=max(triton.next_power_of_2(d), 16), N=N, TIMES=times,
                 EMULATED=half and not on_gpu, num_warps=WARPS, num_stages=1,
-                # Without being told so, ptxas may use 32 registers and spill the rest.
-                maxnreg=None if half else 255,
+                # Without being told so, ptxas may use 32 registers, or 168 of 255, and spill the rest.
+                maxnreg=None if half and d <= 64 else 255,
             )  # fmt: skip
 
 
@@ -118,10 +122,12 @@ def _load(from_, row, inside, column, width, d: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _store(to, x, row, inside, column, width, d: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(  # type: ignore[no-untyped-def]
+    to, x, row, inside, column, width, d: tl.constexpr, DP: tl.constexpr, EMULATED: tl.constexpr
+):
     k = tl.arange(0, DP)
     mask = inside[:, None] & (k[None, :] < d)
-    tl.store(to + row[:, None] * width + column + k[None, :], x, mask=mask)
+    tl.store(to + row[:, None] * width + column + k[None, :], rounded(x, to.dtype.element_ty, EMULATED), mask=mask)
 
 
 @triton.jit
@@ -152,10 +158,10 @@ def _pairs(  # type: ignore[no-untyped-def]
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     packed, position, time_bias, bound, asked, time, out,
-    G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    TIMES: tl.constexpr, EMULATED: tl.constexpr,
+    PARTS: tl.constexpr, G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, TIMES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """packed: value, query and key of each position."""
+    """packed: value, query and key of each position, first among its PARTS."""
     g, b = tl.program_id(1), tl.program_id(2)
     start = tl.load(bound + b)
     n = tl.load(bound + b + 1) - start
@@ -163,22 +169,22 @@ def _forward(  # type: ignore[no-untyped-def]
     if first < n:
         dtype = packed.dtype.element_ty
         i = first + tl.arange(0, N)
-        query = _load(packed, start + i, i < n, (G + g) * d, 3 * G * d, d, DP)
+        query = _load(packed, start + i, i < n, (G + g) * d, PARTS * G * d, d, DP)
         sum_ = tl.zeros((N, DP), tl.float32)
         for other in range(0, first + N, N):
             j = other + tl.arange(0, N)
-            key = _load(packed, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)
-            value = _load(packed, start + j, j < n, g * d, 3 * G * d, d, DP)
+            key = _load(packed, start + j, j < n, (2 * G + g) * d, PARTS * G * d, d, DP)
+            value = _load(packed, start + j, j < n, g * d, PARTS * G * d, d, DP)
             weight, _, _, _ = _pairs(query, key, position, time_bias, asked, time, start, i, j, n, L, TIMES, EMULATED)
             sum_ = _dot_add(rounded(weight, dtype, EMULATED), value, sum_, EMULATED)
-        _store(out, sum_, start + i, i < n, g * d, G * d, d, DP)
+        _store(out, sum_, start + i, i < n, g * d, G * d, d, DP, EMULATED)
 
 
 @triton.jit
 def _queries_backward(  # type: ignore[no-untyped-def]
     packed, position, time_bias, bound, asked, time, d_out, d_packed, d_position, d_time,
-    G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    TIMES: tl.constexpr, EMULATED: tl.constexpr, COPIES: tl.constexpr = COPIES,
+    PARTS: tl.constexpr, G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, TIMES: tl.constexpr, EMULATED: tl.constexpr, COPIES: tl.constexpr = COPIES,
 ):  # fmt: skip
     """Gradients of the queries of a tile, and what its pairs add to those of the biases."""
     g, b = tl.program_id(1), tl.program_id(2)
@@ -189,13 +195,13 @@ def _queries_backward(  # type: ignore[no-untyped-def]
         dtype = packed.dtype.element_ty
         copy = (b * G + g) * tl.num_programs(0) % COPIES
         i = first + tl.arange(0, N)
-        query = _load(packed, start + i, i < n, (G + g) * d, 3 * G * d, d, DP)
+        query = _load(packed, start + i, i < n, (G + g) * d, PARTS * G * d, d, DP)
         d_out_ND = _load(d_out, start + i, i < n, g * d, G * d, d, DP)
         sum_ = tl.zeros((N, DP), tl.float32)
         for other in range(0, first + N, N):
             j = other + tl.arange(0, N)
-            key = _load(packed, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)
-            value = _load(packed, start + j, j < n, g * d, 3 * G * d, d, DP)
+            key = _load(packed, start + j, j < n, (2 * G + g) * d, PARTS * G * d, d, DP)
+            value = _load(packed, start + j, j < n, g * d, PARTS * G * d, d, DP)
             _, slope, seen, bucket = _pairs(
                 query, key, position, time_bias, asked, time, start, i, j, n, L, TIMES, EMULATED
             )
@@ -204,14 +210,14 @@ def _queries_backward(  # type: ignore[no-untyped-def]
             if TIMES:
                 tl.atomic_add(d_time + copy * K + bucket, d_score, mask=seen, sem="relaxed")
             sum_ = _dot_add(rounded(d_score, dtype, EMULATED), key, sum_, EMULATED)
-        _store(d_packed, sum_, start + i, i < n, (G + g) * d, 3 * G * d, d, DP)
+        _store(d_packed, sum_, start + i, i < n, (G + g) * d, PARTS * G * d, d, DP, EMULATED)
 
 
 @triton.jit
 def _keys_backward(  # type: ignore[no-untyped-def]
     packed, position, time_bias, bound, asked, time, d_out, d_packed,
-    G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    TIMES: tl.constexpr, EMULATED: tl.constexpr,
+    PARTS: tl.constexpr, G: tl.constexpr, L: tl.constexpr, K: tl.constexpr, d: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, TIMES: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values of a tile."""
     g, b = tl.program_id(1), tl.program_id(2)
@@ -221,12 +227,12 @@ def _keys_backward(  # type: ignore[no-untyped-def]
     if first < n:
         dtype = packed.dtype.element_ty
         j = first + tl.arange(0, N)
-        key = _load(packed, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)
-        value = _load(packed, start + j, j < n, g * d, 3 * G * d, d, DP)
+        key = _load(packed, start + j, j < n, (2 * G + g) * d, PARTS * G * d, d, DP)
+        value = _load(packed, start + j, j < n, g * d, PARTS * G * d, d, DP)
         d_key, d_value = tl.zeros((N, DP), tl.float32), tl.zeros((N, DP), tl.float32)
         for other in range(first, n, N):
             i = other + tl.arange(0, N)
-            query = _load(packed, start + i, i < n, (G + g) * d, 3 * G * d, d, DP)
+            query = _load(packed, start + i, i < n, (G + g) * d, PARTS * G * d, d, DP)
             d_out_ND = _load(d_out, start + i, i < n, g * d, G * d, d, DP)
             weight, slope, _, _ = _pairs(
                 query, key, position, time_bias, asked, time, start, i, j, n, L, TIMES, EMULATED
@@ -234,5 +240,5 @@ def _keys_backward(  # type: ignore[no-untyped-def]
             d_score = slope * _dot_add(d_out_ND, tl.trans(value), tl.zeros((N, N), tl.float32), EMULATED)
             d_value = _dot_add(tl.trans(rounded(weight, dtype, EMULATED)), d_out_ND, d_value, EMULATED)
             d_key = _dot_add(tl.trans(rounded(d_score, dtype, EMULATED)), query, d_key, EMULATED)
-        _store(d_packed, d_value, start + j, j < n, g * d, 3 * G * d, d, DP)
-        _store(d_packed, d_key, start + j, j < n, (2 * G + g) * d, 3 * G * d, d, DP)
+        _store(d_packed, d_value, start + j, j < n, g * d, PARTS * G * d, d, DP, EMULATED)
+        _store(d_packed, d_key, start + j, j < n, (2 * G + g) * d, PARTS * G * d, d, DP, EMULATED)

@@ -19,7 +19,6 @@ from logitmix.trainer import api
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.parallel import plan
-from logitmix.trainer.parallel.bags import PooledRows
 from logitmix.trainer.parallel.ids import IdExchange
 from logitmix.trainer.parallel.optimizer import kernels
 from logitmix.trainer.parallel.plan import Held
@@ -156,7 +155,8 @@ def test_two_gpus_give_what_two_processes_give(featured: Path, library: Path) ->
 
 @pytest.mark.slow
 def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:
-    cases = {**PAIRS, **MORE}
+    # In FP8, a gradient that rounding has on the other side of a step is an eighth larger.
+    cases = {name: {"comm.forward": "fp32", "comm.backward": "fp32", **of} for name, of in {**PAIRS, **MORE}.items()}
     seen = compare(featured, cases, 3, [*cases], library, 2)
     assert "flash attention, backward" in seen["bf16"].launches
     for name in ("cached", "cached, adagrad"):
@@ -250,7 +250,6 @@ STREAMING: Settings = {**FEATURES, "model.features": ["tags"], "train.clip": 0.0
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a batch is not recorded": (Batch, "record_stream", missing, "record_stream is missing"),
     "ids are not waited for": (IdExchange, "wait", unwaited, "may still"),
-    "bags are not waited for": (PooledRows, "receive_ids", unwaited, "may still"),
     "rows are not waited for": (simulated_cuda.Work, "_wait", missing, "may still"),
 }
 
@@ -271,7 +270,6 @@ def planted(data: Path, library: Path, names: Sequence[str]) -> dict[str, Sequen
     ("names", "world_size"),
     [
         (["a batch is not recorded", "ids are not waited for"], 1),
-        pytest.param(["bags are not waited for"], 1, marks=SLOW),
         pytest.param(["a batch is not recorded", "rows are not waited for"], 2, marks=SLOW),
     ],
 )

@@ -22,6 +22,7 @@ _LEFT_ALONE: tuple[tuple[Any, str], ...] = (
     (sasrec, "attend_padded"),
     (sasrec, "attend_jagged"),
     (hstu, "attend"),
+    (hstu, "_fused"),
     (dot, "l2_normalize"),
     (mol, "l2_normalize"),
     (components, "_gated"),

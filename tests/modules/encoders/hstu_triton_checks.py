@@ -20,8 +20,10 @@ from test_hstu import inputs, packing
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.encoders import hstu_triton
+from logitmix.modules.config import HSTUConfig
+from logitmix.modules.encoders import hstu, hstu_triton, hstu_unit_triton
 from logitmix.modules.encoders.hstu_attention import attend_plain
+from logitmix.modules.noise import Noise, derive_key, threshold
 
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 0.01}
 """How far a result may be from FP64 of the same inputs, relative to its norm: BF16 rounds weights to 2^-9."""
@@ -101,7 +103,78 @@ def check_extremes(device: str) -> None:
         assert float((got - should).norm()) <= BOUNDS[torch.float32] * float(should.norm())
 
 
+EPSILON, RATE = 1e-6, 0.3
+
+
+def in_units(
+    raw: Tensor, x: Tensor, biases: list[Tensor], packed: Packing, noise: Noise | None, fused: bool
+) -> list[Tensor]:
+    """A unit's output, a norm's, and all gradients: by the kernels, or in torch in the type that is given."""
+    leaves = [of.detach().clone().requires_grad_() for of in (raw, x, *biases)]
+    raw, x, position_L, *time_K = leaves
+    T, _, G, d = raw.shape
+    if fused:
+        mask = (derive_key(noise.key, "site"), threshold(RATE)) if noise else None
+        gated = hstu_unit_triton.unit(raw, position_L, time_K[0] if time_K else None, packed, EPSILON, mask)
+        normed, past = hstu_unit_triton.normed(x, EPSILON, raw.dtype)
+    else:
+        parts = torch.nn.functional.silu(raw)
+        attended = attend_plain(parts[:, :3], position_L, time_K[0] if time_K else None, packed).reshape(T, G * d)
+        gated = torch.nn.functional.layer_norm(attended, (G * d,), eps=EPSILON) * parts[:, 3].reshape(T, G * d)
+        if noise:
+            gated = noise.dropout(gated, RATE, "site", packed.row_T)
+        normed, past = torch.nn.functional.layer_norm(x, (G * d,), eps=EPSILON), x
+    weight = torch.randn(T, G * d, generator=torch.Generator().manual_seed(1)).bfloat16().to(gated.device)
+    total = (gated.double() * weight).sum() + (normed.double() * weight.flip(0)).sum() + (past.double() * weight).sum()
+    gradients = torch.autograd.grad(total, leaves)
+    return [of.detach().cpu().double() for of in (gated, normed, *gradients)]
+
+
+def check_unit(lengths: list[int], G: int, d: int, times: bool, dtype: torch.dtype, drops: bool, device: str) -> None:
+    _, *biases = inputs(lengths, G, d, 40, times)
+    generator = torch.Generator().manual_seed(2)
+    raw = torch.randn(sum(lengths), 4, G, d, generator=generator).to(dtype)
+    x, packed = torch.randn(sum(lengths), G * d, generator=generator), packing(lengths)
+    given = [of.to(device) for of in (raw, x, *biases)]
+    noise = Noise(5) if drops else None
+    found = in_units(*given[:2], given[2:], packed.to(torch.device(device)), noise, True)
+    doubles = [of.double() for of in (raw, x, *biases)]
+    expected = in_units(*doubles[:2], doubles[2:], packed, noise, False)
+    # Its norm divides by the deviation of what attention gives.
+    bound = 4 * BOUNDS[dtype]
+    for got, should in zip(found, expected, strict=True):
+        assert got.shape == should.shape
+        off = float((got - should).norm())
+        assert off <= bound * float(should.norm() + 1e-3), (off, float(should.norm()), lengths, G, d, dtype)
+
+
+def check_block(device: str) -> None:
+    """A block with its products, and the gradients of its weights."""
+    found = []
+    for fused, dtype in ((True, torch.float32), (False, torch.float64)):
+        generator = torch.Generator().manual_seed(3)
+        model = hstu.HSTU(16, HSTUConfig(max_length=40, blocks=1, heads=2, dropout=RATE, times=True))
+        model.reset_parameters(generator)
+        (block,) = model.blocks.to(dtype).to(device if fused else "cpu")
+        packed = packing([5, 0, 17, 1]).to(torch.device(device if fused else "cpu"))
+        x = torch.randn(23, 16, generator=generator).to(packed.row_T.device, dtype).requires_grad_()
+        out = (hstu._fused if fused else hstu._Block.forward)(block, x, packed, Noise(7))
+        gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+        found.append([of.detach().cpu().double() for of in (out, *gradients)])
+    for got, should in zip(*found, strict=True):
+        assert float((got - should).norm()) <= 2e-5 * float(should.norm() + 1e-3)
+
+
+def check_units(device: str, few: bool) -> None:
+    sizes = [(2, 8)] if few else [(1, 3), (2, 16), (3, 40)]
+    for (G, d), dtype, drops in itertools.product(sizes, BOUNDS, (False, True)):
+        check_unit([5, 0, 17, 1], G, d, drops, dtype, drops, device)
+    check_unit([], 1, 8, True, torch.float32, True, device)
+    check_block(device)
+
+
 def check_all(device: str, few: bool = False) -> None:
+    check_units(device, few)
     check_shapes(device, few)
     check_extremes(device)
     if not few:
