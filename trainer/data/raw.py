@@ -186,7 +186,7 @@ class ColumnBuilder:
         self._rows += rows
         self._bytes += sum(values.nbytes for values in block.values())
         # To code texts takes time for all that are known.
-        known = sum(len(codes.texts) for codes in self._codes.values())
+        known = sum(codes.searched for codes in self._codes.values())
         if self._rows >= max(PIECE, known) or HELD * self._bytes > self.spool.budget:
             self._flush()
 

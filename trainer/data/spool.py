@@ -176,35 +176,87 @@ class Codes:
 
     def __init__(self, what: str, spool: Spool) -> None:
         self.what, self.spool = what, spool
-        self.texts: pa.StringArray = pa.array([], pa.string())
-        self._reserved = 0
+        self._texts: pa.StringArray = pa.array([], pa.string())
+        self._numbers: list[np.ndarray] | None = []
+        """As long as all texts are small numbers: these, of which `_code_of` has the codes."""
+        self._code_of = np.empty(0, np.int32)
+        self._count = self._reserved = 0
+
+    @property
+    def texts(self) -> pa.StringArray:
+        if self._numbers:
+            self._texts = pa.concat_arrays([self._texts, pa.array(np.concatenate(self._numbers)).cast(pa.string())])
+            self._numbers.clear()
+        return self._texts
+
+    @property
+    def searched(self) -> int:
+        """Texts that each call of `encode` takes time for."""
+        return len(self._texts) if self._numbers is None else 0
 
     def encode(self, texts: pa.Array) -> pa.Int32Array:
         """null for a missing text. Takes time for all texts that are known already: give it many at once.
 
         ValueError if they are more than Arrow holds, or than --memory."""
+        if self._numbers is not None:
+            numbers = _small_numbers(texts, 16 * (self._count + len(texts)))
+            if numbers is not None:
+                return self._encode_numbers(self._numbers, numbers)
+            self._texts, self._numbers, self._code_of = self.texts, None, self._code_of[:0]
         encoded = texts if pa.types.is_dictionary(texts.type) else texts.dictionary_encode()
-        found = pc.index_in(encoded.dictionary, value_set=self.texts)
+        found = pc.index_in(encoded.dictionary, value_set=self._texts)
         if not found.null_count:
             return found.take(encoded.indices)
         new = encoded.dictionary.filter(found.is_null())
         codes = found.fill_null(-1).to_numpy().copy()
-        codes[codes < 0] = np.arange(len(self.texts), len(self.texts) + len(new))
-        if self.texts.nbytes + new.nbytes > LARGEST:
+        codes[codes < 0] = np.arange(len(self._texts), len(self._texts) + len(new))
+        if self._texts.nbytes + new.nbytes > LARGEST:
             raise ValueError(f"{self.what} has more than 2 GiB of different texts; leave it out")
-        self.texts = pa.concat_arrays([self.texts, new])
+        self._texts = pa.concat_arrays([self._texts, new])
         # With the copy and Arrow's hash table, of which one is there while texts are added.
-        self._reserve(2 * self.texts.nbytes + 32 * len(self.texts))
+        self._reserve(2 * self._texts.nbytes + 32 * len(self._texts))
         return pa.array(codes).take(encoded.indices)
+
+    def _encode_numbers(self, known: list[np.ndarray], numbers: np.ndarray) -> pa.Int32Array:
+        if numbers.max() >= len(self._code_of):
+            more = max(int(numbers.max()) + 1, 2 * len(self._code_of)) - len(self._code_of)
+            self._code_of = np.append(self._code_of, np.full(more, -1, np.int32))
+        codes = self._code_of[numbers]
+        missing = codes < 0
+        if missing.any():
+            new = pa.array(numbers[missing]).unique().to_numpy()
+            self._code_of[new] = np.arange(self._count, self._count + len(new))
+            self._count += len(new)
+            known.append(new)
+            self._reserve(8 * len(self._code_of) + 32 * self._count)
+            codes = self._code_of[numbers]
+        return pa.array(codes)
 
     def forget(self) -> None:
         """The texts are not needed any more."""
-        self.texts = self.texts[:0]
+        self._texts, self._numbers, self._code_of = self._texts[:0], None, self._code_of[:0]
         self._reserve(0)
 
     def _reserve(self, size: int) -> None:
         self.spool.reserved += size - self._reserved
         self._reserved = size
+
+
+def _small_numbers(texts: pa.Array, limit: int) -> np.ndarray | None:
+    """Texts as the whole numbers that they are the usual digits of; None if some are none or not below the limit."""
+    if not pa.types.is_string(texts.type) or texts.null_count or not len(texts):
+        return None
+    _, ends, characters = texts.buffers()
+    bounds = np.frombuffer(ends, np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    lengths = np.diff(bounds)
+    if lengths.min() < 1 or lengths.max() > len(str(limit)) or lengths.max() > 9:
+        return None
+    codes = np.frombuffer(characters, np.uint8)
+    every = codes[bounds[0] : bounds[-1]] - np.uint8(ord("0"))
+    if every.max() > 9 or ((codes[bounds[:-1]] == ord("0")) & (lengths > 1)).any():
+        return None
+    numbers = texts.cast(pa.int32()).to_numpy()
+    return numbers if numbers.max() < limit else None
 
 
 class Pieces:

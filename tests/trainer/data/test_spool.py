@@ -18,7 +18,7 @@ from rich.console import Console
 from logitmix.trainer.data import arrange, config, raw, spool, tabular
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.prepare import prepare
-from logitmix.trainer.data.spool import File, Pieces, Spool
+from logitmix.trainer.data.spool import Codes, File, Pieces, Spool
 
 LITTLE = "1KiB"
 
@@ -230,6 +230,26 @@ def test_ids_that_leave_no_memory(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("user,item,timestamp\n" + "".join(f"u{n},i,1\n" for n in range(40_000)))
     _, said = outcome(tmp_path / "in.csv", tmp_path / "out", "2MiB")
     assert said.startswith("the distinct ids and texts alone take 0.0 GiB; give --memory 0.3GiB or more")
+
+
+digits = st.integers(0, 40).map(str) | st.sampled_from(
+    ["007", "0", "00", "9999999999", "123456", "-1", "1.0", "", "٣", "x"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 40).map(str) | st.none(), max_size=9) | st.lists(digits, max_size=9), max_size=6)
+)
+def test_texts_are_numbered_in_the_order_of_their_appearance(pieces: list[list[str | None]]) -> None:
+    """Small numbers by a table, until there is another text."""
+    codes, known = Codes("column x", Spool()), dict[str, int]()
+    for piece in pieces:
+        expected = [None if text is None else known.setdefault(text, len(known)) for text in piece]
+        assert codes.encode(pa.array(["", *piece], pa.string())[1:]).to_pylist() == expected
+        if len(known) % 2:
+            assert codes.texts.to_pylist() == list(known)
+    assert codes.texts.to_pylist() == list(known)
 
 
 def test_pieces_are_read_as_an_array(tmp_path: Path) -> None:
