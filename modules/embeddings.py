@@ -35,6 +35,8 @@ class EmbeddingTable:
     """Whether the owner ranks sum the rows of each bag, rather than send them one by one."""
     weighs: bool = False
     """With `pooled`: whether each id of a bag says what its row counts in the sum."""
+    values: int = 0
+    """As in schema.Table."""
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -38,11 +38,19 @@ class Table:
     """Known values and the unknown one."""
     dim: int = 0
     """Width of its rows; 0 takes the model's."""
+    values: int = 0
+    """In a model where rows pass from value to value (tables.NAME.capacity): the values with the unknown one, and
+    `rows` are fewer. 0: each value has its row."""
 
     def __post_init__(self) -> None:
         _require_name("table", self.name)
         if self.rows < 1:
             raise ValueError(f"table {self.name} has {self.rows} rows; it needs at least one, for unknown values")
+
+    @property
+    def ids(self) -> int:
+        """Number of ids: of known values and the unknown one."""
+        return self.values or self.rows
 
     @property
     def unknown(self) -> int:

@@ -78,6 +78,14 @@ class TableSettings:
     eps: float = 1e-8
     init_std: float = 0.02
     """Standard deviation of the truncated normal that rows start from."""
+    capacity: int = 0
+    """Of a table of a feature: rows for known values, which pass from value to value where there are more values than
+    that. Values without a row have the unknown one's. 0: each value has its own row."""
+    admit_after: int = 1
+    """With capacity: the number of steps that must name a value before it gets a row."""
+    evict: Literal["last_use", "frequency"] = "last_use"
+    """With capacity: which value loses its row to another, the one that was named longest ago, or the one that the
+    fewest steps have named."""
 
     def check(self, prefix: str) -> None:
         needs = "0 (that of the model) or a positive multiple of 4, as FBGEMM's rows are"
@@ -85,6 +93,8 @@ class TableSettings:
         require(0 < self.cache_load_factor <= 1, f"{prefix}.cache_load_factor", self.cache_load_factor, "in (0, 1]")
         _check_rates(self, prefix)
         require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
+        require_from(0, 2**62, f"{prefix}.capacity", self.capacity)
+        require_from(1, 2**31 - 1, f"{prefix}.admit_after", self.admit_after)
         if self.sharding in ("column_wise", "grid") and self.optimizer == "rowwise_adagrad":
             raise ValueError(
                 f"{prefix}.sharding is {self.sharding} and {prefix}.optimizer rowwise_adagrad, whose one number for a "

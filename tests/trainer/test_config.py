@@ -219,6 +219,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "tables.dim": 16,
         "tables.precision": "fp16",
         "tables.optimizer": "sgd",
+        "tables.evict": "frequency",
         "dense.optimizer": "sgd",
         "comm.forward": "bf16",
         "comm.backward": "fp16",

@@ -134,7 +134,9 @@ class JobPlan:
     @property
     def rank_bytes(self) -> int:
         """About what the rank with the most would hold."""
-        return max(self.table_bytes) + self.tower_bytes + self.step_bytes.total + CONTEXT[self.devices.kind]
+        maps = sum(table.map_bytes for table in self.tables.values()) // self.devices.world_size
+        held = max(self.table_bytes) + (maps if self.devices.kind == "cpu" else 0)
+        return held + self.tower_bytes + self.step_bytes.total + CONTEXT[self.devices.kind]
 
     def text(self) -> str:
         """Lines as those that training begins with."""
@@ -267,6 +269,7 @@ def plan_job(
         schema, name, users = dataset.schema, dataset.name, dataset.num_users
         used = model_schema(schema, config)
         parts = first_batches(config, dataset, devices.world_size)
+        parts = _with_rows(parts, used)
         ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.target_T))
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
@@ -331,6 +334,24 @@ def first_batches(config: Config, dataset: "Dataset", world_size: int) -> "list[
         batches.rank = rank
         found.append(batches.at(0))
     return found
+
+
+def _with_rows(parts: "list[Batch]", schema: Schema) -> "list[Batch]":
+    """The batches with rows in place of the ids of tables whose rows pass from value to value, as if each value got one
+    at once."""
+    import torch
+
+    from logitmix.trainer.parallel.growing import unique_ids, with_rows
+    from logitmix.trainer.parallel.row_map import RowMap
+
+    for table in schema.tables:
+        if table.values:
+            named = [unique_ids(part.ids[table.name]) for part in parts]
+            rows = RowMap(table.rows - 1)
+            rows.advance(torch.cat(named).unique().numpy(), 1)
+            found = [{table.name: torch.from_numpy(rows.find(of_part.numpy()))} for of_part in named]
+            parts = [with_rows(part, schema, of_part) for part, of_part in zip(parts, found, strict=True)]
+    return parts
 
 
 def _lookups(ids: "Mapping[str, Tensor | Bags]") -> dict[str, int]:

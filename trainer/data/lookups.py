@@ -85,7 +85,7 @@ def look_up(
             ids[table], values[ITEM] = torch.from_numpy(items_V), Values(torch.arange(len(items_V)))
             continue
         named_ids = [column.values for column in by_feature.values()]
-        unique, inverse = unique_inverse(np.concatenate(named_ids), schema.table(table).rows)
+        unique, inverse = unique_inverse(np.concatenate(named_ids), schema.table(table).ids)
         ids[table] = torch.from_numpy(unique)
         ends = np.cumsum([len(part) for part in named_ids])[:-1]
         for (name, column), index in zip(by_feature.items(), np.split(inverse, ends), strict=True):

@@ -27,7 +27,7 @@ from logitmix.common.messages import say
 from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
-from logitmix.modules.schema import ITEM, USER
+from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.modules.stage1 import LANES
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
@@ -118,10 +118,9 @@ def export(
         model = load_saved(final, which, ranks)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
-        about = About(
-            model.config.model, source, model.num_items, exclude_history, model.tower.schema, item_cache, precision
-        )
-        vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset))
+        schema = served_schema(model.tower.schema)
+        about = About(model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision)
+        vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset), model)
         items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
@@ -296,7 +295,11 @@ def _write_items(
 
 def _inputs(model: SavedModel, about: About, dataset: DatasetItems, start: int, stop: int) -> ItemInputs:
     columns = {of.name: dataset.features[of.name].take(np.arange(start, stop)) for of in about.schema.of("item")}
-    values = {name: values_of(column, column.values) for name, column in columns.items()}
+    tables = {feature.name: feature.table for feature in about.schema.of("item") if feature.sparse}
+    values = {
+        name: values_of(column, model.rows_of(tables[name], column.values) if name in tables else column.values)
+        for name, column in columns.items()
+    }
     return ItemInputs(model.read_rows(ITEM, start, stop), values)
 
 
@@ -351,12 +354,21 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
     return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
-def known_values(dataset: Dataset, trained_U: np.ndarray, table: str) -> pa.ChunkedArray:
-    """The values of a table of features by row, null for unknown; so is a user that training did not see."""
+def served_schema(schema: Schema) -> Schema:
+    """That of an export, which knows the values that have rows alone."""
+    return replace(schema, tables=tuple(replace(table, values=0) for table in schema.tables))
+
+
+def known_values(dataset: Dataset, trained_U: np.ndarray, model: SavedModel, table: str) -> pa.ChunkedArray:
+    """The values of a table of features by row, null for unknown; so is a user that training did not see, and a row
+    that no value has."""
     values = dataset.vocabulary_column(table)
     if table == USER and USER not in [of.name for of in dataset.schema.tables]:
-        return pc.if_else(pa.array(np.concatenate([[False], trained_U])), values, None)
-    return values
+        values = pc.if_else(pa.array(np.concatenate([[False], trained_U])), values, None)
+    id_R = model.id_of_row(table)
+    if id_R is None:
+        return values
+    return values.take(pa.array(id_R.numpy(), mask=id_R.numpy() == 0))
 
 
 def in_order(texts: Texts, what: str, blanks: bool = False) -> Texts:

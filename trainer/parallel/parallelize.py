@@ -4,9 +4,10 @@ The tables are model-parallel: TorchRec shards them. The tower is data-parallel.
 exchanged (rows.py) through the wire's codec, and so are their gradients on the way back.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -18,25 +19,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingEnv
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, Shard, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, limit_waiting, own_group
-from logitmix.common.mappings import nearest
+from logitmix.common.mappings import nearest, require
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.modules.initialize import initialized
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TableSettings
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.flat import FlatLosses
+from logitmix.trainer.parallel.growing import GrowingTable, unique_ids, with_rows
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, placed, plan_tables
 from logitmix.trainer.parallel.replicas import SUFFIX, Replicas
@@ -63,6 +65,8 @@ class ParallelModel:
     """With train.ema."""
     stream: torch.cuda.Stream | None
     """CUDA: the stream that copies the next batch to the device while one is trained on."""
+    growing: Mapping[str, GrowingTable] = field(default_factory=dict)
+    """The tables whose rows pass from value to value, by name."""
 
     @property
     def tower(self) -> Tower:
@@ -70,6 +74,31 @@ class ParallelModel:
         replicated = self.replicated
         losses = replicated.losses if isinstance(replicated, FlatLosses) else cast(SampledLosses, replicated.module)
         return losses.tower
+
+    def placed(self, batch: Batch, step: int) -> Batch:
+        """The batch of a step, counted from 1, with rows in place of the ids of `growing` tables. Rows that another
+        value has got start anew. To be called for one step after the other, and before the rows of this one are sent;
+        those of the step before may be on their way. Collective."""
+        rows = {}
+        for name, table in self.growing.items():
+            rows[name], new_row, new_id = table.advance(unique_ids(batch.ids[name]), step)
+            if len(new_row):
+                self._start_anew(name, new_row, new_id)
+        return with_rows(batch, self.tower.schema, rows) if rows else batch
+
+    def _start_anew(self, name: str, row_N: Tensor, id_N: Tensor) -> None:
+        """Gives this rank's part of some rows of a table, of their moving average and of their optimizer's state the
+        values that these ids start from. Through `data`, because the backward of a lookup is under way, which would
+        refuse a table that has changed; it has none of these rows."""
+        weights = [self.shards()[name], *([self.average.tables[name]] if self.average else [])]
+        for sharded in weights:
+            for shard, at, id_R in _parts_of(sharded, row_N, id_N):
+                column_C = _columns(shard)
+                shard.tensor.data[at] = _initial_rows(name, self.config, id_R, column_C).to(shard.tensor.dtype)
+        for state in self.table_optimizers.state_dict().get(name, {}).values():
+            if isinstance(state, ShardedTensor):
+                for shard, at, _ in _parts_of(state, row_N, id_N):
+                    shard.tensor.data[at] = 0
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs; collective."""
@@ -124,7 +153,10 @@ class ParallelModel:
         """What is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their moving
         averages, if there are any."""
         tower, tables = (self.average.tower, self.average.tables) if self.average else (self.tower, self.shards())
-        return tower, {name: ShardedRows.of_shards(sharded, self.ranks) for name, sharded in tables.items()}
+        row_of = {name: table.find for name, table in self.growing.items()}
+        return tower, {
+            name: ShardedRows.of_shards(sharded, self.ranks, row_of.get(name)) for name, sharded in tables.items()
+        }
 
 
 def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = False) -> ParallelModel:
@@ -165,8 +197,13 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
         compile_towers(losses, ranks.device)
     replicated = _replicated(losses, config, ranks)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+    growing = {
+        table.name: GrowingTable(table, config.tables.of(table.name), ranks)
+        for table in model.tower.schema.tables
+        if table.values
+    }
     parallel = ParallelModel(
-        sharded, pooled, optimizers, plan, replicated, wire, ranks, replicas, config, cuts, None, stream
+        sharded, pooled, optimizers, plan, replicated, wire, ranks, replicas, config, cuts, None, stream, growing
     )
     tables = parallel.shards()
     if not restored:
@@ -186,17 +223,34 @@ def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[Ret
 
 
 def model_schema(schema: Schema, config: Config) -> Schema:
-    """The part of a dataset's schema that the model uses, with the configured widths of tables.
+    """The part of a dataset's schema that the model uses, with the configured widths and capacities of tables.
 
-    Raises ValueError for an unknown feature or table.
+    Raises ValueError for an unknown feature or table, a capacity of the items' table, and settings of rows that pass
+    from value to value where there are none.
     """
     used = schema.only(config.model.features)
     names = [table.name for table in used.tables]
     for name in config.tables.by_name:
         if name not in names:
             raise ValueError(f"tables.{name}: no table {name}{nearest(name, names)}; there are: {', '.join(names)}")
-    tables = [replace(table, dim=config.tables.of(table.name).dim or config.model.dim) for table in used.tables]
-    return replace(used, tables=tuple(tables))
+    if not any(config.tables.of(name).capacity for name in names):
+        for name, setting in product(names, ("admit_after", "evict")):
+            value, without = getattr(config.tables.of(name), setting), "left out, because no table has a capacity"
+            require(value == getattr(TableSettings, setting), f"tables.{name}.{setting}", value, without)
+    return replace(used, tables=tuple(_configured(table, config) for table in used.tables))
+
+
+def _configured(table: Table, config: Config) -> Table:
+    settings = config.tables.of(table.name)
+    table = replace(table, dim=settings.dim or config.model.dim)
+    if settings.capacity and table.name == ITEM:
+        raise ValueError(
+            f"the capacity of table {ITEM} is {settings.capacity}, but all items are ranked, and each needs its own "
+            "row; set it for the tables of features alone: --tables.NAME.capacity"
+        )
+    if not settings.capacity or table.rows == 1:
+        return table
+    return replace(table, rows=1 + min(settings.capacity, table.rows - 1), values=table.rows)
 
 
 def embedding_tables(schema: Schema, config: Config, device: torch.device) -> list[EmbeddingTable]:
@@ -208,7 +262,8 @@ def embedding_tables(schema: Schema, config: Config, device: torch.device) -> li
     for each in schema.tables:
         _require_supported(each.name, config, device)
         of = config.tables.of(each.name)
-        found.append(EmbeddingTable(each.name, each.rows, each.dim, of.precision, of.pooled, schema.weighs(each.name)))
+        weighs = schema.weighs(each.name)
+        found.append(EmbeddingTable(each.name, each.rows, each.dim, of.precision, of.pooled, weighs, each.values))
     return found
 
 
@@ -257,6 +312,8 @@ def _require_cacheable(name: str, config: Config, device: torch.device) -> None:
             f"{said}whose rows FBGEMM's own optimizers train, not {settings.optimizer} of a plugin; {mended}, or set "
             "another optimizer"
         )
+    if settings.capacity:
+        raise ValueError(f"{said}whose rows pass from value to value, which the cache does not know; {mended}")
     if config.train.ema:
         raise ValueError(f"{said}whose rows are not averaged; {mended}, or train.ema to 0")
     if config.comm.parts > 1:
@@ -327,14 +384,34 @@ def computes_bf16(device: torch.device) -> bool:
 def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
     """Fills rows from a truncated normal, each number a function of the seed and its place."""
     for name, sharded in tables.items():
-        key, std = derive_key("table", name, config.train.seed), config.tables.of(name).init_std
         for shard in sharded.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            column_C = torch.arange(column, column + columns, device=shard.tensor.device)
+            row, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+            column_C = _columns(shard)
             for start in range(0, rows, _ROWS):
                 part = shard.tensor[start : start + _ROWS].detach()
                 row_R = torch.arange(row + start, row + start + len(part), device=part.device)
-                part.copy_(truncated_normal(key, row_R, column_C, std))
+                part.copy_(_initial_rows(name, config, row_R, column_C))
+
+
+def _initial_rows(name: str, config: Config, id_R: Tensor, column_C: Tensor) -> Tensor:
+    """What the rows of some ids of a table start from, FP32 [R, C]."""
+    key = derive_key("table", name, config.train.seed)
+    return truncated_normal(key, id_R, column_C, config.tables.of(name).init_std)
+
+
+def _columns(shard: Shard) -> Tensor:
+    """The columns [C] of a table that a shard has."""
+    first, count = shard.metadata.shard_offsets[1], shard.metadata.shard_sizes[1]
+    return torch.arange(first, first + count, device=shard.tensor.device)
+
+
+def _parts_of(sharded: ShardedTensor, row_N: Tensor, id_N: Tensor) -> Iterator[tuple[Shard, Tensor, Tensor]]:
+    """This rank's shards with those of the rows that they have, by place in the shard, and the rows' ids."""
+    for shard in sharded.local_shards():
+        place_N = row_N - shard.metadata.shard_offsets[0]
+        there = (place_N >= 0) & (place_N < shard.metadata.shard_sizes[0])
+        device = shard.tensor.device
+        yield shard, place_N[there].to(device), id_N[there].to(device)
 
 
 _ROWS = 2**16

@@ -33,6 +33,7 @@ from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, o
 from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TablesConfig, TableSettings
 from logitmix.trainer.parallel.by_host import plan_by_host
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
+from logitmix.trainer.parallel.row_map import map_bytes
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
 
 _IDS = 10_000
@@ -54,6 +55,8 @@ class TablePlan:
     shards: tuple[ShardPlace, ...]
     cache_load_factor: float = 1.0
     """Below 1, the rows are in the host's memory, and a GPU caches this share of them."""
+    map_bytes: int = 0
+    """Bytes of host memory, of all ranks together, that know which value has which row."""
 
     def held(self, shard: ShardPlace) -> "Held":
         """What the owner of a shard holds of the table."""
@@ -253,6 +256,7 @@ def _of(table: EmbeddingTable, config: Config, sharding: str, shards: tuple[Shar
         bytes=_bytes(table, settings) + _average_bytes(table, config),
         shards=shards,
         cache_load_factor=settings.cache_load_factor,
+        map_bytes=map_bytes(table.rows - 1, settings.admit_after) if table.values else 0,
     )
 
 
@@ -291,6 +295,7 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
             f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
             f"{'pooled, ' if table.pooled else ''}{table.optimizer}, "
             f"{binary_size(host or table.bytes)}{cached if host else ''}"
+            + (f"; {binary_size(table.map_bytes)} on hosts for which value has which row" if table.map_bytes else "")
         )
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 Axes: V ids, D width of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,31 +38,45 @@ class ShardPlace:
 class ShardedRows:
     """A table [X, D] in blocks; each rank holds some of them."""
 
-    def __init__(self, blocks: Sequence[ShardPlace], held: Sequence[Tensor], dim: int, ranks: Ranks) -> None:
-        """`held` are the tensors of this rank's blocks, in the order of `blocks`."""
-        self.dim, self.ranks = dim, ranks
+    def __init__(
+        self,
+        blocks: Sequence[ShardPlace],
+        held: Sequence[Tensor],
+        dim: int,
+        ranks: Ranks,
+        row_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`held` are the tensors of this rank's blocks, in the order of `blocks`. `row_of`, collective, gives the rows
+        of ids, where these are not the same."""
+        self.dim, self.ranks, self.row_of = dim, ranks, row_of
         self.of_rank = [[block for block in blocks if block.rank == rank] for rank in range(ranks.world_size)]
         self.held = list(zip(self.of_rank[ranks.rank], held, strict=True))
 
     @classmethod
-    def of_shards(cls, sharded: ShardedTensor, ranks: Ranks) -> "ShardedRows":
+    def of_shards(
+        cls, sharded: ShardedTensor, ranks: Ranks, row_of: Callable[[Tensor], Tensor] | None = None
+    ) -> "ShardedRows":
         """The rows of a table in training, by reference."""
         blocks = list(map(ShardPlace.of, sharded.metadata().shards_metadata))
         tensors = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in sharded.local_shards()}
         held = [tensors[block.first_row, block.first_column] for block in blocks if block.rank == ranks.rank]
-        return cls(blocks, held, sharded.size()[1], ranks)
+        return cls(blocks, held, sharded.size()[1], ranks, row_of)
 
     @classmethod
-    def of_ranges(cls, num_rows: int, held_RD: Tensor, ranks: Ranks) -> "ShardedRows":
+    def of_ranges(
+        cls, num_rows: int, held_RD: Tensor, ranks: Ranks, row_of: Callable[[Tensor], Tensor] | None = None
+    ) -> "ShardedRows":
         """Rows divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
         ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
         dim = held_RD.shape[1]
         blocks = [ShardPlace(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
-        return cls(blocks, [held_RD], dim, ranks)
+        return cls(blocks, [held_RD], dim, ranks, row_of)
 
     def fetch(self, id_V: Tensor) -> Tensor:
         """The rows [V, D] of any ids (int64, on the CPU) on this rank's device. Collective: every rank asks for its
         own, or for none."""
+        if self.row_of:
+            id_V = self.row_of(id_V)
         wanted = [self._asked(id_V, rank) for rank in range(self.ranks.world_size)]
         answers = all_to_all(
             [self._answer(id_A) for id_A in all_to_all([id_V[at] for at in wanted], self.ranks)], self.ranks

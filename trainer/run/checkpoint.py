@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
@@ -16,16 +18,20 @@ from logitmix.common.messages import say
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
+from logitmix.trainer.parallel.growing import GrowingTable
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
+from logitmix.trainer.parallel.row_map import NONE, Layout
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.run.folder import checkpoint_paths, read_config, read_schema, require_alike
 from logitmix.trainer.run.manifest import MANIFEST, by_merit, manifests, read_manifest, require_same_model
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.state import (
     AVERAGE,
+    VALUES,
     evaluated,
     fill,
     kind_of,
+    kind_of_values,
     kinds_in,
     only_for_training,
     state_of,
@@ -48,6 +54,8 @@ class SavedModel:
     """Its metrics, if it was evaluated."""
     tensors: SavedTensors = field(default_factory=lambda: SavedTensors(()))
     """All that the checkpoint has; what only training needs is not checked."""
+    _sorted: dict[str, Any] = field(default_factory=dict, repr=False)
+    """By table, its rows in the order of their ids, once they were asked for; None where these are the same."""
 
     @property
     def num_items(self) -> int:
@@ -59,7 +67,40 @@ class SavedModel:
 
     def _shared(self, table: Table, ranks: Ranks) -> ShardedRows:
         own_RD = self.read_rows(table.name, *own_range(table.rows, ranks.rank, ranks.world_size))
-        return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks)
+        row_of = self._growing(table, ranks).find if table.values else None
+        return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks, row_of)
+
+    def _growing(self, table: Table, ranks: Ranks) -> GrowingTable:
+        growing = GrowingTable(table, self.config.tables.of(table.name), ranks)
+        growing.map.rows.id[:] = self._values(table, *growing.part).numpy()
+        return growing
+
+    def _values(self, table: Table, start: int, stop: int) -> Tensor:
+        """The ids [B, K] that have the rows of a table, by bucket (row_map.py), from `start` to `stop`, excluded."""
+        id_BK = torch.empty(stop - start, kind_of_values(table).shape[1], dtype=torch.int64)
+        self.tensors.read(f"{VALUES}{table.name}", (start, 0), id_BK)
+        return id_BK
+
+    def id_of_row(self, name: str) -> Tensor | None:
+        """The ids of the values that have the rows of a table [R], int64, 0 for none; None where these are the
+        rows."""
+        table = self.tower.schema.table(name)
+        if not table.values:
+            return None
+        id_BK = self._values(table, 0, Layout(table.rows - 1).buckets)
+        return F.pad(id_BK[id_BK != NONE], (1, 0))
+
+    def rows_of(self, name: str, id_N: np.ndarray) -> np.ndarray:
+        """The rows of ids of a table."""
+        if name not in self._sorted:
+            id_R = self.id_of_row(name)
+            self._sorted[name] = None if id_R is None else id_R.sort(stable=True)
+        if (known := self._sorted[name]) is None:
+            return id_N
+        # Of the rows without a value, row 0 is the first.
+        wanted = torch.from_numpy(id_N.astype(np.int64))
+        place = torch.searchsorted(known.values, wanted).clamp(max=len(known.values) - 1)
+        return torch.where(known.values[place] == wanted, known.indices[place], 0).numpy()
 
 
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
@@ -118,7 +159,8 @@ def load_saved(run: Path, which: Literal["best", "last"] = "best", ranks: Ranks 
     prefix = AVERAGE if config.train.ema else ""
     weights = weights_of(tower, {}, prefix)
     tables = {f"{prefix}tables/{table.name}": kind_of(table, config) for table in schema.tables}
-    wanted = _Wanted(config, schema, kinds_in(weights) | tables, only_for_training(config))
+    values = {f"{VALUES}{table.name}": kind_of_values(table) for table in schema.tables if table.values}
+    wanted = _Wanted(config, schema, kinds_in(weights) | tables | values, only_for_training(config))
     opened = _choose(run, which, wanted, ranks)
     fill(weights, opened.tensors)
     progress = opened.progress

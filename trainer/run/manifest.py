@@ -8,8 +8,9 @@ A checkpoint is a directory `checkpoints/step-N`:
                                       dataset (the SHA-256 of the run's dataset.json), files; see common/checked.py
 
 The tensors are tables/TABLE, table_optimizers/TABLE/STATE, tower/WEIGHT and dense_optimizer/WEIGHT/STATE; with
-train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read. A checkpoint is written
-under another name and renamed when it is complete and on disk, and no directory is written twice.
+train.ema also average/tables/TABLE and average/tower/WEIGHT, which evaluation and exports read; of tables with a
+capacity also values/TABLE, the ids that have its rows, and growing/TABLE/STATE, when they were named. A checkpoint is
+written under another name and renamed when it is complete and on disk, and no directory is written twice.
 
 No rank has more of a table in memory than its own rows: files are written in blocks, and mapped to be read.
 """

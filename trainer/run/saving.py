@@ -43,7 +43,7 @@ from logitmix.trainer.run.manifest import (
     part_name,
 )
 from logitmix.trainer.run.metrics import RunProgress
-from logitmix.trainer.run.state import pieces_of, state_of
+from logitmix.trainer.run.state import Part, pieces_of, state_of
 from logitmix.trainer.run.tensor_files import TensorFile
 
 
@@ -141,7 +141,9 @@ class Saver:
         state = {
             name: pieces_of(of)
             for name, of in state_of(self.model, self.optimizer).items()
-            if ranks.rank == 0 or (isinstance(of, ShardedTensor) and self.model.replicas.number == 0)
+            if ranks.rank == 0
+            or isinstance(of, Part)
+            or (isinstance(of, ShardedTensor) and self.model.replicas.number == 0)
         }
         if in_background:
             state = {name: [piece.copied() for piece in of] for name, of in state.items()}

@@ -24,8 +24,8 @@ BLOCK_BYTES = 2**25
 ALIGNMENT = 64
 """Of the first tensor in a file: torch maps tensors where they lie."""
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16"}
-"""Those of tables, weights and optimizers."""
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
+"""Those of tables, weights and optimizers, and of ids."""
 
 
 class Rectangle(NamedTuple):

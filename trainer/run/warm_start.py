@@ -81,9 +81,16 @@ def warm_start(
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
     added = ", ".join(said for before, now in of_owners for said in now if said not in before)
     said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
-    unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, totals), model.ranks)
+    matched = {name: of for name, of in totals.items() if not _passes(name, saved.tower, model.tower)}
+    unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, matched), model.ranks)
+    passing = [
+        f"warm start: table {name} starts as in any run, because its rows pass from value to value in this run or the "
+        "other (tables.NAME.capacity)"
+        for name in totals
+        if name not in matched
+    ]
     said += ", with their optimizers' states" if optimizer else ""
-    return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
+    return "\n".join([said + (f"; new features: {added}" if added else ""), *passing, *unlike])
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
@@ -271,7 +278,7 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
     counts = {}
     for name, sharded in model.shards().items():
         counts[name] = 0
-        if name not in known:
+        if name not in known or _passes(name, saved.tower, model.tower):
             continue
         matched: dict[tuple[int, int], np.ndarray] = {}
         kept = [(partial(_state, saved, name, key, of), of) for key, of in of_states.get(name, {}).items()]
@@ -299,6 +306,12 @@ def _state(saved: SavedModel, name: str, key: str, now: ShardedTensor, start: in
     of_rows = torch.empty(stop - start, *columns, dtype=now.dtype)
     saved.tensors.read(saved_as, (start, *(0 for _ in columns)), of_rows)
     return of_rows
+
+
+def _passes(name: str, *towers: Tower) -> bool:
+    """Whether rows of this table pass from value to value in one of two runs that both have it."""
+    tables = [table for tower in towers for table in tower.schema.tables if table.name == name]
+    return len(tables) == len(towers) and any(table.values for table in tables)
 
 
 FEW = 0.5

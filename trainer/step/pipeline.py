@@ -330,6 +330,7 @@ class Pipeline:
         making = self._making or self._thread.submit(self.make_batch, number)
         batch = making.result()
         self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
+        batch = self.model.placed(batch, number + 1)
         rows = self.model.row_exchange(batch.ids)
         return Prefetched(self.model.to_device(batch), rows)
 

@@ -1,0 +1,180 @@
+"""Runs with tables whose rows pass from value to value: checkpoints, other numbers of ranks, evaluation, exports."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import torch
+import two_ranks
+from small_data import a_model, small_config, write_dataset
+
+from logitmix.modules.schema import USER
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import loop
+from logitmix.trainer.config import Config
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.evaluation.evaluate import evaluate_run
+from logitmix.trainer.export.export import export
+from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run.checkpoint import load_saved
+
+SETTINGS = {
+    "comm.forward": "fp32",
+    "comm.backward": "fp32",
+    "train.precision": "fp32",
+    "train.epochs": 3,
+    "train.batch_size": 8,
+    "train.ema": 0.5,
+    "dense.optimizer": "sgd",
+    "tables.optimizer": "rowwise_adagrad",
+    "tables.lr": 1e-2,
+    "model.features": ["all", USER],
+    "model.user_id_dropout": 0.1,
+    "tables.brand.capacity": 3,
+    "tables.tags.capacity": 5,
+    "tables.tags.admit_after": 2,
+    "tables.user.capacity": 9,
+    "tables.user.evict": "frequency",
+}
+GROWING = ("brand", "tags", USER)
+
+
+def with_epochs(config: Config, stop_after: float) -> Config:
+    return replace(config, train=replace(config.train, stop_after_epochs=stop_after))
+
+
+def begin(run: Path, config: Config) -> "list[Map]":
+    """Trains an epoch; returns the maps as this rank restores them."""
+    loop.train(with_epochs(config, 1), run)
+    return maps_of(run, config)
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in jobs.metrics(run) if row["kind"] == "train"]
+
+
+Map = dict[str, list[int]]
+
+
+def maps_of(run: Path, config: Config) -> list[Map]:
+    """As this rank restores them: by table, what its buckets have, and how far they are."""
+    with a_model(config) as (model, optimizer):
+        checkpoint.restore(run, model, optimizer)
+        found = []
+        for table in model.growing.values():
+            of = {"id": table.map.rows.id} | table.state()
+            found.append({name: slots.ravel().tolist() for name, slots in of.items()} | {"steps": [int(table.steps)]})
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a dataset and a run by one process."""
+    folder = tmp_path_factory.mktemp("growing")
+    loop.train(configured(folder, write=True), folder / "whole")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> list[list[Map]]:
+    """By rank, the maps of a run that two have begun."""
+    return two_ranks.run(begin, folder / "begun", configured(folder))
+
+
+def configured(folder: Path, write: bool = False) -> Config:
+    return small_config(write_dataset(folder / "data", features=True) if write else folder / "data", SETTINGS)
+
+
+def test_a_checkpoint_is_divided_among_the_ranks(folder: Path, begun: list[list[Map]]) -> None:
+    alone = maps_of(folder / "begun", configured(folder))
+    # A batch ahead of the checkpoint's step.
+    assert [of["steps"] for of in alone] == [[1 + load_saved(folder / "begun", "last").step]] * len(GROWING)
+    for number, whole in enumerate(alone):
+        for name, values in whole.items():
+            found = [part[number][name] for part in begun]
+            assert values == (found[0] if name == "steps" else [value for part in found for value in part]), name
+        assert sum(value > 0 for value in whole["id"]) == (3, 5, 9)[number]
+
+
+def assert_goes_on(run: Path, whole: Path) -> None:
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
+    for name in GROWING:
+        rows = [load_saved(of, "last").id_of_row(name) for of in (run, whole)]
+        assert rows[0] is not None and rows[1] is not None and torch.equal(rows[0], rows[1])
+
+
+def test_one_process_goes_on_where_two_were(folder: Path, begun: list[list[Map]], tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "begun", tmp_path / "run")
+    loop.train(configured(folder), run)
+    assert_goes_on(run, folder / "whole")
+
+
+@pytest.mark.slow
+def test_three_ranks_go_on_where_two_were(folder: Path, begun: list[list[Map]], tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "begun", tmp_path / "run")
+    two_ranks.run(loop.train, configured(folder), run, world_size=3)
+    assert_goes_on(run, folder / "whole")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    config = configured(folder)
+    for epochs in (1, 2, 0):
+        loop.train(with_epochs(config, epochs), tmp_path / "run")
+    assert jobs.metrics(tmp_path / "run") == jobs.metrics(folder / "whole")
+    assert jobs.results(tmp_path / "run") == jobs.results(folder / "whole")
+
+
+@pytest.mark.parametrize("from_growing", [True, False])
+def test_a_warm_start_says_which_tables_it_leaves(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], from_growing: bool
+) -> None:
+    """Rows of the other run are found by their values' places, which are not the rows here."""
+    growing = configured(folder)
+    static = replace(growing, tables=replace(growing.tables, by_name={}))
+    first, second = (folder / "whole", static) if from_growing else (tmp_path / "static", growing)
+    if not from_growing:
+        loop.train(with_epochs(static, 1), first)
+    capsys.readouterr()
+    loop.train(replace(with_epochs(second, 1), warm_start=str(first)), tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "51 of 51 rows of table item, 0 of " in said
+    for name in GROWING:
+        assert f"warm start: table {name} starts as in any run, because its rows pass from value to value" in said
+    assert said.count("warm start: table") == len(GROWING)
+
+
+def test_evaluation_of_a_checkpoint_is_that_of_the_run(folder: Path) -> None:
+    results = jobs.results(folder / "whole")
+    found = evaluate_run(folder / "whole", "test", None, None, "cpu", 1)
+    assert {name: found[name] for name in ("hr@1", "hr@10", "mrr")} == {
+        name: pytest.approx(results[name]) for name in ("hr@1", "hr@10", "mrr")
+    }
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_an_export_knows_the_values_that_have_rows_and_no_other(folder: Path, tmp_path: Path, cached: bool) -> None:
+    export(folder / "whole", tmp_path / "served", item_cache=cached)
+    retriever, model = Retriever.load(tmp_path / "served"), load_saved(folder / "whole")
+    dataset = load_dataset(folder / "data")
+
+    def scores(user: dict[str, object]) -> list[float]:
+        return [row["score"] for row in retriever.recommend([{"history": ["item-3"], "user": user}], 10)[0]]
+
+    nobody = scores({})
+    for feature, table, values in (("user", USER, dataset.vocabulary(USER)), ("favorites", "brand", [])):
+        names, id_R = values or [None, *(f"brand-{row}" for row in range(1, 7))], model.id_of_row(table)
+        assert id_R is not None
+        known = {value for value in id_R.tolist() if value}
+        assert 0 < len(known) < len(names) - 1
+        for value in range(1, len(names)):
+            given = [names[value]] if feature == "favorites" else names[value]
+            unknown = scores({feature: ["nothing"]}) if feature == "favorites" else nobody
+            assert (scores({feature: given}) != unknown) == (value in known), (feature, value)
+
+    # Items' features have the rows of the checkpoint.
+    rows = model.rows_of("brand", np.arange(7))
+    assert [row > 0 for row in rows] == [value in set(id_R.tolist()) - {0} for value in range(7)]
+    assert torch.equal(id_R[torch.from_numpy(rows[rows > 0])], torch.from_numpy(np.flatnonzero(rows)))
