@@ -15,12 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from logitmix.trainer.parallel.parallelize import computes_bf16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,10 @@ def spent(work: Callable[[], object]) -> Spent:
     return Spent(time.process_time() - start, (_status("VmHWM") - before) / 1024)
 
 
-def in_turn(tasks: dict[str, partial[Spent]], repetitions: int) -> dict[str, list[Spent]]:
+def in_turn(tasks: dict[str, partial[T]], repetitions: int) -> dict[str, list[T]]:
     """Runs each task that many times, every time in a fresh process; interleaved, so that load on the machine affects
     all."""
-    results: dict[str, list[Spent]] = {name: [] for name in tasks}
+    results: dict[str, list[T]] = {name: [] for name in tasks}
     names = list(tasks) * repetitions
     if not names:
         return results
