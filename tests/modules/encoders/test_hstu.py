@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_sasrec import DIM, NOISE, filled, rows
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -20,27 +21,14 @@ from logitmix.modules.encoders.hstu import HSTU
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS, attend, attend_plain, time_buckets
 from logitmix.modules.noise import Noise
 
-DIM = 8
-NOISE = Noise(12345)
 CONFIG = HSTUConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4, times=True)
 
 
 def make(dim: int = DIM, **changes: Any) -> HSTU:
-    """All parameters random, so that none can be left out unnoticed."""
-    generator = torch.Generator().manual_seed(7)
-    config = replace(CONFIG, **changes)
-    encoder = HSTU(dim, config).double()
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
-    return encoder
+    return filled(HSTU(dim, replace(CONFIG, **changes)))
 
 
 ENCODER = make()
-
-
-def rows(count: int, dim: int = DIM, seed: int = 0) -> Tensor:
-    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def packing(lengths: list[int], first_row: int = 0, seed: int = 3) -> Packing:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,20 +21,24 @@ from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padde
 from logitmix.modules.noise import Noise
 from logitmix.trainer.config import load_recipe, recipe_names
 
+M = TypeVar("M", bound=nn.Module)
 DIM = 8
 NOISE = Noise(12345)
 CONFIG = SASRecConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4)
 
 
-def make(dim: int = DIM, **changes: Any) -> SASRec:
+def filled(encoder: M) -> M:
     """All parameters random, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(7)
-    config = replace(CONFIG, **changes)
-    encoder = SASRec(dim, config).double()
+    encoder = encoder.double()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
     return encoder
+
+
+def make(dim: int = DIM, **changes: Any) -> SASRec:
+    return filled(SASRec(dim, replace(CONFIG, **changes)))
 
 
 ENCODER = make()
