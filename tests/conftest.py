@@ -105,10 +105,13 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Garbage is looked for in what tests make. CUDA looks once which GPUs a process may see: where tests need some,
-    before it is hidden from others."""
+    """Garbage is looked for in what tests make. Torch has one thread, as its idle ones keep a core that another process
+    of the tests could use. CUDA looks once which GPUs a process may see: where tests need some, before it is hidden
+    from others."""
     gc.freeze()
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     if any(item.get_closest_marker("gpu") for item in session.items):
         import torch
 
