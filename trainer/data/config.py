@@ -75,17 +75,19 @@ class PrepareOptions:
     machine's."""
     overwrite: bool = False
     """Replace the dataset that is already at the output."""
-    append: bool = False
-    """Add the actions to the dataset that is already at the output, behind its own: what it has keeps its numbers.
-    All of them are kept, also those of users with few actions."""
+    append: str = ""
+    """Dataset, a path or URL, that the actions are to follow: --out then has both, and what was there has the numbers
+    that it had. All actions are kept, also those of users with few."""
 
     def __post_init__(self) -> None:
         if self.append:
-            for name in ("min_user_actions", "min_item_actions", "min_feature_count", "overwrite"):
+            for name in ("min_user_actions", "min_item_actions", "min_feature_count"):
                 if getattr(self, name) != getattr(PrepareOptions, name):
                     flag = f"--{name.replace('_', '-')}"
                     raise ValueError(f"--append takes no {flag}, because it keeps all actions; leave {flag} out")
-        for name in ("source", "out", "items", "users", "schema"):
+            if not self.out:
+                raise ValueError("--append needs --out: a new directory, or the same one, which then becomes the whole")
+        for name in ("source", "out", "items", "users", "schema", "append"):
             require_no_secrets(f"--{name}", getattr(self, name))
         source = source_of(self.name)
         if source is None:

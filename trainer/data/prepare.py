@@ -72,28 +72,28 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
     out = options.directory
     console = console or Console(stderr=True)
     with alone(out):
-        if options.append:
-            fetch(out)
-        else:
-            fetch_names(out)
+        fetch_names(out)
         _check_files(options)
         clean_up(out)
-        if not options.append:
+        before = fetch(options.append) if options.append else None
+        if before is None or before.resolve() != out.resolve():
             _check_out(out, options.overwrite)
         with whole_directory(out) as staging:
-            description = (_append if options.append else _prepare)(staging, options, console)
+            if before is None:
+                description = _prepare(staging, options, console)
+            else:
+                description = _append(before, staging, options, console)
         push(out)
     return description
 
 
-def _append(staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
-    """Fills the directory with the dataset at the output and the actions, which are prepared by themselves at first."""
-    out, later = options.directory, staging / "later"
-    known = schema_to_append_to(out)
+def _append(before: Path, staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
+    """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
+    later = staging / "later"
+    known = schema_to_append_to(before)
     later.mkdir()
-    options = replace(options, append=False, min_user_actions=0)
-    _prepare(later, options, console, known)
-    description, notes = append(out, later, staging)
+    _prepare(later, replace(options, append="", min_user_actions=0), console, known)
+    description, notes = append(before, later, staging)
     shutil.rmtree(later)
     for note in notes:
         tell(console, note)

@@ -79,7 +79,7 @@ def test_histories_are_those_of_all_actions_together(
     first = load_dataset(path)
     known, values = first.raw_ids(), first.vocabulary("brand")
     for at, part in enumerate(parts[1:], 1):
-        prepared(folder, str(at), part, out=path, append=True)
+        prepared(folder, str(at), part, out=path, append=str(path))
     dataset = load_dataset(path)
     expected = defaultdict(list)
     for part in parts:
@@ -103,7 +103,7 @@ def test_the_command_says_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "day.csv").write_text(
         f"user,item,timestamp,brand,colour\nc,z,{DAY + 9},two,red\na,y,{DAY + 6},one,red\n"
     )
-    words = ["prepare", "table", "--source", str(tmp_path / "day.csv"), "--out", str(path), "--append"]
+    words = ["prepare", "table", "--source", str(tmp_path / "day.csv"), "--append", str(path), "--out", str(path)]
     main(words)
     said = capsys.readouterr()
     assert "appended  2 actions with 1 new user and 1 new item" in said.out
@@ -131,8 +131,8 @@ def test_the_command_says_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixt
             "to append are milliseconds, and those of .* seconds; they must",
         ),
         (SECOND, {"min_user_actions": 2}, "--append takes no --min-user-actions"),
-        (SECOND, {"overwrite": True}, "--append takes no --overwrite"),
-        (SECOND, {"out": Path("nowhere")}, "no dataset at nowhere; make it with"),
+        (SECOND, {"out": ""}, "--append needs --out"),
+        (SECOND, {"append": "nowhere", "overwrite": True}, "no dataset at nowhere; make it with"),
     ],
 )
 def test_what_cannot_be_appended_changes_nothing(
@@ -141,9 +141,19 @@ def test_what_cannot_be_appended_changes_nothing(
     path = prepared(tmp_path, "0", FIRST)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     with pytest.raises(ValueError, match=problem):
-        prepared(tmp_path, "1", rows, **{"out": path, "append": True, **options})
+        prepared(tmp_path, "1", rows, **{"out": path, "append": str(path), **options})
     (tmp_path / "1.csv").unlink(missing_ok=True)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_the_dataset_before_stays_as_it_was(tmp_path: Path) -> None:
+    path = prepared(tmp_path, "0", FIRST)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    prepared(tmp_path, "1", SECOND, out=tmp_path / "both", append=str(path))
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert (len(load_dataset(path).items_flat), len(load_dataset(tmp_path / "both").items_flat)) == (3, 5)
+    with pytest.raises(ValueError, match=r"there is a dataset at .*both already; replace it with --overwrite"):
+        prepared(tmp_path, "2", SECOND, out=tmp_path / "both", append=str(path))
 
 
 def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
@@ -160,7 +170,7 @@ def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
     console = Console(file=said, width=1000)
     prepare(PrepareOptions("table", str(source), str(out), min_user_actions=0, schema=str(schema), **given), console)
     source.write_text(f"user,item,timestamp\nc,z,{DAY + 9}\na,w,{DAY + 5}\nb,x,{DAY + 9}\n")
-    prepare(PrepareOptions("table", str(source), str(out), append=True, **given), console)
+    prepare(PrepareOptions("table", str(source), str(out), append=str(out), **given), console)
     assert "1 item and 2 users are in the dataset already: what it says of them stays" in said.getvalue()
     dataset = load_dataset(out)
     assert dataset.raw_ids() == ["x", "y", "w", "z"] and dataset.raw_user_ids(range(3)) == ["a", "b", "c"]
@@ -178,7 +188,7 @@ def test_arrays_and_digests_are_those_of_the_whole(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(arrays, "LARGE", 1)
     path = prepared(tmp_path, "0", FIRST)
     assert len(load_dataset(path).items_flat) == len(load_dataset(path).items_flat) == 3
-    prepared(tmp_path, "1", SECOND, out=path, append=True)
+    prepared(tmp_path, "1", SECOND, out=path, append=str(path))
     for _ in range(2):
         assert told(load_dataset(path)) == {
             "a": [("y", DAY + 1, "two", 2.0), ("x", DAY + 5, "one", 3.0), ("w", DAY + 5, "three", 7.0)],
