@@ -108,7 +108,7 @@ def check_all(device: str, few: bool = False) -> None:
                     fused(x, rate, rows_R, d_out, device), plain(x, rate, rows_R, d_out), strict=True
                 ):
                     assert got.dtype == dtype and torch.equal(got, should)
-                    assert not got.numel() or rate < 0.1 or bool((got == 0).any())
+                    assert got.numel() < 100 or rate < 0.1 or bool((got == 0).any())
         check_layouts(dtype, device)
         check_not_finite(dtype, device)
     check_together(device, few)
