@@ -21,6 +21,7 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
+from logitmix.serving import items as items_module
 from logitmix.serving.directory.reader import read
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
@@ -135,7 +136,7 @@ def test_recency_is_that_of_the_whole_history(served: Path) -> None:
 def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(run, tmp_path / "whole")
     monkeypatch.setattr(export_module, "SHARD_BYTES", 2**12)
-    monkeypatch.setattr(export_module, "CHUNK_ITEMS", 16)
+    monkeypatch.setattr(items_module, "CHUNK_ITEMS", 16)
     export(run, tmp_path / "parts")
     (whole,), parts = (read(tmp_path / name).shards for name in ("whole", "parts"))
     assert [len(part["table"]) for part in parts] == [48, 2]
