@@ -314,11 +314,9 @@ class Config:
     """Run whose best checkpoint gives the initial weights, matched by the raw ids and values of its dataset, which
     must be there."""
     continues: bool = False
-    """Go on from that run: take over the optimizers' states too, and begin each epoch with the users who have new
-    actions. --continue RUN sets both."""
+    """Go on from it, with its optimizers, too; --continue RUN sets both."""
     start: dict[str, Any] = field(default_factory=dict)
-    """Settings of a run that is trained first, in RUN/start, for the initial weights: --start.SECTION.SETTING or a
-    section [start]. With train.minutes, it has half of them."""
+    """Settings of a run that is trained first, in RUN/start, for the initial weights; it has half of train.minutes."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)

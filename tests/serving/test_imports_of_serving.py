@@ -74,7 +74,7 @@ def test_what_is_hidden_cannot_be_imported() -> None:
         (
             SERVER,
             "serve nowhere",
-            "serve needs uvicorn, fastapi, prometheus_client: pip install 'logitmix[serve]'",
+            "serve needs starlette, fastapi, uvicorn, prometheus_client: pip install 'logitmix[serve]'",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def test_the_bytes_are_those_of_the_plan_and_rows_move(data: Path, optimizer: st
         pipeline.train_step()
         held = {name: of for name, of in state_of(model, pipeline.optimizer).items() if name.startswith("table")}
         found = sum(piece.values.nbytes for of in held.values() for piece in pieces_of(of))
-        assert found == bytes_by_rank(model.plan, 1)[0]
+        assert (found, 0) == bytes_by_rank(model.plan, 1)[0]
         for name, table in model.shards().items():
             (shard,) = table.local_shards()
             assert shard.tensor.dtype == torch.float16 and not torch.equal(shard.tensor, before[name])

@@ -289,7 +289,8 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
     for name, table in plan.items():
         owners = sorted({shard.rank for shard in table.shards if shard.rows})
         where = f"rank {owners[0]}" if len(owners) == 1 else f"{len(owners)} ranks"
-        device, host = (sum(of) for of in zip(*map(table.held, table.shards), strict=True))
+        held = list(map(table.held, table.shards))
+        device, host = sum(of.device for of in held), sum(of.host for of in held)
         cached = f" in host memory, {table.cache_load_factor:.2%} of its rows cached in {binary_size(device)} of GPUs'"
         lines.append(
             f"table {name:<{width}}  {table.rows:,} x {table.dim}  {table.sharding} on {where}, "
