@@ -314,7 +314,7 @@ class Config:
     """Run whose best checkpoint gives the initial weights, matched by the raw ids and values of its dataset, which
     must be there."""
     continues: bool = False
-    """Go on from it, with its optimizers, too; --continue RUN sets both."""
+    """Go on with its optimizers, too; --continue RUN sets both."""
     start: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that is trained first, in RUN/start, for the initial weights; it has half of train.minutes."""
     data: DataConfig = field(default_factory=DataConfig)
