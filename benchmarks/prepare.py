@@ -1,12 +1,12 @@
 """`logitmix prepare table` beside a plain query of DuckDB: CPU time and memory for the same file.
 
-    python -m benchmarks.prepare [--actions 5000000] [--users 250000] [--items 100000] [--memory 4GiB] [--folder DIR]
+    python -m benchmarks.prepare [--actions 5000000 …] [--memory 4GiB] [--folder DIR] [--plot FILE.svg]
 
-The file has lines `user,item,timestamp`, nearly in the order of time; users and items are drawn with unequal shares. It
-is made in --folder (a temporary one), if it is not there yet. The query leaves out users with fewer than five actions,
-numbers users and items, and writes the actions by user, then time, as Parquet: it looks for no malformed lines or
-duplicates, and computes no statistics or digests. DuckDB, if it is installed, has two threads and the same limit of
-memory.
+A file has lines `user,item,timestamp`, nearly in the order of time; users and items are drawn with unequal shares, 40
+actions a user and 100 an item on average. It is made in --folder (a temporary one), if it is not there yet. The query
+leaves out users with fewer than five actions, numbers users and items, and writes the actions by user, then time, as
+Parquet: it looks for no malformed lines or duplicates, and computes no statistics or digests. DuckDB, if it is
+installed, has two threads and the same limit of memory.
 """
 
 import json
@@ -49,43 +49,70 @@ copy (select users.n user_index, items.n item_index, t from actions join users u
 
 @dataclass(frozen=True)
 class Options:
-    actions: int = 5_000_000
-    users: int = 250_000
-    items: int = 100_000
+    actions: tuple[int, ...] = (5_000_000,)
     memory: str = "4GiB"
     folder: str = ""
+    plot: str = ""
+    """An SVG of CPU time and memory by the number of actions."""
 
 
 def main(options: Options) -> None:
+    found = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
-        source, out = folder / f"{options.actions}.csv", folder / "prepared"
-        if not source.is_file():
-            make(source, options)
-        words = ["prepare", "table", "--source", str(source), "--out", str(out), "--memory", options.memory]
-        found = {"logitmix": measured([sys.executable, "-m", "logitmix.trainer", *words, "--overwrite"], options)}
-        if find_spec("duckdb"):
-            query = QUERY.format(source=source, out=folder / "duckdb.parquet", memory=options.memory)
-            found["duckdb"] = measured([sys.executable, "-c", f"import duckdb; duckdb.execute({query!r})"], options)
-    print(json.dumps({"machine": machine(), "actions": options.actions, "memory": options.memory, **found}, indent=1))
+        for actions in options.actions:
+            found[actions] = compared(folder, actions, options.memory)
+    print(json.dumps({"machine": machine(), "memory": options.memory, "by actions": found}, indent=1))
+    if options.plot:
+        plot(Path(options.plot), found, options.memory)
 
 
-def make(path: Path, options: Options) -> None:
+def compared(folder: Path, actions: int, memory: str) -> dict[str, dict[str, Any]]:
+    source, out = folder / f"{actions}.csv", folder / "prepared"
+    if not source.is_file():
+        make(source, actions)
+    words = ["prepare", "table", "--source", str(source), "--out", str(out), "--memory", memory]
+    found = {"logitmix": measured([sys.executable, "-m", "logitmix.trainer", *words, "--overwrite"], actions)}
+    if find_spec("duckdb"):
+        query = QUERY.format(source=source, out=folder / "duckdb.parquet", memory=memory)
+        found["duckdb"] = measured([sys.executable, "-c", f"import duckdb; duckdb.execute({query!r})"], actions)
+    return found
+
+
+def plot(path: Path, found: dict[int, dict[str, dict[str, Any]]], memory: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = path.name
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for panel, quantity in zip(panels, ("CPU seconds", "MiB"), strict=True):
+        for name in next(iter(found.values())):
+            panel.plot(list(found), [of[name][quantity] for of in found.values()], "o-", label=name)
+        panel.set(xscale="log", yscale="log", xlabel="actions", title=f"{quantity}, --memory {memory}")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def make(path: Path, actions: int) -> None:
     random = np.random.default_rng(0)
-    user_ids, item_ids = (1 + random.permutation(count) for count in (options.users, options.items))
+    users, items = actions // 40, actions // 100
+    user_ids, item_ids = (1 + random.permutation(count) for count in (users, items))
     names = ("user", "item", "timestamp")
     schema = pa.schema([(name, pa.int64()) for name in names])
     with pyarrow.csv.CSVWriter(path, schema, write_options=pyarrow.csv.WriteOptions(quoting_style="none")) as writer:
-        for start in range(0, options.actions, AT_ONCE):
-            count = min(AT_ONCE, options.actions - start)
-            users = user_ids[(options.users * random.random(count) ** 1.5).astype(np.int64)]
-            items = item_ids[(options.items * random.random(count) ** 3).astype(np.int64)]
-            elapsed = (start + np.arange(count)) * 50_000_000 // options.actions
+        for start in range(0, actions, AT_ONCE):
+            count = min(AT_ONCE, actions - start)
+            of_users = user_ids[(users * random.random(count) ** 1.5).astype(np.int64)]
+            of_items = item_ids[(items * random.random(count) ** 3).astype(np.int64)]
+            elapsed = (start + np.arange(count)) * 50_000_000 // actions
             times = 1_600_000_000 + elapsed + random.integers(0, 100_000, count)
-            writer.write_table(pa.table(dict(zip(names, (users, items, times), strict=True))))
+            writer.write_table(pa.table(dict(zip(names, (of_users, of_items, times), strict=True))))
 
 
-def measured(words: list[str], options: Options) -> dict[str, Any]:
+def measured(words: list[str], actions: int) -> dict[str, Any]:
     """Microseconds of CPU an action, and the most memory, in MiB."""
     done = subprocess.run([sys.executable, "-c", MEASURE, *words], stderr=subprocess.PIPE, text=True, check=True)
     used = json.loads(done.stderr.splitlines()[-1])
@@ -93,7 +120,7 @@ def measured(words: list[str], options: Options) -> dict[str, Any]:
         raise ValueError(f"{words[:4]} failed: {done.stderr}")
     return {
         "CPU seconds": round(used["cpu"], 1),
-        "CPU microseconds an action": round(used["cpu"] / options.actions * 1e6, 2),
+        "CPU microseconds an action": round(used["cpu"] / actions * 1e6, 2),
         "MiB": used["bytes"] >> 20,
     }
 
