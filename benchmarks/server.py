@@ -5,7 +5,8 @@
 DIR is a serving directory. Without one, the recipe demo-mol is trained for some seconds on random clicks on 10,000
 items, and exported. The server is the real command in a process of its own; it shares the machine with the clients.
 Of several numbers of workers, and several `--stage1`, each has a server; all are measured in turn, `--repetitions`
-times, and the table has medians. Memory is what all processes of a server take, shared pages counted once (PSS).
+times, and the table has medians. Memory is that of all processes of a server (PSS): of pages that others map too, among
+them the servers that are measured beside it, its share.
 
 A client sends its next request when it has the answer to the last one, over a connection that stays open. Each number
 of clients sends `--requests` with a share `--bad` of malformed ones among them, every kind in turn; before that, a
