@@ -17,12 +17,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.checked import entry_of
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.arrays import FOLDER
+from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset, raw_user_ids_of, stored_values
-from logitmix.trainer.data.description import APPENDED, FORMAT, name_of, read_description, reading, schema_of
+from logitmix.trainer.data.description import (
+    APPENDED,
+    FORMAT,
+    entries_of,
+    name_of,
+    read_description,
+    reading,
+    schema_of,
+)
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.data.writer import rows_of
 
@@ -41,9 +49,11 @@ class _Numbers:
     """Which of the later ones are new, in order."""
 
     @classmethod
-    def find(cls, later: pa.Array, known: pa.Array) -> "_Numbers":
+    def find(cls, later: pa.Array, known: pa.Array, admitted: np.ndarray | None = None) -> "_Numbers":
+        """Of those that the dataset does not have, only the `admitted` are new, and the others 0; all without it."""
         found = pc.index_in(later, value_set=known)
-        new = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False))
+        missing = as_numpy(found.is_null())
+        new = np.flatnonzero(missing if admitted is None else missing & admitted)
         of = found.fill_null(0).to_numpy().astype(np.int64)
         of[new] = len(known) + np.arange(len(new))
         return cls(of, new)
@@ -76,13 +86,13 @@ def parts_of(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _digests(part: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 of the files that were read, by name."""
-    source = part.get("source") or {}
-    found = source.get("sha256", {})
-    return found if isinstance(found, dict) else {source["name"]: found}
+    found: dict[str, str] = (part.get("source") or {}).get("sha256", {})
+    return found
 
 
-def schema_to_append_to(path: Path) -> Schema:
-    """That of the dataset at `path`. ValueError if nothing can be appended there."""
+def read_for_appending(path: Path) -> tuple[dict[str, Any], Schema]:
+    """The content of dataset.json of the dataset at `path`, and its schema. ValueError if nothing can be appended
+    there."""
     description = read_description(path, sequences=False)
     with reading(path, "dataset.json"):
         schema = schema_of(description, description["items"])
@@ -90,21 +100,23 @@ def schema_to_append_to(path: Path) -> Schema:
         raise ValueError(
             f"{path}: nothing can be appended, because {', '.join(schema.item_valued)} and the item ids share a table"
         )
-    return schema
+    return description, schema
 
 
-def append(path: Path, later: Path, staging: Path) -> tuple[dict[str, Any], list[str]]:
-    """Makes of the empty directory `staging` the dataset at `path` with the actions of that at `later` behind its own;
-    returns the content of its dataset.json, and notes. Files of `path` are linked where the file system can.
+def append(
+    path: Path, description: Mapping[str, Any], schema: Schema, later: Path, staging: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Makes of the directory `staging` the dataset at `path`, of which `read_for_appending` has found the others, with
+    the actions of that at `later` behind its own; returns the content of its dataset.json, and notes. Files of `path`
+    are linked where the file system can.
 
-    ValueError as of `load_dataset`, `schema_to_append_to` and `require_later`.
+    ValueError as of `load_dataset` and `require_later`.
     """
-    description, schema = read_description(path, sequences=False), schema_to_append_to(path)
     dataset = load_dataset(later)
     added = dataset.identity()
     require_later(path, description, added)
     _require_widths(schema, dataset.schema)
-    _link(path, staging)
+    linked = _link(path, staging)
     folder = staging / APPENDED / f"{len(description.get(APPENDED, [])) + 1:05d}"
     folder.mkdir(parents=True)
     user_ids, item_ids = _joined(raw_user_ids_of(later)), dataset.raw_id_column().combine_chunks()
@@ -114,7 +126,8 @@ def append(path: Path, later: Path, staging: Path) -> tuple[dict[str, Any], list
     new_rows = {"user": users.new, "item": items.new, "event": np.arange(len(dataset.items_flat))}
     columns = {of.name: _column(dataset, of, new_rows[of.owner]) for of in features}
     fewest = description.get("filters", {}).get("min_feature_count", 1)
-    values_of = {table: _number_values(path, dataset, schema, table, columns, fewest) for table in _tables(schema)}
+    named = [table.name for table in schema.tables if table.name != ITEM]
+    values_of = {table: _number_values(path, dataset, schema, table, columns, fewest) for table in named}
     for table, values in values_of.items():
         if len(values):
             (folder / "vocabularies").mkdir(exist_ok=True)
@@ -141,7 +154,8 @@ def append(path: Path, later: Path, staging: Path) -> tuple[dict[str, Any], list
         **{name: description[name] + of for name, of in counts.items()},
         "schema": replace(schema, tables=tuple(tables)).to_mapping(),
         APPENDED: [*description.get(APPENDED, []), counts | {name: added[name] for name in OWN if name in added}],
-        "files": (description.get("files") or _entries(path, path)) | _entries(staging, folder),
+        "files": (description.get("files") or entries_of(staging, linked))
+        | entries_of(staging, sorted(folder.rglob("*"))),
     }
     return FORMAT.write(staging / "dataset.json", whole), _notes(dataset, counts)
 
@@ -159,14 +173,10 @@ def _require_widths(schema: Schema, later: Schema) -> None:
 def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
     """Of what is not used, because the dataset has it already."""
     items = dataset.num_items - new["items"]
-    known = {"item": items if dataset.schema.of("item")[1:] or dataset.title_column() is not None else 0}
+    known = {"item": items if dataset.schema.of("item") or dataset.title_column() is not None else 0}
     known["user"] = dataset.num_users - new["users"] if dataset.schema.of("user") else 0
     said = " and ".join(f"{count:,} {name}{'s' * (count > 1)}" for name, count in known.items() if count)
     return [f"{said} are in the dataset already: what it says of them stays"] if said else []
-
-
-def _tables(schema: Schema) -> list[str]:
-    return [table.name for table in schema.tables if table.name != ITEM]
 
 
 def _column(dataset: Dataset, feature: Feature, rows: np.ndarray) -> Column:
@@ -194,15 +204,12 @@ def _number_values(
     later = dataset.vocabulary_column(table).combine_chunks()
     known = _joined(stored_values(path, schema, table))
     counts = np.bincount(np.concatenate([columns[name].values for name in named]), minlength=len(later))
-    found = pc.index_in(later, value_set=known)
-    new = np.flatnonzero(found.is_null().to_numpy(zero_copy_only=False) & (counts >= fewest) & (counts > 0))
-    new = new[new > 0]
-    rows = found.fill_null(0).to_numpy().astype(np.int64)
-    rows[0] = 0
-    rows[new] = len(known) + np.arange(len(new))
+    # Row 0 stands for unknown values in both.
+    counts[0] = 0
+    numbers = _Numbers.find(later, known, counts >= max(fewest, 1))
     for name in named:
-        columns[name] = replace(columns[name], values=rows[columns[name].values])
-    return later.take(pa.array(new))
+        columns[name] = replace(columns[name], values=numbers.of[columns[name].values])
+    return later.take(pa.array(numbers.new))
 
 
 def _actions(
@@ -225,8 +232,9 @@ def _joined(parts: Iterable[pa.Array]) -> pa.Array:
     return pa.concat_arrays([pa.array([], pa.large_string()), *parts])
 
 
-def _link(path: Path, staging: Path) -> None:
-    """Gives `staging` the files of `path` but dataset.json, and but those that are made from them."""
+def _link(path: Path, staging: Path) -> list[Path]:
+    """Gives `staging` the files of `path` but dataset.json, and but those that are made from them; returns them."""
+    linked = []
     for file in sorted(path.rglob("*")):
         name = name_of(path, file)
         if file.is_file() and name != "dataset.json" and not name.startswith(f"{FOLDER}/"):
@@ -235,9 +243,5 @@ def _link(path: Path, staging: Path) -> None:
                 os.link(file, staging / name)
             except OSError:
                 shutil.copy2(file, staging / name)
-
-
-def _entries(directory: Path, folder: Path) -> dict[str, Any]:
-    """Those of the files in a folder of a dataset, by their names in it."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "dataset.json"]
-    return {name_of(directory, file): entry_of(file) for file in files if FOLDER not in file.parts}
+            linked.append(staging / name)
+    return linked

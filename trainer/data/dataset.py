@@ -93,7 +93,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.checked import entry_of, fields_of
+from logitmix.common.checked import fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Schema
@@ -118,6 +118,7 @@ from logitmix.trainer.data.columns import (
 from logitmix.trainer.data.description import (
     APPENDED,
     broken,
+    entries_of,
     name_of,
     read_description,
     reading,
@@ -163,8 +164,7 @@ class Dataset:
         files. Where its writer has left them out, they are computed."""
         description = from_json(self.description())
         if "files" not in description:
-            files = sorted(self.path.rglob("*.parquet"))
-            description["files"] = {file.relative_to(self.path).as_posix(): entry_of(file) for file in files}
+            description["files"] = entries_of(self.path, sorted(self.path.rglob("*.parquet")))
         return fields_of(description)
 
     def raw_ids(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
-from logitmix.common.checked import Checked, check_file, require_entry
+from logitmix.common.checked import Checked, check_file, entry_of, require_entry
 from logitmix.common.files import from_json, other_kind, parse_json
 from logitmix.common.mappings import first_line, from_mapping
 from logitmix.common.plugins import require_plugins
@@ -36,6 +36,11 @@ def is_dataset(path: Path) -> bool:
 def name_of(path: Path, file: Path) -> str:
     """The name of a file of the dataset at `path`, as dataset.json has it."""
     return file.relative_to(path).as_posix()
+
+
+def entries_of(path: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """What dataset.json has of files of the dataset at `path`, by their names."""
+    return {name_of(path, file): entry_of(file) for file in files if file.is_file()}
 
 
 def read_description(path: Path, sequences: bool = True) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
 from logitmix.modules.schema import Owner, Schema
-from logitmix.trainer.data.append import append, schema_to_append_to
+from logitmix.trainer.data.append import append, read_for_appending
 from logitmix.trainer.data.arrange import Ordered, arrange
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.description import is_dataset
@@ -51,7 +51,7 @@ from logitmix.trainer.data.registry import source_of
 from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.data.row_numbers import LEAST, name_each_row, numbers_the_rows
-from logitmix.trainer.data.spool import Pieces, Spool, head, spooling, whole
+from logitmix.trainer.data.spool import Pieces, current, head, spooling, whole
 from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
@@ -90,10 +90,10 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
 def _append(before: Path, staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
     """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
     later = staging / "later"
-    known = schema_to_append_to(before)
+    known, schema = read_for_appending(before)
     later.mkdir()
-    _prepare(later, replace(options, append="", min_user_actions=0), console, known)
-    description, notes = append(before, later, staging)
+    _prepare(later, replace(options, append="", min_user_actions=0), console, schema)
+    description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
         tell(console, note)
@@ -114,9 +114,9 @@ def _prepare(directory: Path, options: PrepareOptions, console: Console, known: 
     said, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
-            with spooling(out, options.bytes_of_memory) as spool, _progress(console) as progress:
+            with spooling(out, options.bytes_of_memory), _progress(console) as progress:
                 raw = _read(options, rejects, progress)
-                return _write(directory, options, said, raw, rejects, console, progress, spool, known)
+                return _write(directory, options, said, raw, rejects, console, progress, known)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
@@ -167,7 +167,6 @@ def _write(
     rejects: Rejects,
     console: Console,
     progress: Progress,
-    spool: Spool,
     known: Schema | None,
 ) -> dict[str, Any]:
     read = raw.actions.counts()
@@ -177,6 +176,7 @@ def _write(
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
     ordered = arrange(raw.actions, options, _leave_out_row_numbers(raw), progress)
+    spool = current()
     if raw.actions.columns and spool.in_files and WHOLE * len(ordered.items) > spool.budget:
         tell(
             console,
@@ -186,7 +186,7 @@ def _write(
     sides, side_notes = _match(raw, read_ids, ordered, options)
     items, title = raw.items.of(ordered.item_ids), options.title_column
     titles = _titles(title, items.pop(title, None), raw.actions.columns, ordered)
-    made = _features(raw, items, ordered, options, said, progress, known)
+    made = _features(raw, items, ordered, options, said, known)
     contents = DatasetContents(
         ordered.offsets,
         ordered.items,
@@ -278,7 +278,6 @@ def _features(
     ordered: Ordered,
     options: PrepareOptions,
     said: FeaturesOptions,
-    progress: Progress,
     known: Schema | None,
 ) -> Features:
     """Features of the columns of items, which are in the order of the dataset, and of the source's users and

@@ -17,7 +17,7 @@ from logitmix.trainer.data.arrow import as_numpy, codes_of, is_number, is_text
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.files import InputFile
 from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.spool import HELD, PIECE, Codes, File, Kept, Pieces, current
+from logitmix.trainer.data.spool import HELD, PIECE, File, Kept, Pieces, TextCodes, current
 from logitmix.trainer.data.times import Times, note_units
 
 TIME = "a number between -2^62 and 2^62"
@@ -133,22 +133,6 @@ class RawDataset:
     """Kinds of columns of any owner."""
 
 
-class IdCodes:
-    """Numbers raw ids in the order of their first appearance."""
-
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}
-
-    def encode(self, ids: pa.StringArray) -> np.ndarray:
-        encoded = ids.dictionary_encode()
-        codes = self._codes
-        table = [codes.setdefault(raw, len(codes)) for raw in encoded.dictionary.to_pylist()]
-        return np.array(table, np.int32)[encoded.indices.to_numpy()]
-
-    def ids(self) -> pa.StringArray:
-        return pa.array(self._codes, pa.string())
-
-
 class ColumnBuilder:
     """Columns that grow block by block. Text becomes codes, so that a repeated value takes 4 bytes."""
 
@@ -157,7 +141,7 @@ class ColumnBuilder:
         self._file = File(self.spool)
         self._kinds: dict[str, set[pa.DataType]] = {}
         """The types of each column so far, but that of missing values."""
-        self._codes: dict[str, Codes] = {}
+        self._codes: dict[str, TextCodes] = {}
         self._parts: dict[str, dict[int, tuple[Kept, bool]]] = {}
         """By the number of the piece, and whether it has codes; there is none where all values are missing."""
         self._lengths: list[int] = []
@@ -207,9 +191,9 @@ class ColumnBuilder:
         self._types.clear()
         self._rows = self._bytes = 0
 
-    def _codes_of(self, name: str) -> Codes:
+    def _codes_of(self, name: str) -> TextCodes:
         if name not in self._codes:
-            self._codes[name] = Codes(OWN.get(name, f"column {name}"), self.spool)
+            self._codes[name] = TextCodes(OWN.get(name, f"column {name}"), self.spool)
         return self._codes[name]
 
     def join(self) -> dict[str, Pieces]:

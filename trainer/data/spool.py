@@ -171,7 +171,7 @@ class Kept:
         return batch.column(0)
 
 
-class Codes:
+class TextCodes:
     """Numbers texts in the order of their first appearance."""
 
     def __init__(self, what: str, spool: Spool) -> None:
@@ -275,7 +275,7 @@ class Pieces:
     @classmethod
     def of(cls, arrays: Iterable[Any], file: File | None = None) -> "Pieces":
         """A new column. Texts are coded."""
-        made, codes = cls(file), Codes("a column", current())
+        made, codes = cls(file), TextCodes("a column", current())
         for array in arrays:
             if isinstance(array, pa.Array) and is_text(array.type):
                 array = codes.encode(array)

@@ -22,10 +22,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
         return _of_appended(description, appended[-1], directory)
     schema = from_mapping(Schema, description["schema"], "schema")
     features = [feature for feature in schema.features if feature.name != ITEM]
-    lines = [f"read      {_counts(description['read'])}"]
-    if rejected := description["rejected_lines"]:
-        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {directory}/rejects.tsv")
-    lines += [f"removed   {line}" for line in _removals(description["filters"])]
+    lines = _of_reading(description, directory)
     lines.append(f"written   {_counts(description)} to {directory}")
     lines.append(f"users     {_lengths(description)}")
     lines += [f"times     {_span(description['times'])}", *_ties(description)]
@@ -38,13 +35,17 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     return "\n".join(lines)
 
 
+def _of_reading(of: Mapping[str, Any], folder: Path) -> list[str]:
+    """Lines about what was read and is not in the dataset, which the folder may list."""
+    lines = [f"read      {_counts(of['read'])}"]
+    if rejected := of["rejected_lines"]:
+        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {folder}/rejects.tsv")
+    return lines + [f"removed   {line}" for line in _removals(of["filters"])]
+
+
 def _of_appended(description: Mapping[str, Any], last: Mapping[str, Any], directory: Path) -> str:
     """Lines about what was appended last."""
-    lines = [f"read      {_counts(last['read'])}"]
-    if rejected := last["rejected_lines"]:
-        listed = f"{directory}/{APPENDED}/{len(description[APPENDED]):05d}/rejects.tsv"
-        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {listed}")
-    lines += [f"removed   {line}" for line in _removals(last["filters"])]
+    lines = _of_reading(last, directory / APPENDED / f"{len(description[APPENDED]):05d}")
     new = f"{_count(last['users'], 'new user')} and {_count(last['items'], 'new item')}"
     lines.append(f"appended  {_count(last['actions'], 'action')} with {new}")
     lines.append(f"times     {_span(last['times'])}")

@@ -9,10 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logitmix.common.checked import entry_of
 from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
-from logitmix.trainer.data.description import FORMAT
+from logitmix.trainer.data.description import FORMAT, entries_of
 from logitmix.trainer.data.repeats import repeated_targets
 from logitmix.trainer.data.spool import Pieces
 
@@ -74,11 +73,7 @@ def write_dataset(
         "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
         **entries,
         **({"plugins": needed} if (needed := schema.plugins()) else {}),
-        "files": {
-            file.relative_to(directory).as_posix(): entry_of(file)
-            for file in sorted(directory.rglob("*"))
-            if file.is_file()
-        },
+        "files": entries_of(directory, sorted(directory.rglob("*"))),
     }
     # Last, because it makes the directory a dataset.
     return FORMAT.write(directory / "dataset.json", description)

@@ -156,9 +156,10 @@ def test_the_dataset_before_stays_as_it_was(tmp_path: Path) -> None:
         prepared(tmp_path, "2", SECOND, out=tmp_path / "both", append=str(path))
 
 
-def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("titled", [True, False])
+def test_items_and_users_with_features_and_titles(titled: bool, tmp_path: Path) -> None:
     tables = {name: tmp_path / f"{name}.csv" for name in ("items", "users")}
-    tables["items"].write_text("item,title,size\nx,Ex,1\ny,Why,1\nw,We,2\nz,Zed,3\n")
+    tables["items"].write_text(f"item,{'title' if titled else '_'},size\nx,Ex,1\ny,Why,1\nw,We,2\nz,Zed,3\n")
     tables["users"].write_text("user,country\na,DE\nb,DE\nc,FR\n")
     schema = tmp_path / "schema.toml"
     given: dict[str, Any] = {name: str(file) for name, file in tables.items()}
@@ -175,7 +176,7 @@ def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
     dataset = load_dataset(out)
     assert dataset.raw_ids() == ["x", "y", "w", "z"] and dataset.raw_user_ids(range(3)) == ["a", "b", "c"]
     titles = dataset.title_column()
-    assert titles is not None and titles.to_pylist() == ["Ex", "Why", "We", "Zed"]
+    assert (titles.to_pylist() if titles is not None else None) == (["Ex", "Why", "We", "Zed"] if titled else None)
     sizes, countries = dataset.vocabulary("size"), dataset.vocabulary("country")
     assert (sizes, countries) == (["", "1", "2", "3"], ["", "DE", "FR"])
     assert [countries[row] for row in dataset.user_features["country"].values] == ["DE", "DE", "FR"]

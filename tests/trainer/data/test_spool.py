@@ -18,7 +18,7 @@ from rich.console import Console
 from logitmix.trainer.data import arrange, config, raw, spool, tabular
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.prepare import prepare
-from logitmix.trainer.data.spool import Codes, File, Pieces, Spool
+from logitmix.trainer.data.spool import File, Pieces, Spool, TextCodes
 
 LITTLE = "1KiB"
 
@@ -243,7 +243,7 @@ digits = st.integers(0, 40).map(str) | st.sampled_from(
 )
 def test_texts_are_numbered_in_the_order_of_their_appearance(pieces: list[list[str | None]]) -> None:
     """Small numbers by a table, until there is another text."""
-    codes, known = Codes("column x", Spool()), dict[str, int]()
+    codes, known = TextCodes("column x", Spool()), dict[str, int]()
     for piece in pieces:
         expected = [None if text is None else known.setdefault(text, len(known)) for text in piece]
         assert codes.encode(pa.array(["", *piece], pa.string())[1:]).to_pylist() == expected
