@@ -55,6 +55,11 @@ CHUNK = 2**20
 """Items that are quantized, or scored in plain torch, at once."""
 
 
+def rows_of_blocks(blocks: Tensor, count: int) -> Tensor:
+    """The first items' numbers in blocks of an Int8Corpus, uint8 [count, groups, GROUP]."""
+    return blocks.transpose(1, 2).reshape(-1, blocks.shape[1], GROUP)[:count]
+
+
 @dataclass(frozen=True)
 class Int8Corpus:
     """Vectors of all items, quantized with one scale, so that INT32 scores have the order of the products."""
@@ -89,8 +94,7 @@ class Int8Corpus:
                 corpus.blocks[start // LANES : start // LANES + len(blocks)] = blocks
             else:
                 item_R = torch.arange(start, start + count, device=blocks.device)
-                rows = blocks.transpose(1, 2).reshape(-1, blocks.shape[1], GROUP)[:count]
-                corpus.blocks[item_R // LANES, :, item_R % LANES] = rows
+                corpus.blocks[item_R // LANES, :, item_R % LANES] = rows_of_blocks(blocks, count)
             start += count
         return corpus
 

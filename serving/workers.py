@@ -93,12 +93,17 @@ class Worker:
     def write_metrics(self, text: str) -> None:
         """For the other workers."""
         part = self.folder / f"{self.number}.part"
-        part.write_text(text)
-        part.replace(_metrics_of(self.folder, self.number))
+        with suppress(OSError):  # they do without, and this one goes on
+            part.write_text(text)
+            part.replace(_metrics_of(self.folder, self.number))
 
     def metrics(self) -> dict[int, str]:
         """What the workers have written."""
-        return {int(file.stem): file.read_text() for file in self.folder.glob("*.prom")}
+        found = {}
+        for file in self.folder.glob("*.prom"):
+            with suppress(FileNotFoundError):  # that worker has just ended
+                found[int(file.stem)] = file.read_text()
+        return found
 
     def tell(self, line: str) -> None:
         with suppress(OSError):  # nobody is there any more, and the worker ends
@@ -244,7 +249,7 @@ class _Supervisor:
         for worker in self._workers:
             if worker.is_ready:
                 worker.leave()
-            else:
+            elif not worker.connections:  # one that leaves already goes on with what it has
                 worker.terminate()
         while any(worker.control for worker in self._workers):
             if len(self._signals) > 1 or time.monotonic() > deadline:

@@ -19,7 +19,7 @@ is the same; on another, they differ by rounding.
 Axes: R rows of an export, C changed rows of a column.
 """
 
-import hashlib
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,12 +33,12 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.checked import Checked, fields_of, json_digest, require_entry, require_fields
+from logitmix.common.checked import Checked, entry_of_bytes, fields_of, json_digest, require_entry, require_fields
 from logitmix.common.files import require_file
 from logitmix.common.mappings import brief
 from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM
-from logitmix.modules.stage1 import LANES, ZERO
+from logitmix.modules.stage1 import LANES, ZERO, rows_of_blocks
 from logitmix.serving.directory.checks import about_of
 from logitmix.serving.directory.format import (
     CARD,
@@ -53,7 +53,7 @@ from logitmix.serving.directory.format import (
     tables_file,
 )
 from logitmix.serving.items import ItemInputs, items_of
-from logitmix.serving.model import COMPONENTS_SCALE, CORPUS, CORPUS_SCALE, OWN_ROW, SIDE, TABLE, Scales, trained_tower
+from logitmix.serving.model import COMPONENTS_SCALE, CORPUS, CORPUS_SCALE, SIDE, Scales, trained_tower
 from logitmix.serving.stored_table import StoredTable, gather
 from logitmix.serving.texts import Texts
 
@@ -113,15 +113,16 @@ def read_delta(path: Path) -> Delta:
     )
 
 
-def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Differs when a delta has come to a folder, has gone or was replaced."""
+def stamps(folder: Path) -> tuple[tuple[Any, ...], ...]:
+    """Differs when a delta has come to a folder, has gone, or has another file."""
     found = []
     for file in folder.glob(f"[!.]*/{DELTA_MANIFEST}"):
         try:
-            status = file.stat()
+            of_files = {of.name: of.stat() for of in sorted(file.parent.iterdir())}
         except OSError:  # it is gone
             continue
-        found.append((file.parent.name, status.st_ino, status.st_mtime_ns))
+        stats = ((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in of_files.items())
+        found.append((file.parent.name, *stats))
     return tuple(sorted(found))
 
 
@@ -149,7 +150,7 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
         number = min((of for of in order if by_number[of][0].applies_to == digest), default=1) - 1
     found: list[Delta] = []
     later = [of for of in order if of > number]
-    for at, expected in zip(later, range(number + 1, number + 1 + len(later)), strict=True):
+    for expected, at in enumerate(later, number + 1):
         delta = by_number[at][0]
         if at != expected:
             problems.append(f"{delta.path} has number {at}, but delta {expected} is missing in {folder}")
@@ -172,19 +173,17 @@ def applied(contents: Contents, delta: Delta) -> Contents:
     """The export that results. What did not change stays mapped from the earlier one's files, all else is in memory.
     ValueError that names the delta if it is damaged, or not for such an export."""
     assert delta.applies_to == contents.digest
-    about, where = delta.about, delta.path / ROWS
+    where = delta.path / ROWS
     weights = _tensors(delta, WEIGHTS) if WEIGHTS in delta.files else dict(contents.weights)
     rows = _tensors(delta, ROWS)
     try:
-        return _applied(contents, delta, about, weights, rows)
+        return _applied(contents, delta, weights, rows)
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where} does not fit the export: {' '.join(str(error).split()):.200}") from None
 
 
-def _applied(
-    contents: Contents, delta: Delta, about: About, weights: dict[str, Tensor], rows: dict[str, Tensor]
-) -> Contents:
-    entries = delta.manifest["files"]
+def _applied(contents: Contents, delta: Delta, weights: dict[str, Tensor], rows: dict[str, Tensor]) -> Contents:
+    about, entries = delta.about, delta.manifest["files"]
     before = columns(contents, delta.computed)
     sizes = {ITEM: [of["tensors"][row_tensor(about)]["shape"][0] for of in _entries(entries, items_file)]}
     of_tables: dict[str, list[int]] = defaultdict(list)
@@ -317,6 +316,7 @@ def _patched(
         if rows_of(new) != len(changed_C):
             raise ValueError(f"{name} has other rows")
     count, start, found = sum(map(rows_of, earlier)), 0, []
+    source = [*earlier, *([] if new is None else [new])]
     first_of = [0, *np.cumsum([rows_of(of) for of in earlier]).tolist()]
     for size in sizes:
         place_N = place_R[start : start + size].clone()
@@ -335,7 +335,9 @@ def _patched(
         place_N[at] = count + torch.arange(*within.indices(len(changed_C))[:2])
         if size and not 0 <= int(place_N.min()) <= int(place_N.max()) < count + len(changed_C):
             raise ValueError(f"{name} lacks rows")
-        found.append(taken([*earlier, *([] if new is None else [new])], place_N))
+        if len(source) > 1 and source[0].offsets is not None:
+            source = [joined(source)]
+        found.append(taken(source, place_N))
     return found
 
 
@@ -349,9 +351,7 @@ def _shard(part: dict[str, Values], delta: Delta, tower: Any, tables: Mapping[st
     tensors: dict[str, Tensor] = {}
     for feature in features:
         tensors |= part[f"{feature.name}.values"].tensors(feature)
-    else:
-        names = [name for name in part if name in (TABLE, OWN_ROW) or (about.item_cache and name.startswith(SIDE))]
-        tensors |= {name: part[name].values for name in names}
+    tensors |= {name: of.values for name, of in part.items() if name == row_tensor(about) or name.startswith(SIDE)}
     if CORPUS in part:
         tensors[CORPUS] = _blocks(part[CORPUS].values)
     if scales.corpus is not None:
@@ -366,7 +366,7 @@ def _column(shard: Mapping[str, Tensor], name: str, about: About) -> Values:
     if name == CORPUS:
         blocks = shard[CORPUS]
         items = len(shard[row_tensor(about)])
-        return Values(blocks.transpose(1, 2).reshape(-1, blocks.shape[1], blocks.shape[3])[:items])
+        return Values(rows_of_blocks(blocks, items))
     of_feature = {} if about.item_cache else {f"{of.name}.values": of for of in about.schema.of("item")}
     if name in of_feature:
         return Values.of_tensors(of_feature[name], shard)
@@ -388,7 +388,7 @@ def _tensors(delta: Delta, name: str) -> dict[str, Tensor]:
         content = file.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
-    if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+    if entry_of_bytes(content) != entry:
         raise ValueError(f"{file} is damaged (its SHA-256 is not that in {DELTA_MANIFEST})")
     try:
         return load(content)
@@ -431,17 +431,13 @@ def _ordered(texts: Texts, earlier: Texts, place_R: Tensor | None, changed_C: Te
     now = torch.full((len(earlier),), -1)
     now[kept_R[kept_R >= 0]] = (kept_R >= 0).nonzero().flatten()
     order = now[earlier.order]
-    kept = order[order >= 0].tolist()
+    kept = order[order >= 0].numpy()
     come = sorted(changed_C.tolist(), key=lambda index: (texts.encoded(index), index))
-    keys = [texts.encoded(index) for index in come]
-    at, low = [], 0
-    for key in keys:
-        high = len(kept)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if texts.encoded(kept[middle]) < key else (low, middle)
+    at, low = list[int](), 0
+    for index in come:
+        low = bisect_left(kept, texts.encoded(index), low, key=texts.encoded)
         at.append(low)
-    merged = np.insert(np.array(kept, np.int64), at, np.array(come, np.int64))
+    merged = np.insert(kept, at, np.array(come, np.int64))
     # Only blanks may be equal.
     blanks = int((texts.bounds.diff() == 0).sum())
     merged[:blanks].sort()

@@ -177,6 +177,7 @@ def refusals() -> dict[str, tuple[Any, int, str]]:
 @pytest.mark.parametrize("name", refusals())
 def test_what_is_not_in_order_is_refused_and_the_rest_is_served(chain: Chain, tmp_path: Path, name: str) -> None:
     change, applied, said = refusals()[name]
+    rows = (chain.deltas / "d3" / ROWS).read_bytes()
     change(chain.deltas)
     lines: list[str] = []
     export = LiveExport(chain.base, lines.append, deltas=chain.deltas)
@@ -188,6 +189,10 @@ def test_what_is_not_in_order_is_refused_and_the_rest_is_served(chain: Chain, tm
     with pytest.raises(ValueError) as raised:
         fold(chain.base, chain.deltas, tmp_path / "out")
     assert said in str(raised.value) and not (tmp_path / "out").exists()
+    if name == "damaged":
+        (chain.deltas / "d3" / ROWS).write_bytes(rows)
+        until(export.refresh)
+        assert (export.retriever.delta, export.refused) == (3, "")
 
 
 def test_deltas_go_on_where_an_export_has_the_first_ones(chain: Chain, tmp_path: Path) -> None:
@@ -197,9 +202,9 @@ def test_deltas_go_on_where_an_export_has_the_first_ones(chain: Chain, tmp_path:
     (kept / "d1").rename(chain.deltas / "d1")
     fold(chain.base, chain.deltas, chain.base, overwrite=True)
     (kept / "d2").rename(chain.deltas / "d2")
-    assert [delta.number for delta in with_deltas(chain.base, chain.deltas)[1]] == [2]
+    assert [delta.number for delta in with_deltas(reader.read(chain.base), chain.deltas)[1]] == [2]
     shutil.rmtree(chain.deltas / "d1")
-    contents, deltas = with_deltas(chain.base, chain.deltas)
+    contents, deltas = with_deltas(reader.read(chain.base), chain.deltas)
     assert [delta.number for delta in deltas] == [2] and contents.digest == reader.read(chain.wholes[2]).digest
     with pytest.raises(ValueError, match="exists already; give --overwrite"):
         fold(chain.base, chain.deltas, chain.base)

@@ -77,8 +77,10 @@ def run(words: list[str]) -> None:
 
 def _delta(arguments: Arguments) -> None:
     from logitmix.trainer.export.delta import export_delta
+    from logitmix.trainer.export.export import EXTRAS
 
-    given = {"--faiss": arguments.faiss, "--onnx": arguments.onnx, "--programs": arguments.programs}
+    given = {f"--{name.replace('_', '-')}": getattr(arguments, name, False) for name in EXTRAS}
+    given |= {"--programs-cpu": arguments.programs_cpu != Arguments.programs_cpu}
     given |= {"--overwrite": arguments.overwrite, "--no-item-cache": not arguments.item_cache}
     given |= {"--precision": arguments.precision != Arguments.precision}
     if wrong := [name for name, is_given in given.items() if is_given]:

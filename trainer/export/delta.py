@@ -53,21 +53,19 @@ def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "la
     torchrun. Raises ValueError as `export` does, if `out` exists, if the deltas beside it do not all follow the
     earlier export, if the model is another, and if nothing differs.
     """
-    for path in (earlier, out):
-        if is_copy(path):
-            raise ValueError(f"{path} is at a URL; deltas are made from an export in a folder, into a folder")
+    _require_folders(earlier, out)
     out = out.absolute()
     whole = out.with_name(f".{out.name}.whole")
     if out.exists():
         raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
-    about = reader.read(earlier).about
+    base = reader.read(earlier)
     try:
-        export(run, whole, True, which, about.item_cache, about.precision)
+        export(run, whole, True, which, base.about.item_cache, base.about.precision)
         if not is_main():
             return {}
         with in_turn(out.parent):
             clean_up(out)
-            before, _ = with_deltas(earlier, out.parent)
+            before, _ = with_deltas(base, out.parent)
             return write_delta(before, whole, out, _next_number(out.parent))
     finally:
         if is_main():
@@ -78,8 +76,9 @@ def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False) -> dic
     """Writes the export that an earlier one and the deltas of a folder give, and returns its manifest: the same files
     as those of a whole export, but for its extras. ValueError if `out` must not be written, if the deltas do not all
     follow the export, and where this processor computes other bits than that which exported."""
+    _require_folders(earlier, folder, out)
     writer.check_target(out, overwrite)
-    contents, deltas = with_deltas(earlier, folder)
+    contents, deltas = with_deltas(reader.read(earlier), folder)
     if not deltas:
         raise ValueError(f"no delta in {folder} is to be applied to {earlier}")
     last = deltas[-1]
@@ -100,9 +99,14 @@ def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False) -> dic
         return FORMAT.write(staging / MANIFEST, last.manifest)
 
 
-def with_deltas(earlier: Path, folder: Path) -> tuple[Contents, list[Delta]]:
+def _require_folders(*paths: Path) -> None:
+    for path in paths:
+        if is_copy(path):
+            raise ValueError(f"{path} is at a URL; deltas are made from an export in a folder, into a folder")
+
+
+def with_deltas(contents: Contents, folder: Path) -> tuple[Contents, list[Delta]]:
     """An export with the deltas of a folder, and these. ValueError if not all of them follow it."""
-    contents = reader.read(earlier)
     deltas, problem = chain(folder, contents.digest)
     if problem:
         raise ValueError(problem)
@@ -164,6 +168,7 @@ def _require_same_model(before: Contents, now: Contents) -> None:
         return {
             "model": about.model,
             "features": features,
+            "width of a table": schema.dims(about.model.dim),
             "precision": about.precision,
             "item cache": about.item_cache,
         }

@@ -155,6 +155,7 @@ def test_a_delta_from_an_earlier_export_gives_the_export_of_the_run(
         (["best", "--out", str(deltas / "second")], "second exists already; give another --out"),
         (["best", "--out", str(deltas / "third")], "does not differ from the earlier one: there is no delta"),
         (["best", "--out", str(deltas / "third"), "--faiss"], "--faiss has no place beside --delta-from"),
+        (["best", "--out", str(deltas / "third"), "--vectors"], "--vectors has no place beside --delta-from"),
     ):
         with pytest.raises(SystemExit):
             cli.main([*words, *more])
