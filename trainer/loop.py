@@ -129,8 +129,10 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
             if seen:
-                job.say(on_first_rank_at_length(lambda: _said_of_seen(seen, config, dataset, batches), ranks))
+                job.say(on_first_rank_at_length(partial(_said_of_seen, seen, config, dataset, batches), ranks))
             job.say(warm_start(source, dataset, model, optimizer if seen else None))
+        # It holds the earlier dataset.
+        del seen
         evaluation = Evaluation(config, dataset, ranks, job.stopping.check) if config.evaluate.every_epochs else None
         # Before hours of training, too.
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0

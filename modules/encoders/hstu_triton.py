@@ -49,8 +49,6 @@ def covers(d: int, dtype: torch.dtype) -> bool:
 
 def attend(packed_T3Gd: Tensor, position_L: Tensor, time_K: Tensor | None, packing: Packing) -> Tensor:
     """hstu_attention.attend for what is covered; FP32."""
-    if packing.shape[1] > len(position_L):
-        raise IndexError(f"the biases are for sequences of up to {len(position_L)} positions, not {packing.shape[1]}")
     return _Attention.apply(packing, packed_T3Gd, position_L.float(), None if time_K is None else time_K.float())
 
 
@@ -83,6 +81,11 @@ class Problem:
     packed_TFGd: Tensor
     position_L: Tensor
     time_K: Tensor | None
+
+    def __post_init__(self) -> None:
+        longest, L = self.packing.shape[1], len(self.position_L)
+        if longest > L:
+            raise IndexError(f"the biases are for sequences of up to {L} positions, not {longest}")
 
     def backward(self, d_out_TGd: Tensor, d_packed_TFGd: Tensor) -> tuple[Tensor, Tensor | None]:
         """Writes the gradients of value, query and key; returns the biases'. Both given are in the products' type."""

@@ -50,8 +50,6 @@ def unit(
 ) -> Tensor:
     """With V, Q, K, U = silu(raw): norm(attention(V, Q, K)) * U, after dropout [T, D]. `noise` has dropout's key, and
     how many of 2^16 random numbers drop a number."""
-    if packing.shape[1] > len(position_L):
-        raise IndexError(f"the biases are for sequences of up to {len(position_L)} positions, not {packing.shape[1]}")
     time_K = None if time_K is None else time_K.float()
     out: Tensor = _Unit.apply(packing, raw_TFGd, position_L.float(), time_K, epsilon, noise or (0, 0))
     return out

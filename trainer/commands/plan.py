@@ -348,9 +348,11 @@ def _with_rows(parts: "list[Batch]", schema: Schema) -> "list[Batch]":
         if table.values:
             named = [unique_ids(part.ids[table.name]) for part in parts]
             rows = RowMap(table.rows - 1)
-            rows.advance(torch.cat(named).unique().numpy(), 1)
-            found = [{table.name: torch.from_numpy(rows.find(of_part.numpy()))} for of_part in named]
-            parts = [with_rows(part, schema, of_part) for part, of_part in zip(parts, found, strict=True)]
+            rows.advance(torch.cat([id_U for id_U, _ in named]).unique().numpy(), 1)
+            for number, (id_U, place_S) in enumerate(named):
+                row_U = torch.from_numpy(rows.find(id_U.numpy()))
+                found = {table.name: row_U if place_S is None else row_U[place_S]}
+                parts[number] = with_rows(parts[number], schema, found)
     return parts
 
 

@@ -189,7 +189,11 @@ class Dataset:
 
     def raw_user_ids(self, user_U: np.ndarray) -> list[str]:
         """The source's ids of users by index, read at each call; the index where the dataset has none."""
-        return pa.chunked_array(raw_user_ids_of(self.path), pa.large_string()).take(pa.array(user_U)).to_pylist()
+        return self.raw_user_id_column().take(pa.array(user_U)).to_pylist()
+
+    def raw_user_id_column(self) -> pa.ChunkedArray:
+        """Those of all users as an Arrow column."""
+        return pa.chunked_array(raw_user_ids_of(self.path), pa.large_string())
 
     def title_column(self) -> pa.ChunkedArray | None:
         """Titles by item index, null for an item without one; None if the dataset has no titles. Read at each call."""

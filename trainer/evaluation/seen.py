@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, ranking_users
 from logitmix.trainer.data.columns import ranges
-from logitmix.trainer.data.dataset import Dataset, load_dataset, raw_user_ids_of
+from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluation.evaluate import held_out
 from logitmix.trainer.run.folder import read_config
@@ -32,8 +32,12 @@ class Seen:
         self._counts = held_out(config, self.earlier).train_end - self.earlier.offsets[:-1]
         """For each user of the earlier dataset, how many actions, the first ones, were trained on."""
         # By index in the earlier dataset, -1 for those that it does not have.
-        self._user_U = _places(*(_users(of) for of in (dataset, self.earlier)))
-        self._item_X = _places(dataset.raw_id_column(), self.earlier.raw_id_column())
+        self._user_U = _places(dataset.raw_user_id_column(), self.earlier.raw_user_id_column())
+
+    @cached_property
+    def _item_X(self) -> Ints:
+        """Likewise."""
+        return _places(self.dataset.raw_id_column(), self.earlier.raw_id_column())
 
     def users_with_new(self, held: HeldOut) -> NDArray[np.bool_]:
         """Which users have more actions that are not `held` out than the run was trained on [U]."""
@@ -43,11 +47,7 @@ class Seen:
 
     def targets(self, users: RankingUsers) -> NDArray[np.bool_]:
         """Whether the run was trained on each user's target, the same item at the same time [N]."""
-        found_N = np.zeros(len(users), bool)
-        for start in range(0, len(users), _USERS_AT_ONCE):
-            part = users.of(slice(start, start + _USERS_AT_ONCE))
-            found_N[start : start + len(part)] = self._targets(part)
-        return found_N
+        return np.concatenate([np.zeros(0, bool), *map(self._targets, users.batches(_USERS_AT_ONCE))])
 
     def _targets(self, users: RankingUsers) -> NDArray[np.bool_]:
         user_N, item_N = self._user_U[users.user], self._item_X[users.target]
@@ -78,19 +78,14 @@ class Seen:
         of_splits = " and ".join(f"{count:,} {split}" for split, count in counts.items())
         return f"of the {of_splits} targets, {self.run} was trained on none"
 
-    @cached_property
+    @property
     def said(self) -> str:
         """How many users and items are new."""
         users, items = (int((of < 0).sum()) for of in (self._user_U, self._item_X))
         return f"{users:,} of {len(self._user_U):,} users and {items:,} of {len(self._item_X):,} items are new"
 
 
-def _users(dataset: Dataset) -> pa.ChunkedArray:
-    return pa.chunked_array(raw_user_ids_of(dataset.path), pa.large_string())
-
-
 def _places(wanted: pa.ChunkedArray, values: pa.ChunkedArray) -> Ints:
     """The place of each wanted text among the values, -1 where it is not there."""
-    value_set = values.cast(pa.large_string()).combine_chunks()
-    found = pc.index_in(wanted.cast(pa.large_string()), value_set=value_set)
+    found = pc.index_in(wanted, value_set=values.combine_chunks())
     return found.fill_null(-1).to_numpy().astype(np.int64)

@@ -84,12 +84,13 @@ class GrowingTable:
 
 
 def with_rows(batch: Batch, schema: Schema, rows: Mapping[str, Tensor]) -> Batch:
-    """The batch with rows in place of the ids of some tables: `rows` [U] are those of `unique_ids`, by table."""
+    """The batch with rows in place of the ids of some tables: `rows` are those of its ids, by table:
+    [U], or of bags [S]."""
     ids, values = dict(batch.ids), dict(batch.features.values)
     for table, row_U in rows.items():
         of_table = ids[table]
         if isinstance(of_table, Bags):
-            ids[table] = of_table._replace(values=row_U[of_table.values.unique(return_inverse=True)[1]])
+            ids[table] = of_table._replace(values=row_U)
             continue
         # Values without a row have one in common.
         ids[table], place_U = row_U.unique(return_inverse=True)
@@ -100,6 +101,6 @@ def with_rows(batch: Batch, schema: Schema, rows: Mapping[str, Tensor]) -> Batch
     return replace(batch, ids=ids, features=replace(batch.features, values=values))
 
 
-def unique_ids(of_table: Tensor | Bags) -> Tensor:
-    """The sorted unique ids [U] of a table that a batch names."""
-    return of_table.values.unique() if isinstance(of_table, Bags) else of_table
+def unique_ids(of_table: Tensor | Bags) -> tuple[Tensor, Tensor | None]:
+    """The sorted unique ids [U] of a table that a batch names; and of bags, the place of each id [S] among them."""
+    return of_table.values.unique(return_inverse=True) if isinstance(of_table, Bags) else (of_table, None)

@@ -5,8 +5,8 @@ exchanged (rows.py) through the wire's codec, and so are their gradients on the 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ class ParallelModel:
     """With train.ema."""
     stream: torch.cuda.Stream | None
     """CUDA: the stream that copies the next batch to the device while one is trained on."""
-    growing: Mapping[str, GrowingTable] = field(default_factory=dict)
+    growing: Mapping[str, GrowingTable]
     """The tables whose rows pass from value to value, by name."""
 
     @property
@@ -81,7 +81,9 @@ class ParallelModel:
         those of the step before may be on their way. Collective."""
         rows = {}
         for name, table in self.growing.items():
-            rows[name], new_row, new_id = table.advance(unique_ids(batch.ids[name]), step)
+            id_U, place_S = unique_ids(batch.ids[name])
+            row_U, new_row, new_id = table.advance(id_U, step)
+            rows[name] = row_U if place_S is None else row_U[place_S]
             if len(new_row):
                 self._start_anew(name, new_row, new_id)
         return with_rows(batch, self.tower.schema, rows) if rows else batch
@@ -90,15 +92,27 @@ class ParallelModel:
         """Gives this rank's part of some rows of a table, of their moving average and of their optimizer's state the
         values that these ids start from. Through `data`, because the backward of a lookup is under way, which would
         refuse a table that has changed; it has none of these rows."""
-        weights = [self.shards()[name], *([self.average.tables[name]] if self.average else [])]
+        weights, states = self._of_growing[name]
         for sharded in weights:
             for shard, at, id_R in _parts_of(sharded, row_N, id_N):
                 column_C = _columns(shard)
                 shard.tensor.data[at] = _initial_rows(name, self.config, id_R, column_C).to(shard.tensor.dtype)
-        for state in self.table_optimizers.state_dict().get(name, {}).values():
-            if isinstance(state, ShardedTensor):
-                for shard, at, _ in _parts_of(state, row_N, id_N):
-                    shard.tensor.data[at] = 0
+        for state in states:
+            for shard, at, _ in _parts_of(state, row_N, id_N):
+                shard.tensor.data[at] = 0
+
+    @cached_property
+    def _of_growing(self) -> dict[str, tuple[list[ShardedTensor], list[ShardedTensor]]]:
+        """By growing table, its rows with their moving average, and what its optimizer keeps of them; by reference.
+        Made once: `shards` writes back what GPUs have cached of all tables."""
+        shards, states = self.shards(), self.table_optimizers.state_dict()
+        return {
+            name: (
+                [shards[name], *([self.average.tables[name]] if self.average else [])],
+                [of for of in states.get(name, {}).values() if isinstance(of, ShardedTensor)],
+            )
+            for name in self.growing
+        }
 
     def row_exchange(self, ids: Mapping[str, Tensor | Bags]) -> RowExchange:
         """Begins the exchange of the rows that a batch needs; collective."""
@@ -135,18 +149,20 @@ class ParallelModel:
             return [self.replicated.gradient()]
         return [each.grad for each in self.tower.parameters() if each.grad is not None]
 
+    @property
+    def _modules(self) -> list[Any]:
+        return [*(each.module for each in self.tables), *(each.module for each in self.pooled)]
+
     def shards(self) -> dict[str, ShardedTensor]:
         """The tables in training by name, with this rank's shards; by reference. What a GPU has cached of tables in the
         host's memory is first written back."""
-        modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
-        states = [module.state_dict() for module in modules]
+        states = [module.state_dict() for module in self._modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
     def forget_cached_rows(self) -> None:
         """Call when the tensors of `shards` were written: of tables in the host's memory, a GPU may still have cached
         what was there before."""
-        modules = [each.module for each in self.tables] + [each.module for each in self.pooled]
-        for lookup in (lookup for module in modules for lookup in cast(Any, module)._lookups):
+        for lookup in (lookup for module in self._modules for lookup in module._lookups):
             lookup.purge()
 
     def evaluated(self) -> tuple[Tower, dict[str, ShardedRows]]:

@@ -218,7 +218,10 @@ def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Dev
 def _fitting(table: EmbeddingTable, config: Config, missing: int) -> str:
     """The share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is negative."""
     settings = config.tables.of(table.name)
-    for factor in () if config.train.ema or settings.optimizer in TABLE_OPTIMIZERS.plugins else _FACTORS:
+    plugin = settings.optimizer in TABLE_OPTIMIZERS.plugins
+    # As parallelize.py refuses them.
+    refused = config.train.ema or plugin or settings.capacity or config.comm.parts > 1
+    for factor in () if refused else _FACTORS:
         cached = replace(_of(table, config, "table_wise", ()), cache_load_factor=factor)
         whole = ShardPlace(0, 0, table.rows, 0, table.dim)
         less = cached.held(whole).device - _whole(table, config).device

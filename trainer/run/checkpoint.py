@@ -103,6 +103,13 @@ class SavedModel:
         return torch.where(known.values[place] == wanted, known.indices[place], 0).numpy()
 
 
+def restore_tables(model: ParallelModel, optimizer: torch.optim.Optimizer, otherwise: int) -> None:
+    """Has the tables' optimizers adopt the state that was loaded, after as many steps as the tower's optimizer counts,
+    those of an earlier run among them, from which this one goes on; `otherwise` if it counts none."""
+    steps = max((int(of["step"]) for of in optimizer.state.values() if "step" in of), default=otherwise)
+    model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
+
+
 def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
@@ -119,10 +126,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     expected = {name: kind for kinds in on_all_ranks(lambda: kinds_in(state), ranks) for name, kind in kinds.items()}
     opened, problems = _open_first(paths, _Wanted(model.config, model.tower.schema, expected), ranks)
     fill(state, opened.tensors)
-    # Those of an earlier run, too, from which this one goes on, as far as its optimizer counts them.
-    of_tower = [int(of["step"]) for of in optimizer.state.values() if "step" in of]
-    steps = max(of_tower, default=opened.progress.step - opened.progress.skipped)
-    model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
+    restore_tables(model, optimizer, opened.progress.step - opened.progress.skipped)
     for path, problem in problems.items():
         aside = on_first_rank(partial(_set_aside, path), ranks)
         lost, goes_on = path.name.removeprefix("step-"), opened.progress.step

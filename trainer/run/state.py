@@ -43,18 +43,25 @@ def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
             for key, of in _parts(table, table.state()).items()
         },
         **{f"{GROWING}{name}/steps": table.steps for name, table in model.growing.items()},
-        **evaluated(model),
+        **_averages(model),
+        **_values(model),
     }
 
 
 def evaluated(model: ParallelModel) -> State:
     """The weights that are evaluated, and which value each row of growing tables has."""
+    return (_averages(model) or weights_of(model.tower, model.shards())) | _values(model)
+
+
+def _averages(model: ParallelModel) -> State:
+    return weights_of(model.average.tower, model.average.tables, AVERAGE) if model.average else {}
+
+
+def _values(model: ParallelModel) -> State:
     values: State = {}
     for name, table in model.growing.items():
         values |= _parts(table, {f"{VALUES}{name}": table.map.rows.id})
-    if model.average is None:
-        return weights_of(model.tower, model.shards()) | values
-    return weights_of(model.average.tower, model.average.tables, AVERAGE) | values
+    return values
 
 
 def _parts(table: GrowingTable, of_buckets: Mapping[str, Ints]) -> dict[str, Part]:

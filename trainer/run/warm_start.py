@@ -33,7 +33,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
-from logitmix.trainer.run.checkpoint import SavedModel, load_saved
+from logitmix.trainer.run.checkpoint import SavedModel, load_saved, restore_tables
 from logitmix.trainer.run.folder import read_schema, recorded_dataset
 from logitmix.trainer.run.tensor_files import BLOCK_BYTES, Kind
 
@@ -68,8 +68,7 @@ def warm_start(
         on_all_ranks(partial(_take_states, saved, model, optimizer, kept), model.ranks)
     counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model, optimizer is not None), model.ranks)
     if optimizer:
-        steps = max((int(of["step"]) for of in optimizer.state.values() if "step" in of), default=0)
-        model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
+        restore_tables(model, optimizer, 0)
     if model.average:
         # What is evaluated, should no step move the weights before.
         model.average.update(1)

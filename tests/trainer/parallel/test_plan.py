@@ -91,6 +91,8 @@ def test_a_refusal_names_the_share_of_rows_to_cache(tmp_path: Path) -> None:
     plan_tables(tables, small_config(tmp_path, {"tables.item.cache_load_factor": 0.5}), devices)
     with pytest.raises(ValueError, match=r"use 12 ranks or more, a smaller --tables\.item\.dim"):
         plan_tables(tables, small_config(tmp_path, {"train.ema": 0.9}), devices)
+    with pytest.raises(ValueError, match=r"use 3 ranks or more, a smaller --tables\.item\.dim"):
+        plan_tables(tables, small_config(tmp_path, {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad"}), devices)
 
 
 def test_a_plan_is_a_line_for_each_table() -> None:
