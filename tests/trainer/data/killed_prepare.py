@@ -38,12 +38,13 @@ def in_child(work: Callable[[], None]) -> int:
     return child
 
 
-def killing_itself(work: Callable[[], None], count: int) -> None:
-    """Kills this process before its operation on a file of that number (from 0)."""
+def killing_itself(work: Callable[[], None], count: int, folder: Path) -> None:
+    """Kills this process before its operation of that number (from 0) on a file in `folder`: those on Python's modules
+    and on the system's files differ from machine to machine."""
     left = [count]
 
     def hook(event: str, arguments: Any) -> None:
-        if event in EVENTS:
+        if event in EVENTS and (folder / str(arguments[0])).is_relative_to(folder):
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +80,7 @@ def attempt(before: str, source: str, folder: Path, moment: str) -> dict[str, An
         time.sleep(float(moment))
         os.kill(child, signal.SIGKILL)
     else:
-        child = in_child(lambda: killing_itself(lambda: job(source, out), int(moment)))
+        child = in_child(lambda: killing_itself(lambda: job(source, out), int(moment), folder))
     status = os.waitpid(child, 0)[1]
     there = state(out) if out.exists() else None
     fine = not there or intact(out)

@@ -42,11 +42,11 @@ def kinds(found: list[dict[str, Any]], old: dict[str, str] | None, new: dict[str
     return ["new" if one["there"] == new else "old" if one["there"] else "none" for one in found if one["killed"]]
 
 
-@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_prepare_leaves_the_old_or_the_new_dataset(tmp_path: Path, step: int) -> None:
     old_source, source = write_source(tmp_path / "old.csv", 200, 0), write_source(tmp_path / "new.csv", 400, 1)
     old, new = finished(old_source, tmp_path / "old"), finished(source, tmp_path / "new")
-    found = kill_at(range(0, 120, step), old_source, source, tmp_path / "killed")
+    found = kill_at(range(0, 60, step), old_source, source, tmp_path / "killed")
     after = kinds(found, old, new)
     assert after[0] == "old" and after[-1] == "new" and not found[-1]["killed"]
     assert step > 1 or "none" in after, "between the two renames"
