@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -86,7 +86,13 @@ def process_group(
         silent = patience
     heartbeat.start(None if silent is None else lost, silent)
     try:
-        with _loopback_only() if place.one_host else nullcontext():
+        # By itself, another thread of NCCL's ends a process whose watchdog stands still for 8 minutes, as it does while
+        # the device waits in a call to CUDA.
+        patient = str(_nccl_seconds(timeout_seconds))
+        with (
+            _loopback_only() if place.one_host else nullcontext(),
+            _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient) if chosen.type == "cuda" else nullcontext(),
+        ):
             since = time.monotonic()
             try:
                 dist.init_process_group(
@@ -132,8 +138,12 @@ def own_group(ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
 def limit_waiting(group: dist.ProcessGroup, device: torch.device, timeout_seconds: int) -> None:
     """Has collectives of a group wait so long for the other ranks. On CUDA longer, because at its time limit NCCL's
     watchdog ends the process, and a rank that hangs is to be named before."""
-    seconds = timeout_seconds if device.type == "cpu" else max(timeout_seconds, SILENT) + NAMING
+    seconds = timeout_seconds if device.type == "cpu" else _nccl_seconds(timeout_seconds)
     _backend(group, device)._set_default_timeout(timedelta(seconds=seconds))
+
+
+def _nccl_seconds(timeout_seconds: int) -> int:
+    return int(max(timeout_seconds, SILENT) + NAMING)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -330,15 +340,20 @@ _MET: list[str] = []
 """Names of the groups that this process has made or tried to make."""
 
 
-@contextmanager
-def _loopback_only() -> Iterator[None]:
+def _loopback_only() -> AbstractContextManager[None]:
     """gloo listens even for a single process: keep that off the network."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
+    return _environment("GLOO_SOCKET_IFNAME", loopback) if loopback else nullcontext()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets a variable, unless the user has, and takes it back."""
+    if name in os.environ:
         yield
         return
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        os.environ.pop(name, None)

@@ -24,6 +24,7 @@ from logitmix.launch.processes import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TIMEOUT_SECONDS = 60
+STANDS_STILL = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +204,7 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
 
     def started(backend: str, timeout: timedelta, **options: Any) -> None:
         limits[backend] = timeout.total_seconds()
+        limits["the watchdog itself"] = float(os.environ[STANDS_STILL])
         start("gloo", timeout=timeout, **options)
 
     def watched(self: Heartbeat, lost: Any, silent: float | None) -> None:
@@ -213,15 +215,21 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
     monkeypatch.setattr(dist, "init_process_group", started)
     monkeypatch.setattr(module, "_backend", lambda group, device: Backend())
     monkeypatch.setattr(Heartbeat, "start", watched)
+    monkeypatch.delenv(STANDS_STILL, raising=False)
     with process_group("auto", seconds, lost=print) as ranks:
         assert ranks.device == torch.device("cuda", 0)
+    assert STANDS_STILL not in os.environ
     naming = 2 * heartbeat.INTERVAL + heartbeat.LISTENS + 2 * heartbeat.ANSWERS
     assert limits == {
         "cpu:gloo,cuda:nccl": seconds,
         "watcher": max(seconds, heartbeat.SILENT),
         "nccl": max(seconds, heartbeat.SILENT) + heartbeat.NAMING,
+        "the watchdog itself": max(seconds, heartbeat.SILENT) + heartbeat.NAMING,
     }
     assert 2 * naming < heartbeat.NAMING
+    monkeypatch.setenv(STANDS_STILL, "77")
+    with process_group("auto", seconds, lost=print):
+        assert limits["the watchdog itself"] == 77
 
 
 def test_where_gloo_raises_errors_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
