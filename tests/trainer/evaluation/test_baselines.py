@@ -176,10 +176,10 @@ def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(
 
 def rank_at_length(config: Config) -> dict[str, float]:
     def at_length(evaluation: Evaluation, split: Split) -> dict[str, float]:
-        time.sleep(5)
+        time.sleep(9)
         return {"popularity/mrr": 0.5}
 
-    with process_group("cpu", 3) as ranks, pytest.MonkeyPatch.context() as patch:
+    with process_group("cpu", 7) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluation, "_baselines", at_length)
         return Evaluation(config, load_dataset(config.data.path), ranks).baselines("test")
 
