@@ -27,8 +27,8 @@ TRIMMED = 2**23
 """Bytes of unread answers whose memory is given back when they have been read."""
 CONNECTIONS = 512
 SPARE = 32
-"""Connections beyond these, for /healthz and /metrics alone."""
-WATCHED = ("/healthz", "/metrics")
+"""Connections beyond these, for WATCHED alone."""
+WATCHED = ("/healthz", "/metrics", "/readyz")
 """Paths of those who watch the server, which cost little."""
 BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}

@@ -1,8 +1,8 @@
 """`logitmix serve --workers N`: processes that answer from one export, whose mapped files they share. This process
 listens, and passes each connection to the worker that has the fewest; it loads no torch.
 
-Between it and a worker is a socket: to the worker go connections, and the end when it shall end; from it come lines,
-READY with what it serves, CLOSED for each connection that is closed, LEAVING when it wants to end.
+Between it and a worker is a socket: to the worker go connections, DRAINING, and the end when it shall end; from it come
+lines, READY with what it serves, CLOSED for each connection that is closed, LEAVING when it wants to end.
 """
 
 import errno
@@ -28,6 +28,7 @@ WORKER = "LOGITMIX_WORKER"
 """The environment variable by which a worker knows itself."""
 MOST_WORKERS = 256
 READY, CLOSED, LEAVING = "ready", "closed", "leaving"
+GIVEN, DRAINING = b".", b"d"
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before a worker that has died is replaced; twice as many each time that it dies before it is ready."""
 LAST_SECONDS = 40.0
@@ -63,13 +64,13 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def listen(listening: socket.socket, described: str) -> None:
+def listen(listening: socket.socket, described: str, has_token: bool = False) -> None:
     """From now on, and says so."""
     listening.listen(CONNECTIONS)
     address, port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        say(f"whoever reaches {shown} can use this server: it has no authentication")
+    if not has_token and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        say(f"whoever reaches {shown} can use this server, as there is no --token-file")
     say(f"serving {described} on http://{shown}:{port}")
 
 
@@ -114,10 +115,12 @@ def _metrics_of(folder: Path, number: int) -> Path:
     return folder / f"{number}.prom"
 
 
-def run_workers(command: Sequence[str], count: int, threads: int, host: str, port: int) -> int:
-    """Serves by `count` processes of a command until SIGTERM or SIGINT; a second one ends them at once. `threads`: CPU
-    threads of each, where OMP_NUM_THREADS does not say. The exit status: that of a worker that ends before all of them
-    have been ready, or 0.
+def run_workers(
+    command: Sequence[str], count: int, threads: int, host: str, port: int, drain: float = 0.0, has_token: bool = False
+) -> int:
+    """Serves by `count` processes of a command until SIGTERM or SIGINT, and then `drain` seconds more, which a second
+    signal ends; the next one ends the workers at once. `threads`: CPU threads of each, where OMP_NUM_THREADS does not
+    say. The exit status: that of a worker that ends before all of them have been ready, or 0.
 
     ValueError and OSError as `bound` raises them.
     """
@@ -131,7 +134,7 @@ def run_workers(command: Sequence[str], count: int, threads: int, host: str, por
         for worker in workers:
             stack.callback(worker.kill)
         listening.setblocking(False)
-        supervisor = _Supervisor(workers, listening)
+        supervisor = _Supervisor(workers, listening, drain, has_token)
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, supervisor.told))
         return supervisor.run()
@@ -184,11 +187,17 @@ class _Process:
         """Whether it takes one more."""
         assert self.control is not None
         try:
-            socket.send_fds(self.control, [b"."], [connection.fileno()])
+            socket.send_fds(self.control, [GIVEN], [connection.fileno()])
         except OSError:  # it is stopped, or has ended just now
             return False
         self.connections += 1
         return True
+
+    def drain(self) -> None:
+        """Lets it say that no more requests shall be sent to it."""
+        if self.control is not None:
+            with suppress(OSError):
+                self.control.send(DRAINING)
 
     def leave(self) -> None:
         """Lets it end, once it has taken what was given to it."""
@@ -223,8 +232,10 @@ class _Process:
 
 
 class _Supervisor:
-    def __init__(self, workers: Sequence[_Process], listening: socket.socket) -> None:
-        self._workers, self._listening = workers, listening
+    def __init__(
+        self, workers: Sequence[_Process], listening: socket.socket, drain: float = 0.0, has_token: bool = False
+    ) -> None:
+        self._workers, self._listening, self._drain, self._has_token = workers, listening, drain, has_token
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._serving = False
@@ -244,6 +255,12 @@ class _Supervisor:
             status = self._turn()
             if status is not None:
                 return status
+        ends = time.monotonic() + self._drain
+        for worker in self._workers if self._drain else ():
+            worker.drain()
+        while len(self._signals) < 2 and time.monotonic() < ends:
+            self._turn()
+        told = len(self._signals)
         self._listening.close()
         deadline = time.monotonic() + LAST_SECONDS
         for worker in self._workers:
@@ -252,7 +269,7 @@ class _Supervisor:
             elif not worker.connections:  # one that leaves already goes on with what it has
                 worker.terminate()
         while any(worker.control for worker in self._workers):
-            if len(self._signals) > 1 or time.monotonic() > deadline:
+            if len(self._signals) > told or time.monotonic() > deadline:
                 return 128 + self._signals[-1]
             self._turn()
         return 0
@@ -297,7 +314,7 @@ class _Supervisor:
                 say(f"worker {worker.number} answers again")
             elif all(of.is_ready for of in self._workers):
                 self._serving = True
-                listen(self._listening, rest)
+                listen(self._listening, rest, self._has_token)
             elif worker is self._workers[0]:
                 for other in self._workers[1:]:
                     self._start(other)

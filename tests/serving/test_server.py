@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from email.message import Message
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +39,12 @@ from logitmix.serving import workers as workers_module
 from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.body import parse as parse_body
 from logitmix.serving.connection import MAX_BODY, json_response
+from logitmix.serving.guards import Allowed, read_token
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
-from logitmix.serving.server import Allowed, make_server
+from logitmix.serving.server import Settings, make_server
 from logitmix.trainer import cli
 from logitmix.trainer.commands import serve
 from logitmix.trainer.commands.words import parse
@@ -83,17 +85,24 @@ class Running:
             response = connection.getresponse()
             return response.read().decode(), response.headers
 
+    def status(self, path: str, headers: dict[str, str] | None = None) -> int:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
+            connection.request("GET", path, headers=headers or {})
+            return connection.getresponse().status
+
     def metric(self, name: str) -> float:
         lines = self.get("/metrics")[0].splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @contextmanager
-def running(folder: Path, allowed: Allowed = ALLOWED, deltas: Path | None = None) -> Iterator[Running]:
+def running(
+    folder: Path, allowed: Allowed = ALLOWED, deltas: Path | None = None, drain: float = 0.0
+) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append, deltas=deltas)
     with workers_module.bound("127.0.0.1", 0) as listening:
-        server = make_server(export, 0.01, allowed)
+        server = make_server(export, Settings(drain=drain, allowed=allowed))
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
@@ -334,22 +343,44 @@ def test_stage_1_keeps_what_the_server_says_where_the_request_does_not() -> None
 
 
 def test_an_answer_says_what_answered(server: Running) -> None:
+    retriever = server.export.retriever
+    known = {"run": "small", "step": 12, "dataset": "demo", "digest": retriever.digest, "delta": 0}
+    known["logitmix"] = version("logitmix")
     status, found = server.ask({"history": ["id 7", "id 14"], "k": 3, "user": None})
-    assert (status, found["run"], found["step"]) == (200, "small", 12)
-    assert_alike(found["items"], server.export.retriever.rows(["id 7", "id 14"], 3))
-    assert server.ask(b"", "GET", "/healthz") == (
-        200,
-        {
-            "status": "ok",
-            "run": "small",
-            "step": 12,
-            "dataset": "demo",
-            "num_items": X,
-            "digest": server.export.retriever.digest,
-            "delta": 0,
-            "refused": None,
-        },
-    )
+    items = found.pop("items")
+    assert (status, found) == (200, known)
+    assert_alike(items, retriever.rows(["id 7", "id 14"], 3))
+    about = {"status": "ok", **known, "num_items": X, "refused": None}
+    assert server.ask(b"", "GET", "/healthz") == (200, about)
+    assert server.ask(b"", "GET", "/readyz") == (200, {"status": "ready"})
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(known.items()))
+    assert server.metric(f"logitmix_export_info{{{labels}}}") == 1
+
+
+def test_an_answer_repeats_what_traces_its_request(silent: Running) -> None:
+    traced = ["traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "x-request-id: 7"]
+    for path in ("/retrieve", "/nothing"):
+        _, received = asked_with(silent, path, "Host: here", *traced)
+        said, _, _ = received.decode().partition("\r\n\r\n")
+        assert set(traced) <= set(said.split("\r\n"))
+    assert b"traceparent" not in asked_with(silent, "/retrieve", "Host: here")[1]
+
+
+def test_a_server_that_shall_end_goes_on_until_it_is_not_asked_any_more(folder: Path) -> None:
+    with running(folder, drain=60) as server:
+        assert server.ask(b"", "GET", "/readyz")[0] == 200
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert server.ask(b"", "GET", "/readyz") == (503, {"error": "the server stops"})
+        assert server.ask(b"", "GET", "/healthz")[0] == server.ask({"history": ["id 7"]})[0] == 200
+        assert not server.server.should_exit
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert server.server.should_exit
+
+
+def test_a_server_ends_after_its_time(folder: Path) -> None:
+    with running(folder, drain=0.1) as server:
+        server.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: server.server.should_exit)
 
 
 NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
@@ -671,6 +702,39 @@ def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
         assert asked_with(server, "/retrieve", lines[0], "Origin: http://stranger.example")[0] == 403
 
 
+TOKEN = "a" * 8 + "-." + "9" * 8
+
+
+def test_a_token_lets_in_who_has_it(folder: Path) -> None:
+    with running(folder, Allowed(("here",), token=TOKEN)) as server:
+        for given in (
+            "",
+            f"Authorization: Bearer {TOKEN[1:]}",
+            f"Authorization: Basic {TOKEN}",
+            "Authorization: Bearer",
+        ):
+            status, received = asked_with(server, "/retrieve", "Host: here", *filter(None, [given]))
+            assert status == 401 and b"www-authenticate: Bearer\r\n" in received
+        for given in (f"Authorization: Bearer {TOKEN}", f"authorization: bearer  {TOKEN} "):
+            assert asked_with(server, "/retrieve", "Host: here", given)[0] == 200
+        for path, status in (("/", 200), ("/healthz", 200), ("/readyz", 200), ("/metrics", 401), ("/items", 401)):
+            assert server.status(path) == status
+        assert server.status("/metrics", {"Authorization": f"Bearer {TOKEN}"}) == 200
+    assert TOKEN not in repr(Allowed(token=TOKEN))
+
+
+def test_tokens_that_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(ValueError, match=r"^--token-file \S+ cannot be read: "):
+        read_token(file)
+    for content in ("", "short", "two words of some length", "ÿ" * 20, f"{TOKEN}\n{TOKEN}"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"^--token-file \S+ (must|cannot)"):
+            read_token(file)
+    file.write_text(f"{TOKEN}\n")
+    assert read_token(file) == TOKEN
+
+
 def test_who_has_ended_their_side_is_answered(silent: Running) -> None:
     for before in (b"", head(2) + b"{}"):
         with silent.connect() as client:
@@ -767,9 +831,10 @@ def test_files_that_are_written_to_while_they_are_served(
             content, said = file.read_bytes(), f"{file} was written to while it was in use, and is not used any more"
             server.said.clear()
             file.write_bytes(b"")
-            for method, path in (("POST", "/retrieve"), ("GET", "/items?query=7"), ("GET", "/healthz")):
+            for method, path in (("POST", "/retrieve"), ("GET", "/items?query=7"), ("GET", "/readyz")):
                 status, found = server.ask({"history": ["id 7"]}, method, path)
                 assert status == 503 and found["error"].startswith(said)
+            assert server.ask(b"", "GET", "/healthz")[0] == 200
             until(lambda: bool(server.said))
             # The same content, as a copy of the export over itself leaves it.
             file.write_bytes(content)
@@ -1067,5 +1132,5 @@ def test_other_hosts_are_warned_of(
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(number, handler)
     warning, url = capsys.readouterr().err.splitlines()
-    assert warning == "logitmix: whoever reaches 0.0.0.0 can use this server: it has no authentication"
+    assert warning == "logitmix: whoever reaches 0.0.0.0 can use this server, as there is no --token-file"
     assert re.search(r" on http://0\.0\.0\.0:\d+$", url)

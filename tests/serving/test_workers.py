@@ -22,7 +22,7 @@ from test_server import ALLOWED, X, head, read_all, until
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
 from logitmix.serving.live import LiveExport
-from logitmix.serving.server import make_server
+from logitmix.serving.server import Settings, make_server
 from logitmix.serving.workers import Worker, _Process, _Supervisor, bound
 from logitmix.trainer import cli
 
@@ -37,6 +37,9 @@ signal.signal(signal.SIGTERM, lambda *_: worker.tell("leaving"))
 held = []
 while True:
     told, files, _, _ = socket.recv_fds(worker.control, 64, 64)
+    if b"d" in told:
+        for connection in held:
+            connection.sendall(b" drains")
     for file in files:
         held.append(socket.socket(fileno=file))
         held[-1].sendall(f"{worker.number} {os.getpid()} {os.environ['OMP_NUM_THREADS']}".encode())
@@ -58,14 +61,14 @@ def fakes(count: int, folder: Path, how: str = "") -> list[_Process]:
 
 
 @contextmanager
-def supervised(workers: list[_Process]) -> Iterator[tuple[int, _Supervisor, list[int]]]:
+def supervised(workers: list[_Process], drain: float = 0.0) -> Iterator[tuple[int, _Supervisor, list[int]]]:
     """Port, supervisor and where its exit status will be."""
     statuses: list[int] = []
     with bound("127.0.0.1", 0) as listening, ExitStack() as stack:
         for worker in workers:
             stack.callback(worker.kill)
         listening.setblocking(False)
-        supervisor = _Supervisor(workers, listening)
+        supervisor = _Supervisor(workers, listening, drain)
         thread = threading.Thread(target=lambda: statuses.append(supervisor.run()))
         thread.start()
         stack.callback(thread.join, 20)
@@ -128,11 +131,30 @@ def test_what_one_refuses_at_the_start_ends_all(tmp_path: Path) -> None:
             socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
+@pytest.mark.long
+def test_workers_that_shall_end_take_connections_until_a_second_signal(tmp_path: Path) -> None:
+    workers = fakes(2, tmp_path)
+    with ExitStack() as stack, supervised(workers, drain=60) as (port, supervisor, statuses):
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+
+        before = [connect() for _ in range(2)]
+        assert sorted(who(of)[0] for of in before) == [0, 1]
+        supervisor.told(signal.SIGTERM, None)
+        assert [of.recv(100) for of in before] == [b" drains"] * 2
+        after = connect()
+        assert who(after)[0] in (0, 1) and not statuses
+        supervisor.told(signal.SIGTERM, None)
+        assert [read_all(of) for of in (*before, after)] == [b" bye"] * 3
+    assert statuses == [0]
+
+
 @contextmanager
 def worker_of(number: int, folder: Path, metrics: Path) -> Iterator[tuple[socket.socket, uvicorn.Server]]:
     """The supervisor's end of a worker's control, and the worker."""
     ours, theirs = socket.socketpair()
-    server = make_server(LiveExport(folder, print), 0.01, ALLOWED, Worker(number, theirs, metrics))
+    server = make_server(LiveExport(folder, print), Settings(allowed=ALLOWED), Worker(number, theirs, metrics))
     thread = threading.Thread(target=server.run, args=[[]])
     thread.start()
     with ours, theirs:
@@ -167,6 +189,11 @@ def test_a_worker_answers_what_it_is_given_and_shows_the_metrics_of_all(
                 client.sendall(head(len(body), "/retrieve", "Connection: close") + body)
                 assert len(json.loads(read_all(client).partition(b"\r\n\r\n")[2])["items"]) == 3
             assert worker.recv(100) == b"closed\n"
+        control.send(b"d")
+        with given(control) as client:
+            client.sendall(b"GET /readyz HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            assert b"the server stops" in read_all(client)
+        assert control.recv(100) == b"closed\n"
         of_other = tmp_path / "1.prom"
         until(lambda: of_other.exists() and 'path="/retrieve",status="200"} 2.0' in of_other.read_text())
         with given(control) as client:

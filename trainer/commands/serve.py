@@ -26,7 +26,7 @@ class Arguments(ItemProcessesOption):
     directory: ExportPlace
     """Serving directory."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all of this host. There is no authentication."""
+    """Address to listen on; 0.0.0.0 for all of this host, whose users need no token unless there is a --token-file."""
     port: int = 8080
     """Port to listen on; any free one when 0."""
     workers: int = 1
@@ -37,6 +37,8 @@ class Arguments(ItemProcessesOption):
     """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
+    drain_seconds: float = 0.0
+    """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -44,6 +46,8 @@ class Arguments(ItemProcessesOption):
     --host and this machine's name always are."""
     allow_origin: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An origin whose pages may ask from browsers (CORS), such as https://shop.example; * for any."""
+    token_file: str = ""
+    """File with the token that requests must have: Authorization: Bearer TOKEN."""
 
 
 def run(words: list[str]) -> None:
@@ -51,29 +55,22 @@ def run(words: list[str]) -> None:
     require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
     if arguments.workers > 1 and (arguments.processes > 1 or launched()):
         raise ValueError("--workers answer from all items, and --processes divide them among them: give one of the two")
+    from logitmix.serving.guards import Allowed, read_token
     from logitmix.serving.workers import Worker, run_workers
 
+    token = read_token(path_of(arguments.token_file)) if arguments.token_file else ""
     worker = Worker.of_environment()
     if arguments.workers > 1 and not worker:
         command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
         threads = threads_of_each(arguments.workers)
-        raise SystemExit(run_workers(command, arguments.workers, threads, arguments.host, arguments.port))
+        place = arguments.host, arguments.port
+        raise SystemExit(run_workers(command, arguments.workers, threads, *place, arguments.drain_seconds, bool(token)))
     arguments.start_ranks("serve", words)
-    from logitmix.serving.server import Allowed, serve
+    from logitmix.serving.server import Settings, serve
 
-    allowed = Allowed(arguments.allow_host, arguments.allow_origin)
+    allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
+    settings = Settings(arguments.wait_ms, arguments.stage1, arguments.drain_seconds, allowed)
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
         deltas = path_of(arguments.deltas) if arguments.deltas else None
-        serve(
-            directory,
-            arguments.host,
-            arguments.port,
-            arguments.threads,
-            arguments.wait_ms,
-            group,
-            allowed,
-            worker,
-            arguments.stage1,
-            deltas,
-        )
+        serve(directory, arguments.host, arguments.port, arguments.threads, settings, group, worker, deltas)
