@@ -12,7 +12,6 @@ its module. A budget's key is the kernel, or the kernel and a part of the case's
 
 import io
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -81,7 +80,7 @@ class Options:
     only: str = ""
     """Cases whose name contains this."""
     out: str = ""
-    """Also write the table there."""
+    """Also write each kernel's worst case there."""
 
 
 @dataclass(frozen=True)
@@ -394,43 +393,45 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-TEXT = """# What Triton's kernels take of a GPU
+TEXT = """# What do Triton's kernels take of a GPU?
 
-`python -m benchmarks.kernels --gpus 80 90 100 --out FILE`, Triton {triton}. Compiled for these GPUs and not run:
-registers of a thread and the bytes that it spills are those of ptxas, shared memory of a program and
-its columns of tensor memory (of {columns}) those of Triton; `programs` is how many share a multiprocessor by all of
-these and their warps.
+`python -m benchmarks.kernels --gpus 80 90 100 --out FILE`, Triton {triton}: compiled for A100, H100 and B200 and not
+run. It prints each kernel of each case; below is, of each kernel, the case that spills most, or else takes most
+registers. All keep to the budgets in their modules, so all would start.
 
-Sizes: query components x item components x width x hidden units for MoL; heads x width of a head for HSTU's attention;
-the width for the dot product's loss; queries x width for stage 1; groups x width for the FP8 codec; the width for
-dropout, normalization and gated units.
+A cell: registers of a thread / bytes that it spills / programs that share a multiprocessor. Sizes: query components x
+item components x width x hidden units for MoL; heads x width of a head for HSTU; queries x width for stage 1; groups x
+width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
 
 MoL's backward is bound by registers: with 8 x 8 components its sums of the gate's gradients take 64 of a thread's 255
-on A100 and H100, and a quarter of a B200's tensor memory. Cases named `limit` are among the largest that the kernel
-covers, and FP32, whose products have no tensor cores.
-
-At 8 x 8 x 32 x 128 in BF16, other tiles of MoL's negatives' backward take (A100 / H100; 8 warps, one program, unless it
-says otherwise):
-
-| positions x negatives | spilled |
-| --- | --- |
-| 4 x 8, as it is | 328 / 312 |
-| 2 x 8 | 168 / 100 |
-| 2 x 16 | 412 / 344 |
-| 4 x 4 | 3452 / 2112 |
-| 8 x 8 | 696 / 1540 |
-| 2 x 8, 16 warps | 480 / - |
-
-None is free of spills, and none leaves room for a second program: 4 x 8 stays, since 2 x 8 has half the pairs for the
-same work on the gate's weights, and products of 16 rows.
+on A100 and H100. Its tile of 4 positions x 8 negatives stays, though none of 2 x 8, 2 x 16, 4 x 4 and 8 x 8 is free of
+spills or leaves room for a second program: 2 x 8 spills less (168 bytes on A100, not 328), but has half the pairs for
+the same work on the gate's weights.
 
 """
 
-HEADER = ("kernel", "sizes", "GPU", "warps", "registers", "spilled", "shared KiB", "tensor columns", "programs")
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def worst(found: dict[str, dict[str, list[Kernel]]]) -> list[str]:
+    """A table's rows: of each kernel, the case that spills most on any GPU. `found`: kernel -> case -> compiled."""
+    gpus = list(dict.fromkeys(GPUS[each.gpu].name for cases in found.values() for of in cases.values() for each in of))
+    rows = [row("kernel", "worst case", *gpus), row(*["---"] * (2 + len(gpus)))]
+    for kernel, cases in found.items():
+        sizes, of = max(cases.items(), key=lambda case: max((each.spilled, each.registers) for each in case[1]))
+        # A case can launch forms of one kernel: of those, the one that spills most.
+        of = sorted(of, key=lambda each: (each.spilled, each.registers))
+        by_gpu = {GPUS[each.gpu].name: f"{each.registers} / {each.spilled} / {each.programs}" for each in of}
+        rows.append(row(kernel, sizes, *(by_gpu.get(gpu, "") for gpu in gpus)))
+    return rows
 
 
 def main(options: Options) -> None:
-    rows, wrong = [], []
+    found: dict[str, dict[str, list[Kernel]]] = {}
+    wrong = []
+    print("kernel, sizes, GPU, warps, registers, spilled, shared KiB, tensor columns, programs")
     for name in cases():
         if options.only not in name:
             continue
@@ -438,18 +439,17 @@ def main(options: Options) -> None:
         for gpu in options.gpus:
             for kernel in compiled(name, gpu):
                 wrong += [f"{name} on {gpu}: {kernel.name} {what}" for what in kernel.wrong]
-                rows.append((
-                    f"{module}.{kernel.name.lstrip('_')}", sizes, f"{GPUS[gpu].name}", kernel.warps, kernel.registers,
-                    kernel.spilled, round(kernel.shared / 1024), kernel.tensor_columns, kernel.programs,
-                ))  # fmt: skip
-                print(*rows[-1], *kernel.wrong, file=sys.stderr, flush=True)
-    text = TEXT.format(triton=triton.__version__, columns=TENSOR_COLUMNS)
-    text += "\n".join(f"| {' | '.join(map(str, row))} |" for row in (HEADER, ["---"] * len(HEADER), *rows)) + "\n"
-    print(text)
+                full_name = f"{module}.{kernel.name.lstrip('_')}"
+                found.setdefault(full_name, {}).setdefault(sizes, []).append(kernel)
+                print(
+                    full_name, sizes, GPUS[gpu].name, kernel.warps, kernel.registers, kernel.spilled,
+                    round(kernel.shared / 1024), kernel.tensor_columns, kernel.programs, *kernel.wrong,
+                    sep=", ", flush=True,
+                )  # fmt: skip
     if wrong:
         raise SystemExit("\n".join(wrong))
     if options.out:
-        Path(options.out).write_text(text)
+        Path(options.out).write_text(TEXT.format(triton=triton.__version__) + "\n".join(worst(found)) + "\n")
 
 
 if __name__ == "__main__":

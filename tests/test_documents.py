@@ -41,6 +41,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_tests_that_are_named_exist() -> None:
+    files = list((ROOT / "tests").rglob("*.py"))
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    defined = {*re.findall(r"^ *def (test_\w+)", tests, re.MULTILINE), *(path.name for path in files)}
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"`(test_\w+(?:\.py)?)`", pages)) <= defined
+
+
 def test_the_site_has_every_page_of_its_contents_and_of_docs() -> None:
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
