@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -192,15 +193,16 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """Yields an empty hidden directory beside `out` to be filled. At the end it replaces `out` and its content; on an
-    error it is removed, and `out` is unchanged. If the process is killed it stays, until `clean_up` removes it."""
+def whole_directory(out: Path, keep: int = 0) -> Iterator[Path]:
+    """Yields an empty hidden directory beside `out` to be filled. At the end it replaces `out` and its content, as
+    `publish` does; on an error it is removed, and `out` is unchanged. If the process is killed it stays, until
+    `clean_up` removes it."""
     staging = staging_path(out)
     try:
         staging.mkdir(parents=True)
         with held_alone(staging):
             yield staging
-            publish(staging, out)
+            publish(staging, out, keep)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -209,15 +211,17 @@ def whole_directory(out: Path) -> Iterator[Path]:
 def clean_up(out: Path) -> None:
     """Removes what processes that were killed before `publish` left beside `out`; if one was about to replace
     `out`, that gets its name back. What a living process writes stays."""
-    ours = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(part|old)")
+    ours = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(part|old|kept)")
     # Those that were to be replaced come last, because their processes may still be at work.
     found = [path for path in out.parent.glob(".*") if ours.fullmatch(path.name)]
-    for path in sorted(found, key=lambda path: path.suffix == ".old"):
+    for path in sorted(found, key=lambda path: path.suffix != ".part"):
         if path.suffix == ".part":
             with suppress(FileNotFoundError), held_alone(path) as alone:
                 if alone:
                     shutil.rmtree(path, ignore_errors=True)
-        elif out.exists():
+        elif path.suffix == ".kept" and out.exists() and not path.with_suffix(".part").exists():
+            _keep(path, out, len(former(out)) + 1)
+        elif path.suffix == ".old" and out.exists():
             shutil.rmtree(path, ignore_errors=True)
         elif not path.with_suffix(".part").exists():
             path.rename(out)
@@ -258,26 +262,73 @@ def staging_path(out: Path) -> Path:
     return out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
 
 
-def publish(staging: Path, out: Path) -> None:
-    """Syncs all of `staging` to disk and gives it the name `out`, in place of what is there; then syncs the name."""
-    rename_synced(staging, out)
+def former(out: Path) -> dict[int, Path]:
+    """What was published as `out` before and is kept, with 1 for the last, 2 for the one before it, and so on."""
+    ours = re.compile(rf"{re.escape(out.name)}\.former-([1-9]\d*)")
+    found = ((ours.fullmatch(path.name), path) for path in out.parent.glob("*.former-*"))
+    return dict(sorted((int(name[1]), path) for name, path in found if name))
+
+
+def restore(out: Path, number: int) -> None:
+    """Exchanges `out` and a former one, which must be there; the one that was `out` becomes the last former one."""
+    staging = staging_path(out)
+    staging.mkdir()
+    with held_alone(staging):
+        try:
+            there, kept = former(out), staging.with_suffix(".kept")
+            out.rename(kept)
+            try:
+                there[number].rename(out)
+            except BaseException:
+                kept.rename(out)
+                raise
+            _keep(kept, out, len(there))
+        finally:
+            staging.rmdir()
     sync(out.parent)
 
 
-def rename_synced(staging: Path, out: Path) -> None:
+def _keep(kept: Path, out: Path, most: int) -> None:
+    """Makes it the last of at most so many former ones. Those up to the first number that is free get the next one."""
+    there = former(out)
+    free = next(number for number in count(1) if number not in there)
+    with suppress(FileNotFoundError):  # another process has cleaned up
+        for number in range(free, 1, -1):
+            _former(out, number - 1).rename(_former(out, number))
+        kept.rename(_former(out, 1))
+    for number, path in former(out).items():
+        if number > most:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _former(out: Path, number: int) -> Path:
+    return out.with_name(f"{out.name}.former-{number}")
+
+
+def publish(staging: Path, out: Path, keep: int = 0) -> None:
+    """Syncs all of `staging` to disk and gives it the name `out`, in place of what is there, which becomes the last of
+    `keep` former ones; then syncs the name."""
+    rename_synced(staging, out, keep)
+    sync(out.parent)
+
+
+def rename_synced(staging: Path, out: Path, keep: int = 0) -> None:
     """As `publish`, but does not sync the name. After an OSError `out` is what it was."""
     for path in (*staging.rglob("*"), staging):
         sync(path)
     if out.exists():
         # For a moment `out` does not exist: a directory cannot be renamed over another that has files.
-        old = staging.with_suffix(".old")
+        old = staging.with_suffix(".kept" if keep else ".old")
         out.rename(old)
         try:
             staging.rename(out)
         except BaseException:
             old.rename(out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        if keep:
+            _keep(old, out, keep)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
     else:
         staging.rename(out)
 

@@ -45,6 +45,7 @@ COMMANDS = (
     "retrieve",
     "serve",
     "update-items",
+    "rollback",
     "doctor",
 )
 """Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
@@ -67,6 +68,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
+  rollback DIR [--to N]                             the export that was there before, in place of the one that is
   doctor                                            what this machine has, and what is missing or does not work
 
   --version                                         of logitmix and the libraries that must match

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from logitmix.common.checked import entry_of
-from logitmix.common.files import sync
-from logitmix.common.mappings import to_mapping
+from logitmix.common.files import clean_up, former, in_turn, restore, sync
+from logitmix.common.mappings import require, to_mapping
+from logitmix.common.storage import is_copy, place_of
 from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM
 from logitmix.serving.directory.format import (
@@ -39,8 +40,11 @@ from logitmix.serving.directory.format import (
     signature,
     tables_file,
 )
+from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.model import row_shapes, weight_shapes
 from logitmix.serving.texts import Texts
+
+MOST_KEPT = 100
 
 
 def write_weights(staging: Path, about: About, weights: Mapping[str, Tensor]) -> Entries:
@@ -106,6 +110,34 @@ def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:
     """The manifest's entry of an extra that was written there; `cpu` of a compiled program alone."""
     assert is_extra(name) and bool(cpu) == is_compiled(name)
     return {name: entry_of(staging / name) | ({"cpu": list(cpu)} if cpu else {})}
+
+
+def kept(out: Path, keep: int | None) -> int:
+    """How many former exports are kept when `out` is replaced: as many as there are, if None."""
+    return len(former(out)) if keep is None else keep
+
+
+def require_keepable(out: Path, keep: int | None) -> None:
+    """ValueError if so many former exports cannot be kept."""
+    require(keep is None or 0 <= keep <= MOST_KEPT, "--keep", keep, f"from 0 to {MOST_KEPT}")
+    if keep and is_copy(out):
+        raise ValueError(f"{place_of(out)} is at a URL; --keep is for exports in a folder")
+
+
+def roll_back(out: Path, to: int | None = None) -> dict[str, Any]:
+    """Exchanges a serving directory and a former one, the last if `to` is None, and returns the manifest that is there
+    now. ValueError if there is none or it is damaged; then nothing changes."""
+    with in_turn(out):
+        clean_up(out)
+        there = former(out)
+        if not there:
+            raise ValueError(f"{out} has no former exports; export --overwrite --keep 2 keeps the last two")
+        number = min(there) if to is None else to
+        if number not in there:
+            raise ValueError(f"there is no {out}.former-{number}; there are: {', '.join(map(str, there))}")
+        read(there[number])
+        restore(out, number)
+        return read_manifest(out)
 
 
 def check_target(out: Path, overwrite: bool) -> None:

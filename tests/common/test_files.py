@@ -14,7 +14,9 @@ from logitmix.common.files import (
     DEEPEST,
     clean_up,
     file_digest,
+    former,
     from_json,
+    restore,
     whole_directory,
     write_hashed,
     write_whole,
@@ -223,3 +225,70 @@ def test_what_a_living_process_replaces_is_its_own(tmp_path: Path, monkeypatch: 
     with whole_directory(out) as staging:
         (staging / "new").touch()
     assert entries(tmp_path) == {"out", "out/new"}
+
+
+def content_of(path: Path) -> set[str]:
+    return {of.name for of in path.iterdir()}
+
+
+def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name, keep in (("a", 2), ("b", 2), ("c", 2), ("d", 2), ("e", 1)):
+        with whole_directory(out, keep) as staging:
+            (staging / name).touch()
+    assert {number: content_of(path) for number, path in former(out).items()} == {1: {"d"}}
+    with whole_directory(out) as staging:
+        (staging / "f").touch()
+    assert content_of(out) == {"f"} and content_of(former(out)[1]) == {"d"}
+
+
+def test_a_former_one_is_exchanged(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in "abc":
+        with whole_directory(out, 2) as staging:
+            (staging / name).touch()
+
+    def there() -> list[set[str]]:
+        return [content_of(path) for path in (out, *former(out).values())]
+
+    assert there() == [{"c"}, {"b"}, {"a"}]
+    restore(out, 1)
+    assert there() == [{"b"}, {"c"}, {"a"}]
+    restore(out, 2)
+    assert there() == [{"a"}, {"b"}, {"c"}]
+    with pytest.raises(KeyError):
+        restore(out, 3)
+    assert there() == [{"a"}, {"b"}, {"c"}] and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_what_was_to_be_kept_by_a_killed_process_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, at: int
+) -> None:
+    """Killed before its rename of that number."""
+    out, rename = tmp_path / "out", Path.rename
+    for name in "ab":
+        with whole_directory(out, 2) as staging:
+            (staging / name).touch()
+
+    def killed(path: Path, target: Path) -> Path:
+        nonlocal at
+        at -= 1
+        if at < 0:
+            os._exit(0)
+        return rename(path, target)
+
+    if not (child := os.fork()):
+        monkeypatch.setattr(Path, "rename", killed)
+        if exchanges:
+            restore(out, 1)
+        else:
+            with whole_directory(out, 2) as staging:
+                (staging / "c").touch()
+        os._exit(0)
+    os.waitpid(child, 0)
+    clean_up(out)
+    there = [content_of(path) for path in (out, *former(out).values())]
+    assert there in ([[{"b"}, {"a"}], [{"a"}, {"b"}]] if exchanges else [[{"b"}, {"a"}], [{"c"}, {"b"}, {"a"}]])
+    assert not list(tmp_path.glob(".*"))

@@ -8,12 +8,12 @@ import tyro
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption, RunPlace
+from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse
 
 
 @dataclass(frozen=True)
-class Arguments(JSONOption, ProcessesOption):
+class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     """Write the best checkpoint of a run as a serving directory."""
 
     run: RunPlace
@@ -24,8 +24,6 @@ class Arguments(JSONOption, ProcessesOption):
     """Which checkpoint: the best on validation, or the last."""
     delta_from: str = ""
     """Earlier export: write what it lacks, with the deltas that lie beside DIR, instead of a whole export."""
-    overwrite: bool = False
-    """Replace the serving directory that is already there."""
     item_cache: bool = True
     """Store the item tower's outputs. Otherwise store the items' rows and features, which take fewer bytes but pass
     through the tower for each request."""
@@ -67,6 +65,7 @@ def run(words: list[str]) -> None:
         arguments.item_cache,
         arguments.precision,
         extras,
+        arguments.keep,
     )
     said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {arguments.run}"
     if manifest["precision"] != arguments.precision:
@@ -81,7 +80,8 @@ def _delta(arguments: Arguments) -> None:
 
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name, False) for name in EXTRAS}
     given |= {"--programs-cpu": arguments.programs_cpu != Arguments.programs_cpu}
-    given |= {"--overwrite": arguments.overwrite, "--no-item-cache": not arguments.item_cache}
+    given |= {"--keep": arguments.keep is not None, "--overwrite": arguments.overwrite}
+    given |= {"--no-item-cache": not arguments.item_cache}
     given |= {"--precision": arguments.precision != Arguments.precision}
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise ValueError(

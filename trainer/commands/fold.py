@@ -6,12 +6,12 @@ from typing import Annotated
 import tyro
 
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, JSONOption
+from logitmix.trainer.commands.options import ExportPlace, JSONOption, OverwriteOption
 from logitmix.trainer.commands.words import parse
 
 
 @dataclass(frozen=True)
-class Arguments(JSONOption):
+class Arguments(OverwriteOption, JSONOption):
     """Write the export that a serving directory and its deltas give, file for file the same as a whole export."""
 
     directory: ExportPlace
@@ -20,8 +20,6 @@ class Arguments(JSONOption):
     """Folder with the deltas."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Serving directory to write; with --overwrite it may be the first one."""
-    overwrite: bool = False
-    """Replace the serving directory that is already there."""
 
 
 def run(words: list[str]) -> None:
@@ -29,6 +27,6 @@ def run(words: list[str]) -> None:
     from logitmix.trainer.export.delta import fold
 
     directory, deltas, out = (path_of(of) for of in (arguments.directory, arguments.deltas, arguments.out))
-    manifest = fold(directory, deltas, out, arguments.overwrite)
+    manifest = fold(directory, deltas, out, arguments.overwrite, arguments.keep)
     said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {manifest['run']}"
     arguments.tell(manifest, said)

@@ -40,6 +40,14 @@ class JSONOption:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverwriteOption:
+    overwrite: bool = False
+    """Replace the serving directory that is already there."""
+    keep: int | None = None
+    """Former exports to keep beside it when it is replaced, for rollback; as many as there are, unless it is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThreadsOption:
     threads: int = 0
     """CPU threads of a rank; all cores divided among the ranks of this host when 0."""

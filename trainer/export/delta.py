@@ -72,11 +72,13 @@ def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "la
             shutil.rmtree(whole, ignore_errors=True)
 
 
-def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False) -> dict[str, Any]:
+def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False, keep: int | None = None) -> dict[str, Any]:
     """Writes the export that an earlier one and the deltas of a folder give, and returns its manifest: the same files
-    as those of a whole export, but for its extras. ValueError if `out` must not be written, if the deltas do not all
-    follow the export, and where this processor computes other bits than that which exported."""
+    as those of a whole export, but for its extras. `keep` is as for `export`. ValueError if `out` must not be written,
+    if the deltas do not all follow the export, and where this processor computes other bits than that which
+    exported."""
     _require_folders(earlier, folder, out)
+    writer.require_keepable(out, keep)
     writer.check_target(out, overwrite)
     contents, deltas = with_deltas(reader.read(earlier), folder)
     if not deltas:
@@ -85,7 +87,7 @@ def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False) -> dic
     with ExitStack() as held:
         held.enter_context(in_turn(out))
         clean_up(out)
-        staging = held.enter_context(whole_directory(out))
+        staging = held.enter_context(whole_directory(out, writer.kept(out, keep)))
         entries = _written(staging, contents, last.manifest["files"])
         if CARD in last.manifest["files"]:
             shutil.copyfile(last.path / CARD, staging / CARD)

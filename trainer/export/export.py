@@ -96,17 +96,20 @@ def export(
     item_cache: bool = True,
     precision: Precision = "fp32",
     extras: Collection[Extra] = (),
+    keep: int | None = None,
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
     returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
     hold the items' rows and features, and the Retriever passes them through the item tower for each request.
     `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
-    rank 0 makes. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
+    rank 0 makes. An export that is replaced is kept beside it as the last of `keep` former ones, of as many as there
+    are if None. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
     exists and must not be overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
     epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
     be made, or if the precision cannot hold the items' sides.
     """
     require_one_host(out)
+    writer.require_keepable(out, keep)
     final = final_run(run)
     config = read_config(final)
     dataset = load_dataset(config.data.path)
@@ -132,7 +135,7 @@ def export(
                 fetch_names(out)
 
             on_first_rank_at_length(begin, ranks)
-            manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras)
+            manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras, keep)
             upload_run(out, ranks)
     return manifest
 
@@ -146,6 +149,7 @@ def export_model(
     ranks: Ranks,
     facts: Facts | None = None,
     extras: Collection[Extra] = (),
+    keep: int | None = None,
 ) -> dict[str, Any]:
     """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
     its manifest. It has a model card where there are `facts` of the training. Collective. Raises ValueError if `out`
@@ -181,7 +185,7 @@ def export_model(
             manifest = writer.write_manifest(staging, about, entries)
             with in_turn(out):
                 writer.check_target(out, overwrite)
-                publish(staging, out)
+                publish(staging, out, writer.kept(out, keep))
             return manifest
 
         return on_first_rank(finish, ranks)

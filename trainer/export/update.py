@@ -113,7 +113,7 @@ def _write(
     kinds = list(dict.fromkeys(indexed.values()))
     for kind in kinds:
         EXTRAS[kind].check(about.model)
-    with whole_directory(directory) as staging:
+    with whole_directory(directory, writer.kept(directory, None)) as staging:
         names = {items_file(number, before): items_file(number, count) for number in range(before)}
         kept = [name for name in files if name not in (*names, *indexed, IDS, CARD)]
         # Nobody needs an extra that was removed.
