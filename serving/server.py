@@ -54,6 +54,7 @@ from logitmix.serving.guards import Allowed, Guarding
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 from logitmix.serving.metrics import PATHS, Counting, Metrics, OfWorkers, identity
+from logitmix.serving.shadow import Shadow
 from logitmix.serving.workers import CLOSED, DRAINING, LEAVING, READY, Worker, bound, listen, say
 
 UNREAD = 2**26
@@ -93,6 +94,8 @@ class Settings:
     """For requests that do not say."""
     drain: float = 0.0
     """Seconds between the signal to end and the last new connection; meanwhile /readyz answers 503."""
+    shadow_share: float = 1.0
+    """Share of the requests that the shadow answers too, if there is one."""
     allowed: Allowed = field(default_factory=Allowed)
 
     def __post_init__(self) -> None:
@@ -101,6 +104,7 @@ class Settings:
             self.stage1 is None or 1 <= self.stage1 <= MAX_STAGE_1, "--stage1", self.stage1, f"from 1 to {MAX_STAGE_1}"
         )
         require(0 <= self.drain <= MOST_DRAIN, "--drain-seconds", self.drain, f"from 0 to {MOST_DRAIN}")
+        require(0 < self.shadow_share <= 1, "--shadow-share", self.shadow_share, "above 0 and at most 1")
 
 
 def serve(
@@ -112,11 +116,12 @@ def serve(
     group: "ProcessGroup | None" = None,
     worker: Worker | None = None,
     deltas: Path | None = None,
+    shadow: Path | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
     0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
     the others. A `worker` does not listen, but is given its connections. Deltas that come to the folder `deltas` are
-    applied.
+    applied. The export `shadow` is compared with the one that is served.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
     listened on or another process is lost.
@@ -134,7 +139,8 @@ def serve(
         saying = partial(_say_of, worker.number) if worker else say
         export = LiveExport(directory, saying, of_ranks, deltas)
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        server = make_server(export, replace(settings, allowed=allowed), worker)
+        other = LiveExport(shadow, partial(_say_of_shadow, saying)) if shadow else None
+        server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
@@ -148,11 +154,17 @@ def _say_of(worker: int, line: str) -> None:
     say(f"worker {worker}: {line}")
 
 
-def make_server(export: LiveExport, settings: Settings, worker: Worker | None = None) -> uvicorn.Server:
+def _say_of_shadow(saying: Callable[[str], object], line: str) -> None:
+    saying(f"shadow: {line}")
+
+
+def make_server(
+    export: LiveExport, settings: Settings, worker: Worker | None = None, shadow: LiveExport | None = None
+) -> uvicorn.Server:
     """The server, for sockets that listen already, or for the connections of a worker."""
     unread, ending = Unread(), Event()
     config = uvicorn.Config(
-        make_app(export, settings, unread, ending, worker),
+        make_app(export, settings, unread, ending, worker, shadow),
         http=partial(Connection, unread),  # type: ignore[arg-type]
         loop="asyncio",
         ws="none",
@@ -246,12 +258,18 @@ class _WorkersServer(_Server):
 
 
 def make_app(
-    export: LiveExport, settings: Settings, unread: Unread, ending: Event, worker: Worker | None = None
+    export: LiveExport,
+    settings: Settings,
+    unread: Unread,
+    ending: Event,
+    worker: Worker | None = None,
+    shadow: LiveExport | None = None,
 ) -> FastAPI:
     """The application."""
     allowed = settings.allowed
     batcher = Batcher(lambda: export.retriever, settings.wait_ms / 1000, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
+    compared = Shadow(shadow, settings.shadow_share, settings.wait_ms / 1000, metrics.registry) if shadow else None
     searcher = ThreadPoolExecutor(1, thread_name_prefix="search")
     searches = asyncio.Semaphore(SEARCHES)
 
@@ -262,6 +280,8 @@ def make_app(
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
                 metrics.identify()
+            if compared:
+                await asyncio.to_thread(compared.export.refresh)
             if worker:
                 worker.write_metrics(prometheus_text(metrics.registry).decode())
             if export.lost:
@@ -270,7 +290,8 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(batcher.run()), asyncio.create_task(watch())]
+        batchers = [batcher, compared.batcher] if compared else [batcher]
+        tasks = [asyncio.create_task(work) for work in (*(of.run() for of in batchers), watch())]
         yield
         for task in tasks:
             task.cancel()
@@ -291,7 +312,9 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
         try:
-            answer = await batcher.ask(parse(await read_body(request), settings.stage1), state)
+            question = parse(await read_body(request), settings.stage1)
+            start = time.perf_counter()
+            answer = await batcher.ask(question, state)
         except ValueError as error:
             return error_response(400, str(error))
         except BodyRefused as error:
@@ -306,6 +329,8 @@ def make_app(
             if not export.lost:
                 raise
             return error_response(503, "another process of this server is gone, so it stops", CLOSE)
+        if compared:
+            compared.compare(question, answer, time.perf_counter() - start)
         found = json_response({"items": answer.rows, **identity(answer.retriever)})
         if unread.size + len(found.body) > UNREAD:
             return error_response(503, "too many answers wait to be read; try again later", BUSY)

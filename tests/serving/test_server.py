@@ -97,12 +97,16 @@ class Running:
 
 @contextmanager
 def running(
-    folder: Path, allowed: Allowed = ALLOWED, deltas: Path | None = None, drain: float = 0.0
+    folder: Path,
+    allowed: Allowed = ALLOWED,
+    deltas: Path | None = None,
+    drain: float = 0.0,
+    shadow: LiveExport | None = None,
 ) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append, deltas=deltas)
     with workers_module.bound("127.0.0.1", 0) as listening:
-        server = make_server(export, Settings(drain=drain, allowed=allowed))
+        server = make_server(export, Settings(drain=drain, allowed=allowed), shadow=shadow)
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:

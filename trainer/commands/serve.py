@@ -41,6 +41,10 @@ class Arguments(ItemProcessesOption):
     """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
+    shadow: str = ""
+    """Another serving directory that answers requests too, unseen: /metrics compares its answers and their times."""
+    shadow_share: float = 1.0
+    """Share of the requests that it answers."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A name by which clients reach the server, such as that of a reverse proxy; * for any. Addresses, localhost,
     --host and this machine's name always are."""
@@ -55,6 +59,8 @@ def run(words: list[str]) -> None:
     require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
     if arguments.workers > 1 and (arguments.processes > 1 or launched()):
         raise ValueError("--workers answer from all items, and --processes divide them among them: give one of the two")
+    if arguments.shadow and (arguments.processes > 1 or launched()):
+        raise ValueError("--shadow has no place beside --processes: compare the exports on a host that holds both")
     from logitmix.serving.guards import Allowed, read_token
     from logitmix.serving.workers import Worker, run_workers
 
@@ -69,8 +75,8 @@ def run(words: list[str]) -> None:
     from logitmix.serving.server import Settings, serve
 
     allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
-    settings = Settings(arguments.wait_ms, arguments.stage1, arguments.drain_seconds, allowed)
+    settings = Settings(arguments.wait_ms, arguments.stage1, arguments.drain_seconds, arguments.shadow_share, allowed)
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
-        deltas = path_of(arguments.deltas) if arguments.deltas else None
-        serve(directory, arguments.host, arguments.port, arguments.threads, settings, group, worker, deltas)
+        deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))
+        serve(directory, arguments.host, arguments.port, arguments.threads, settings, group, worker, deltas, shadow)
