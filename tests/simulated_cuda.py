@@ -12,7 +12,11 @@ CUDA would check it, and is then computed on the CPU. The values are those of a 
 - Streams: see `Streams`.
 - NCCL: a stream of its own, over the process group that there is.
 
-docs/scale.md says what this does not reach. `begin` cannot be undone: use it in a process of its own.
+Not reached: values and limits of CUDA's own kernels; inline assembly, tensor cores, registers and shared memory
+(benchmarks.kernels compiles the kernels); FBGEMM's rounding at random; NCCL itself; streams within C++, such as DDP's
+sums, which count as work of the current stream; the allocator's limits, CUDA graphs and `torch.compile`.
+
+`begin` cannot be undone: use it in a process of its own.
 """
 
 import ctypes

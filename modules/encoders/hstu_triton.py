@@ -33,9 +33,9 @@ COPIES = 64
 WARPS = 4
 BUDGET = {
     "_keys_backward, float32": (2, 1124),
-    "_forward, limit": (2, 364),
+    "_forward, limit": (2, 440),
     "_queries_backward, limit": (2, 1240),
-    "_keys_backward, limit": (2, 556),
+    "_keys_backward, limit": (2, 756),
     "_forward": (2, 68),
     "_queries_backward": (2, 868),
     "_keys_backward": (2, 64),
