@@ -27,18 +27,16 @@ from ..batch import Packing
 from ..losses.mol_triton import _dot_add
 from ..noise_triton import rounded
 
-TILE, FP32_TILE = 64, 32
+TILE, SMALL_TILE = 64, 32
+"""Positions; the small one where registers are scarce: FP32, wide heads, and the 64-bit gaps between times."""
 INTERPRETED_TILE = 16
 COPIES = 64
 WARPS = 4
 BUDGET = {
     "_keys_backward, float32": (2, 1124),
-    "_forward, limit": (2, 440),
-    "_queries_backward, limit": (2, 1240),
-    "_keys_backward, limit": (2, 756),
-    "_forward": (2, 68),
-    "_queries_backward": (2, 868),
-    "_keys_backward": (2, 64),
+    "_forward": (2, 0),
+    "_queries_backward": (2, 0),
+    "_keys_backward": (2, 0),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
@@ -100,7 +98,7 @@ class Problem:
         (B, longest), (_, parts, G, d), packing = self.packing.shape, self.packed_TFGd.shape, self.packing
         on_gpu, times = self.packed_TFGd.is_cuda, self.time_K is not None
         half = self.packed_TFGd.dtype == torch.bfloat16
-        N = INTERPRETED_TILE if not on_gpu else TILE if half else FP32_TILE
+        N = INTERPRETED_TILE if not on_gpu else TILE if half and d <= 32 and not times else SMALL_TILE
         grid = (triton.cdiv(longest, N), G, B)
         if not all(grid):
             return
