@@ -43,6 +43,7 @@ class Body(BaseModel):
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     unknown: UnknownIds = "skip"
     exclude_history: bool | None = None
+    explain: bool = False
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
 

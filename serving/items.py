@@ -218,6 +218,16 @@ class Items:
 
         return gather(index_T, self.starts, read, row_TD)
 
+    def sides(self, index_N: Sequence[int]) -> Side:
+        """The similarity's sides of a few items, in any order."""
+        found = []
+        for index in index_N:
+            number = int(torch.searchsorted(self.starts, index, right=True)) - 1
+            place = index - int(self.starts[number])
+            side = self.shards[number].side("similarity", place, place + 1)
+            found.append([part.to(self.device) for part in side])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
     @property
     def own(self) -> range:
         """The items that this process ranks."""

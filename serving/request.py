@@ -21,6 +21,8 @@ UNKNOWN = -1
 _LISTS, _LONGEST = 32, 2**14
 """Lists of ids whose items are cached, and ids of one that is: clients send the same list again."""
 
+MOST_EXPLAINED = 100
+
 UnknownIds = Literal["skip", "unknown", "refuse"]
 
 
@@ -63,6 +65,9 @@ class Options:
     stage1: int | None = None
     """Items that the h-indexer keeps for the similarity to rank, at least k; None: 100,000, or k if that is more."""
 
+    explain: bool = False
+    """Whether each item of an answer says why it is there; for a k of at most 100."""
+
     def __post_init__(self) -> None:
         for name in ("k", "stage1"):
             if (value := getattr(self, name)) is not None or name == "k":
@@ -74,6 +79,8 @@ class Options:
             raise ValueError(f"stage1 is {self.stage1}; it must be at least k ({self.k})")
         if not isinstance(self.exclude_history, bool | None):
             raise ValueError(f"exclude_history is {self.exclude_history!r:.40}; it must be True, False or None")
+        if self.explain and self.k > MOST_EXPLAINED:
+            raise ValueError(f"explain is for at most {MOST_EXPLAINED} items, and k is {self.k}")
         if self.unknown not in get_args(UnknownIds):
             raise ValueError(f"unknown is {self.unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
 

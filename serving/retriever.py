@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from logitmix.common.storage import fetch
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, finite, require_finite, too_large
+from logitmix.serving.explain import Why, explain
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
 from logitmix.serving.ranking import Ranker, Task, each
-from logitmix.serving.request import STAGE_1, Asked, Options, Request, RequestReader, UnknownIds
+from logitmix.serving.request import STAGE_1, UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
 from logitmix.serving.topk import NOTHING, split_keys
 
 _QUERIES = 32
@@ -49,6 +50,8 @@ class Row(TypedDict):
     id: str
     title: str | None
     score: float
+    why: NotRequired[Why]
+    """Where it is asked for."""
 
 
 class Retriever:
@@ -171,7 +174,12 @@ class Retriever:
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request], options: Options, first: int = 0) -> list[list[Row]]:
         """`recommend`, by options; the requests' numbers count from `first`."""
-        return self._rows(self._ranked(self._all_asked(requests, options.unknown, first), options))
+        asked = self._all_asked(requests, options.unknown, first)
+        keys_BK = self._ranked(asked, options)
+        rows = self._rows(keys_BK)
+        if options.explain:
+            self._explain(rows, asked, split_keys(keys_BK)[0].tolist())
+        return rows
 
     @torch.inference_mode()
     def rows(
@@ -197,6 +205,18 @@ class Retriever:
             ]
             for items, scores in zip(found_BK.tolist(), score_BK.tolist(), strict=True)
         ]
+
+    def _explain(self, rows: list[list[Row]], asked: list[Asked], found: list[list[int]]) -> None:
+        """Says of each row why it is there."""
+        for of_request, request, items in zip(rows, asked, found, strict=True):
+            query = self._encoder.queries([request]).similarity
+            known = [item for item in request.items[-self.config.encoder.max_length :] if item != UNKNOWN]
+            whys = explain(self.tower, self._ranker.items, query, items[: len(of_request)], known, self._named)
+            for row, why in zip(of_request, whys, strict=True):
+                row["why"] = why
+
+    def _named(self, item: int) -> dict[str, Any]:
+        return {"id": self.raw_ids[item], "title": self.titles[item] if self.titles else None}
 
     @torch.inference_mode()
     def query_sides(self, requests: Sequence[Request], unknown: UnknownIds = "skip") -> dict[str, Tensor]:

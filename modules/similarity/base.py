@@ -75,6 +75,11 @@ class Similarity(nn.Module, ABC):
                 score_P[start : start + len(index_N)] = self.all_pairs(one, side)[0]
         return score_P
 
+    def parts(self, query: Side, item: Side) -> Tensor | None:
+        """The terms of phi(x, u) of query t with item t, where it is a sum over pairs of U components of the query and
+        I of the item, [T, U, I]; None where it is none."""
+        return None
+
     def pair_parameters(self) -> list[nn.Parameter]:
         """The parameters that `all_pairs` and `pairs` use."""
         return []

@@ -171,6 +171,10 @@ class MoL(Similarity):
         """pi(x, u) of query t with item t, FP32 [T, M]."""
         return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
 
+    def parts(self, query: Side, item: Side) -> Tensor:
+        """pi_ui(x, u) <f_u(u), g_i(x)> / tau of query t with item t, FP32 [T, U, I]."""
+        return (self.gates(query, item) * _logits_of_pairs(query, item)).unflatten(1, (query[0].shape[1], -1))
+
     def target_gates(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
         """pi(x, u) of each position with its target, FP32 [T, M], after the dropout that they have in the loss."""
         gates_TM = self.gates(query, tuple(part.index_select(0, examples.target_T) for part in item))

@@ -24,7 +24,7 @@ from logitmix.trainer.progress import counting
 
 if TYPE_CHECKING:
     from logitmix.serving.request import Options, Request
-    from logitmix.serving.retriever import Retriever
+    from logitmix.serving.retriever import Retriever, Row
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class Arguments(JSONOption, ItemProcessesOption):
     """K': items that the h-indexer keeps for the similarity to rank."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
+    explain: bool = False
+    """Say why each item is there: the components' products that make up its score, and the most similar items of the
+    history."""
 
 
 def run(words: list[str]) -> None:
@@ -83,7 +86,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     from logitmix.serving.request import Options
 
     exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
-    options = Options(arguments.k, arguments.unknown, exclude, arguments.stage1)
+    options = Options(arguments.k, arguments.unknown, exclude, arguments.stage1, arguments.explain)
     request: Request = {
         "history": parts("--history", arguments.history),
         "timestamps": whole_numbers("--timestamps", arguments.timestamps),
@@ -103,11 +106,21 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     if arguments.json:
         print(json.dumps(rows))
         return
-    table = Table("rank", "item", "title", "score")
+    table = Table("rank", "item", "title", "score", *(("components", "most like") if arguments.explain else ()))
     for row in rows:
         # Text, because in brackets it would be read as markup.
-        table.add_row(str(row["rank"]), Text(shown(row["id"])), Text(shown(row["title"] or "")), f"{row['score']:.4f}")
+        texts = Text(shown(row["id"])), Text(shown(row["title"] or ""))
+        table.add_row(str(row["rank"]), *texts, f"{row['score']:.4f}", *_why(row))
     Console().print(table)
+
+
+def _why(row: "Row") -> list[Text]:
+    """The cells that explain a row, if it is explained."""
+    if "why" not in row:
+        return []
+    parts = [f"{of['query']}·{of['item']}: {of['score']:.2f}" for of in row["why"]["components"]]
+    items = [f"{shown(of['title'] or of['id'])} ({of['cosine']:.2f})" for of in row["why"]["similar"]]
+    return [Text("\n".join(parts)), Text("\n".join(items))]
 
 
 def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> int:
