@@ -191,7 +191,7 @@ def train_hindexer(trained: Trained) -> None:
         row_T = batch.packing.row_T
         examples = Examples(row_T, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
         sides = hindexer.query_side(query, row_T), hindexer.item_side(item, batch.id_V)
-        loss = hindexer.sampled_softmax(*sides, examples) / batch.total_positions
+        loss = hindexer.sampled_softmax(*sides, examples) / batch.total_targets
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

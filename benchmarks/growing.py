@@ -92,7 +92,7 @@ def batch_of(options: Options, step: int) -> Batch:
         negatives_GN=torch.from_numpy(negatives),
         bounds=[0, DRAWN],
         noise=Noise(step),
-        total_positions=DRAWN,
+        total_targets=DRAWN,
     )
 
 

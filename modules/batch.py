@@ -1,6 +1,7 @@
 """The input of a training step. No torchrec, so that serving and the towers can use it.
 
-Axes: B sequences, T positions of all of them, packed, L longest sequence, V unique items, N negatives of a group.
+Axes: B sequences, T positions of all of them, packed, Q of these that have a target, L longest sequence, V unique
+items, N negatives of a group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,10 +105,11 @@ class Batch:
 
     ids: for each table, the sorted unique ids whose rows the batch needs (int64, on the CPU); for a pooled table, bags
     of ids. id_V: the batch's unique items (int64, sorted). features: those of these items, of the sequences' users and
-    of the events at the positions. input_T, target_T: the history's items and the items that follow them, as indices
-    into id_V. negatives_GN: the negatives of each group, as indices into id_V. bounds: group g is the positions
-    bounds[g] to bounds[g + 1]. total_positions: T summed over all ranks. log_q_V: for each unique item, the
-    log of the probability that a negative is that item, FP32; None if negatives are uniform.
+    of the events at the positions. input_T: the history's items, as indices into id_V. position_Q: the positions that
+    have a target; None: all. target_T: their targets [Q], the items that follow, as indices into id_V. negatives_GN:
+    the negatives of each group, as indices into id_V. bounds: group g is bounds[g] to bounds[g + 1] of the Q.
+    total_targets: Q summed over all ranks. log_q_V: for each unique item, the log of the probability that a negative is
+    that item, FP32; None if negatives are uniform.
     """
 
     ids: Mapping[str, Tensor | Bags]
@@ -119,8 +121,9 @@ class Batch:
     negatives_GN: Tensor
     bounds: Sequence[int]
     noise: Noise | None
-    total_positions: int
+    total_targets: int
     log_q_V: Tensor | None = None
+    position_Q: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         parts = {name: getattr(self, name) for name in self._tensors}
@@ -137,8 +140,14 @@ class Batch:
             getattr(self, name).record_stream(stream)
 
     @property
+    def row_Q(self) -> Tensor:
+        """The global number of each position that has a target."""
+        return self.packing.row_T if self.position_Q is None else self.packing.row_T[self.position_Q]
+
+    @property
     def _tensors(self) -> tuple[str, ...]:
-        return _TENSORS if self.log_q_V is None else (*_TENSORS, "log_q_V")
+        return (*_TENSORS, *(name for name in _OPTIONAL if getattr(self, name) is not None))
 
 
 _TENSORS = ("id_V", "features", "packing", "input_T", "target_T", "negatives_GN")
+_OPTIONAL = ("log_q_V", "position_Q")

@@ -126,6 +126,10 @@ class Embedded(NamedTuple):
     def detach(self) -> "Embedded":
         return Embedded(self.vector_RD.detach(), [group_RD.detach() for group_RD in self.groups])
 
+    def take(self, index: Tensor | slice) -> "Embedded":
+        """Some of them, by place."""
+        return Embedded(self.vector_RD[index], [group_RD[index] for group_RD in self.groups])
+
 
 class FeatureEmbeddings(nn.Module):
     """Each feature as an embedding [R, D]: what its kind makes of its values, and a linear map of that, unless it is

@@ -40,7 +40,7 @@ class SampledLosses(nn.Module):
         self.tower, self.sum_over_ranks = tower, sum_over_ranks
 
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Losses of a batch, given the rows of each table's unique ids; each is a mean over the positions of all ranks.
+        """Losses of a batch, given the rows of each table's unique ids; each is a mean over the targets of all ranks.
 
         "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
         "mutual_information", if there are any.
@@ -51,7 +51,7 @@ class SampledLosses(nn.Module):
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
             gates_TM = tower.similarity.target_gates(*sides, _examples(batch), batch.noise)
-            losses["mutual_information"] = mutual_information(gates_TM, batch.total_positions, self.sum_over_ranks)
+            losses["mutual_information"] = mutual_information(gates_TM, batch.total_targets, self.sum_over_ranks)
             losses["loss"] = losses["loss"] - weight * losses["mutual_information"]
         if tower.hindexer is not None and of_hindexer is not None:
             losses["hindexer"] = self._loss(tower.hindexer, *of_hindexer, batch)
@@ -71,16 +71,16 @@ class SampledLosses(nn.Module):
 
     def _sides(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> tuple[Side, Side]:
         return (
-            stage.query_side(query, batch.packing.row_T, batch.noise),
+            stage.query_side(query, batch.row_Q, batch.noise),
             stage.item_side(item, batch.id_V, batch.noise),
         )
 
     def _loss(self, stage: Similarity, query: Side, item: Side, batch: Batch) -> Tensor:
         config, examples = self.tower.config.loss, _examples(batch)
         if config.kind == "softmax":
-            return stage.sampled_softmax(query, item, examples, batch.noise) / batch.total_positions
+            return stage.sampled_softmax(query, item, examples, batch.noise) / batch.total_targets
         reduce = partial(module_of(config), config=config)
-        return stage.sampled_loss(reduce, query, item, examples, batch.noise) / batch.total_positions
+        return stage.sampled_loss(reduce, query, item, examples, batch.noise) / batch.total_targets
 
 
 def losses_in_blocks(tower: Tower, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -91,7 +91,7 @@ def losses_in_blocks(tower: Tower, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _examples(batch: Batch) -> Examples:
-    return Examples(batch.packing.row_T, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
+    return Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
 
 
 def mutual_information(gates_TM: Tensor, total: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:

@@ -139,8 +139,7 @@ class Tower(nn.Module):
         self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES
     ) -> Embedded:
         """The query after the last position of each history, from its items' vectors item_TD: [T, D] -> [B, D]."""
-        vector_TD, groups = self.query_tower(item_TD, packing, rows, features)
-        return Embedded(vector_TD[packing.last_B], [group_TD[packing.last_B] for group_TD in groups])
+        return self.query_tower(item_TD, packing, rows, features).take(packing.last_B)
 
     def query_sides(self, query: Embedded) -> Sides:
         """Both stages' side of queries, for inference: tuples of tensors [B, ...]."""
@@ -155,10 +154,11 @@ class Tower(nn.Module):
         return Sides(self.similarity.item_side(item, number_V), hindexer)
 
     def at_positions(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Embedded, Embedded]:
-        """The query at each position of a batch, and its unique items."""
+        """The query at each position of a batch that has a target, and its unique items."""
         items = self.item_tower(rows, batch.features)
         input_TD = _inputs(items, batch.input_T)
-        return self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise), items
+        query = self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise)
+        return query if batch.position_Q is None else query.take(batch.position_Q), items
 
     @torch.no_grad()
     def diagnostics(self, rows: Mapping[str, Tensor], batch: Batch, sequences: int = 8) -> dict[str, Tensor]:
@@ -168,12 +168,13 @@ class Tower(nn.Module):
         if total == 0:
             return {}
         items = self.item_tower(rows, batch.features)
-        packing, target_T = batch.packing.first(sequences).to(items.vector_RD.device), batch.target_T[:total]
+        packing, position_Q = batch.packing.first(sequences).to(items.vector_RD.device), batch.position_Q
+        asked = slice(total) if position_Q is None else position_Q[position_Q < total]
         features = self._first(batch.features, len(lengths_B), total)
-        query = self.query_tower(items.vector_RD[batch.input_T[:total]], packing, rows, features)
-        item = Embedded(items.vector_RD[target_T], [group_VD[target_T] for group_VD in items.groups])
+        query = self.query_tower(items.vector_RD[batch.input_T[:total]], packing, rows, features).take(asked)
+        item, row_T = items.take(batch.target_T[: len(query.vector_RD)]), packing.row_T[asked]
         return self.similarity.diagnostics(
-            self.similarity.query_side(query, packing.row_T), self.similarity.item_side(item, packing.row_T)
+            self.similarity.query_side(query, row_T), self.similarity.item_side(item, row_T)
         )
 
     def _first(self, features: Features, sequences: int, positions: int) -> Features:

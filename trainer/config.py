@@ -38,6 +38,9 @@ class DataConfig:
     held_out: float = 0.1
     """With split time: share of all actions, the latest ones, that is for the test; as many before them are for
     validation."""
+    targets: tuple[str, ...] = ()
+    """Which actions are predicted: conditions on features of the actions, such as "event = purchase", that hold for all
+    of them. Only these are trained on, held out and ranked; all actions are history. Without conditions, all are."""
     validation: bool = True
     """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
     best."""

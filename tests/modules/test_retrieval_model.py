@@ -31,7 +31,7 @@ from logitmix.modules.model import SampledLosses
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower
-from logitmix.trainer.data.batches import TrainingBatches
+from logitmix.trainer.data.batches import TrainingBatches, leave_one_out
 from logitmix.trainer.data.dataset import Dataset
 
 ITEMS = 300
@@ -101,10 +101,16 @@ def dataset(users: int = 13) -> Dataset:
     return in_memory(offsets, random.integers(0, ITEMS, offsets[-1]), ITEMS)
 
 
-def batches(options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13) -> TrainingBatches:
+def batches(
+    options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13, some: bool = False
+) -> TrainingBatches:
+    """With `some`, about a third of the actions may be targets."""
+    data = dataset(users)
+    places = np.flatnonzero(np.random.default_rng(1).random(len(data.items_flat)) < 0.35) if some else None
     return TrainingBatches(
-        dataset(users),
+        data,
         IDS,
+        held_out=leave_one_out(data, places=places),
         batch_size=8,
         max_length=options.encoder.max_length,
         negatives=options.loss.negatives,
@@ -161,22 +167,29 @@ SHARED = [
 
 
 @pytest.mark.parametrize(
-    ("similarity", "share", "kind", "world_size", "step"),
+    ("similarity", "share", "kind", "world_size", "step", "some"),
     one_of_each(
-        [(*of, world_size, step) for of in SHARED for world_size in (2, 3, 12) for step in (0, 1)],
+        [
+            (*of, world_size, step, some)
+            for of in SHARED
+            for world_size, step, some in itertools.product((2, 3, 12), (0, 1), (False, True))
+        ],
         itemgetter(0, 1, 2),
         itemgetter(1, 3),
         itemgetter(3, 4),
+        itemgetter(1, 5),
     ),
 )
 def test_the_ranks_losses_and_gradients_add_up_to_those_of_one_process(
-    similarity: str, share: Share, kind: Literal["softmax", "bce"], world_size: int, step: int
+    similarity: str, share: Share, kind: Literal["softmax", "bce"], world_size: int, step: int, some: bool
 ) -> None:
     options = config(similarity, share, kind)
     tower = tower_of(options)
-    loss, gradients = run(tower, batches(options).at(step))
+    # Few users have three targets: all are in one batch.
+    step = 0 if some else step
+    loss, gradients = run(tower, batches(options, some=some).at(step))
     assert set(loss) == {"loss", "similarity", "hindexer"}
-    parts = [run(tower, batches(options, rank, world_size).at(step)) for rank in range(world_size)]
+    parts = [run(tower, batches(options, rank, world_size, some=some).at(step)) for rank in range(world_size)]
     for name in loss:
         # FP32 sums of some 60 positions in another order.
         torch.testing.assert_close(sum(part[0][name] for part in parts), loss[name], rtol=16 * EPS, atol=0)
@@ -258,11 +271,12 @@ def still(options: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("share", ["position", "sequence", "group", "batch"])
-@pytest.mark.parametrize("similarity", ["dot", "mlp", "neumf", "deepfm", "mol"])
-def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, share: Share) -> None:
+@pytest.mark.parametrize("similarity", ["dot", "mlp", "neumf", "deepfm", "mol", "dot, some", "mol, some"])
+def test_the_loss_of_a_batch_is_the_mean_over_its_targets(similarity: str, share: Share) -> None:
     """Written out from its parts, one position after the other: value and gradients."""
+    similarity, some, _ = similarity.partition(", some")
     options = still(config(similarity, share))
-    tower, batch = tower_of(options), batches(options).at(1)
+    tower, batch = tower_of(options), batches(options, some=bool(some)).at(0 if some else 1)
     losses, gradients = run(tower, batch)
     item_XD = table().requires_grad_()
     total = {"similarity": torch.zeros(()), "hindexer": torch.zeros(())}
@@ -270,18 +284,21 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_positions(similarity: str, sha
     bounds = batch.packing.bounds
     group_of = {t: g for g, (first, last) in enumerate(itertools.pairwise(batch.bounds)) for t in range(first, last)}
     assert len(set(group_of.values())) == len(batch.negatives_GN)
+    asked = range(bounds[-1]) if batch.position_Q is None else batch.position_Q.tolist()
+    assert (0 < len(asked) < bounds[-1]) == bool(some)
     for start, end in itertools.pairwise(bounds):
-        for t in range(start, end):
-            negatives = batch.id_V[batch.negatives_GN[group_of[t]]]
+        for t in sorted({*range(start, end)} & {*asked}):
+            q = asked.index(t)
+            negatives = batch.id_V[batch.negatives_GN[group_of[q]]]
             history = inputs[start : t + 1]
             query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)]))).vector_RD
-            counted = [int(targets[t]), *(int(n) for n in negatives if n != targets[t])]
+            counted = [int(targets[q]), *(int(n) for n in negatives if n != targets[q])]
             for name in total:
                 module = getattr(tower, name)
                 query = module.query(query_1D, torch.arange(1))
                 item = module.item(item_XD[counted], torch.arange(len(counted)))
-                total[name] = total[name] - torch.log_softmax(module.all_pairs(query, item)[0], 0)[0] / bounds[-1]
-    assert batch.total_positions == bounds[-1]
+                total[name] = total[name] - torch.log_softmax(module.all_pairs(query, item)[0], 0)[0] / len(asked)
+    assert batch.total_targets == len(asked)
     combined = total["similarity"] + 0.2 * total["hindexer"]
     for name, should in {**total, "loss": combined}.items():
         torch.testing.assert_close(losses[name], should.detach(), rtol=64 * EPS, atol=0)
@@ -411,4 +428,4 @@ def test_moving_a_batch_leaves_the_first_where_it_is() -> None:
     for name in ("id_V", "input_T", "target_T", "negatives_GN"):
         assert getattr(moved, name).device.type == "meta" and getattr(batch, name).device.type == "cpu"
     assert moved.packing.row_T.device.type == "meta" and batch.packing.row_T.device.type == "cpu"
-    assert (moved.noise, moved.total_positions) == (batch.noise, batch.total_positions)
+    assert (moved.noise, moved.total_targets) == (batch.noise, batch.total_targets)

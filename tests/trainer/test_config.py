@@ -228,6 +228,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.precision": "fp32",
         "train.device": "cuda",
         "train.loggers": ["wandb"],
+        "data.targets": ["event = purchase"],
         "train.schedule": "cosine",
         "train.on_damage": "stop",
         "train.on_save_failure": "continue",

@@ -49,6 +49,7 @@ from logitmix.trainer.evaluation.baselines import (
     Score,
     popularity,
     rank_targets,
+    target_counts,
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
@@ -300,7 +301,7 @@ def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[di
         about = {"fitted_users": item_knn.users, "of_users": item_knn.of_users}
         size = item_knn.similarity_XX._nnz()
     else:
-        score, size = popularity(evaluation.training_counts), dataset.num_items
+        score, size = popularity(target_counts(dataset, held_out)), dataset.num_items
     about |= {"seconds": time.monotonic() - began, "parameters": size}
     about["validation"] = means(_ranks(score, evaluation, "validation"))
     return about, _ranks(score, evaluation, "test")

@@ -22,7 +22,7 @@ from logitmix.trainer.run.results import read_ranks, read_results, read_test_use
 DECISIVE = {"train.epochs", "train.minutes", "train.patience", "train.threads"}
 NO_MATTER = MAY_CHANGE - DECISIVE | {"train.seed", "evaluate.batch_size"}
 """Settings in which the runs of a group may differ. With train.minutes, threads are steps."""
-RULES = ("data.split", "data.held_out", "evaluate.exclude_history", "evaluate.users")
+RULES = ("data.split", "data.held_out", "data.targets", "evaluate.exclude_history", "evaluate.users")
 """Settings without which test metrics do not compare."""
 
 

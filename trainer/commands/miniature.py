@@ -61,7 +61,7 @@ class Work:
 def work_of(config: Config, schema: Schema, batch: Batch, lookups: Mapping[str, int]) -> Work:
     """Of a rank's batch, which names so many rows of each table; `schema` is the model's. Takes a second or so."""
     tower = initialized(lambda: Tower(config.model, schema), torch.Generator().manual_seed(0))
-    total, sequences = len(batch.target_T), len(batch.packing.lengths_B)
+    total, sequences = len(batch.input_T), len(batch.packing.lengths_B)
     if total == 0:
         return Work()
     few = max(1, round(POSITIONS * sequences / total))
@@ -70,7 +70,7 @@ def work_of(config: Config, schema: Schema, batch: Batch, lookups: Mapping[str, 
     else:
         small, large = (_part(batch, schema, lookups, config.model.loss, count) for count in (few, 2 * few))
         least, more = (_counted(config, tower, *part) for part in (small, large))
-        sizes = [len(of.target_T) for of, _ in (small, large)]
+        sizes = [len(of.input_T) for of, _ in (small, large)]
         found = least.plus(more.plus(least, -1.0), (total - sizes[0]) / (sizes[1] - sizes[0]))
         # Loops over pieces of a batch are those of the CPU.
         found = replace(found, kernels=least.kernels)
@@ -107,7 +107,7 @@ def imagined_batch(schema: Schema, config: Config, sequences: int, length: float
         negatives_GN=_spread((len(bounds) - 1) * N, V).view(-1, N),
         bounds=bounds,
         noise=Noise(0),
-        total_positions=T,
+        total_targets=T,
         log_q_V=torch.zeros(V) if loss.in_batch else None,
     )
 
@@ -139,11 +139,15 @@ def _part(batch: Batch, schema: Schema, lookups: Mapping[str, int], loss: LossCo
     """The first sequences of a batch, with a proportional part of its items and rows; of a batch that shares its
     negatives, with all. The places of items and rows are others."""
     packing = batch.packing.first(sequences)
-    T = len(packing.row_T)
-    share = 1.0 if loss.share == "batch" else T / len(batch.target_T)
+    T = Q = len(packing.row_T)
+    position_Q = batch.position_Q
+    if position_Q is not None:
+        position_Q = position_Q[position_Q < T]
+        Q = len(position_Q)
+    share = 1.0 if loss.share == "batch" else T / len(batch.input_T)
     V = max(1, round(share * len(batch.id_V)))
     lookups = {name: max(1, round(share * count)) for name, count in lookups.items()}
-    bounds = batch.bounds[: bisect_left(batch.bounds, T)]
+    bounds = batch.bounds[: bisect_left(batch.bounds, Q)]
     rows = {"item": torch.arange(V), "user": torch.arange(sequences), "event": torch.arange(T)}
     values = {}
     for feature in (feature for feature in schema.features if feature.name != ITEM):
@@ -156,9 +160,10 @@ def _part(batch: Batch, schema: Schema, lookups: Mapping[str, int], loss: LossCo
         features=Features(None if item_row_V is None else item_row_V[:V] % lookups[ITEM], values),
         packing=packing,
         input_T=batch.input_T[:T] % V,
-        target_T=batch.target_T[:T] % V,
+        target_T=batch.target_T[:Q] % V,
+        position_Q=position_Q,
         negatives_GN=batch.negatives_GN[: len(bounds), :NEGATIVES] % V,
-        bounds=[*bounds, T],
+        bounds=[*bounds, Q],
         log_q_V=None if batch.log_q_V is None else batch.log_q_V[:V],
     )
     return part, lookups

@@ -270,7 +270,7 @@ def plan_job(
         used = model_schema(schema, config)
         parts = first_batches(config, dataset, devices.world_size)
         parts = _with_rows(parts, used)
-        ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.target_T))
+        ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.input_T))
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())

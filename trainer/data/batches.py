@@ -3,8 +3,8 @@
 The content of a global batch is a function of (seed, epoch, step); rank r of w takes a contiguous part of its
 sequences. So the data position is one integer, and a run can resume with another number of ranks.
 
-Axes: B sequences, T positions, packed, G groups, N uniform negatives of a group and M drawn from the batch's targets, L
-history positions, V unique items, X items in the corpus.
+Axes: B sequences, T positions, packed, Q of these that have a target, G groups, N uniform negatives of a group and M
+drawn from the batch's targets, L history positions, V unique items, X items in the corpus.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -33,10 +33,20 @@ class HeldOut:
     """The first action that is held out."""
     targets: Mapping[Split, Ints]
     """The target, ranked given all of the user's earlier actions; -1 if there is none."""
+    places: Ints | None = None
+    """The actions that may be targets, held out or not, in order; None: all."""
+
+    @property
+    def sequence_end(self) -> Ints:
+        """The place after each user's last target that training sees [U]; the user's first place or less if there is
+        none."""
+        if self.places is None:
+            return self.train_end
+        return _place_before(self.places, self.train_end) + 1
 
     def trained(self, dataset: Dataset) -> NDArray[np.bool_]:
-        """Which users training sees: those with two actions that are not held out, a position and its target."""
-        return self.train_end - dataset.offsets[:-1] >= 2
+        """Which users training sees: those with a target that is not held out, and an action before it."""
+        return self.sequence_end - dataset.offsets[:-1] >= 2
 
 
 def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
@@ -45,36 +55,58 @@ def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
     if not trained_U.any():
         raise ValueError(
             f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
-            "validation and test; prepare it again from more data"
+            "validation and test"
+            + (", the second of them a target" if held_out.places is not None else "")
+            + "; prepare it again from more data"
         )
     return trained_U
 
 
-def leave_one_out(dataset: Dataset, validation: bool = True) -> HeldOut:
-    """A user's last action is the test target, and the one before it the validation target, if there is a validation
-    part."""
-    # Three actions give one of each: history, validation item, test item.
-    end, enough = dataset.offsets[1:], np.diff(dataset.offsets) > 2
-    before, test = np.where(enough, end - 2, -1), np.where(enough, end - 1, -1)
-    return HeldOut(end - 2, {"validation": before, "test": test}) if validation else HeldOut(end - 1, {"test": test})
+def leave_one_out(dataset: Dataset, validation: bool = True, places: Ints | None = None) -> HeldOut:
+    """A user's last target is that of the test, and the one before it that of validation, if there is a validation
+    part. `places` as in HeldOut."""
+    start, end = dataset.offsets[:-1], dataset.offsets[1:]
+    last = end - 1 if places is None else _place_before(places, end)
+    before = last - 1 if places is None else _place_before(places, last)
+    # A user who has one target has none for validation; with two, both have a history, or neither is ranked.
+    first = np.where(before < start, last, before)
+    targets: dict[Split, Ints] = {"test": np.where(first > start, last, -1)}
+    if validation:
+        targets = {"validation": np.where(before > start, before, -1), **targets}
+    train_end = first if validation else last
+    # Without a target, all actions say what goes with what.
+    return HeldOut(np.where(last < start, end, train_end), targets, places)
 
 
-def split_by_time(dataset: Dataset, share: float, validation: bool = True) -> HeldOut:
+def split_by_time(dataset: Dataset, share: float, validation: bool = True, places: Ints | None = None) -> HeldOut:
     """The latest `share` of all actions is for the test, and as much before it for validation; actions at equal times
-    stay together, in the later part. A user's target is the first action in a part, if the user has an earlier
-    action. Without `validation` only the test part is held out."""
+    stay together, in the later part. A user's target is the first one in a part, if the user has an earlier action.
+    Without `validation` only the test part is held out. `places` as in HeldOut."""
     start, end = dataset.offsets[:-1], dataset.offsets[1:]
     before, test = (_first_since(dataset, time) for time in starts_of_parts(dataset, share))
-    targets: dict[Split, Ints] = {"test": np.where((start < test) & (test < end), test, -1)}
+
+    def first_target(since_U: Ints, until_U: Ints) -> Ints:
+        place_U = since_U
+        if places is not None:
+            place_U = np.append(places, len(dataset.items_flat))[np.searchsorted(places, since_U)]
+        return np.where((start < place_U) & (place_U < until_U), place_U, -1)
+
+    targets: dict[Split, Ints] = {"test": first_target(test, end)}
     if validation:
-        targets = {"validation": np.where((start < before) & (before < test), before, -1), **targets}
-    for split, places in targets.items():
-        if not (places >= 0).any():
+        targets = {"validation": first_target(before, test), **targets}
+    for split, found in targets.items():
+        if not (found >= 0).any():
+            what = "an action" if places is None else "a target"
             raise ValueError(
-                f"{dataset.path}: data.split is time and data.held_out {share}, but no user has an action in the "
-                f"{split} part and one before it; give another data.held_out, or data.split leave-one-out"
+                f"{dataset.path}: data.split is time and data.held_out {share}, but no user has {what} in the "
+                f"{split} part and an action before it; give another data.held_out, or data.split leave-one-out"
             )
-    return HeldOut(before if validation else test, targets)
+    return HeldOut(before if validation else test, targets, places)
+
+
+def _place_before(places: Ints, end_U: Ints) -> Ints:
+    """The last of some sorted places before each place; -1 if there is none."""
+    return np.insert(places, 0, -1)[np.searchsorted(places, end_U)]
 
 
 def starts_of_parts(dataset: Dataset, share: float) -> tuple[int, int]:
@@ -97,8 +129,9 @@ def _first_since(dataset: Dataset, time: int) -> Ints:
 class TrainingBatches:
     """Batches of a rank, addressed by step: step s of the run is batch s % steps of epoch s // steps.
 
-    A sequence is a user's last actions, as many as the encoder takes; with a stride, every window of a longer history.
-    Its positions are the actions but for the last one, and the target of a position is the action after it."""
+    A sequence is a user's last actions up to the last target, as many as the encoder takes; with a stride, every window
+    of a longer history that has a target. Its positions are the actions but for the last one, and the target of a
+    position is the action after it, if that may be one."""
 
     def __init__(
         self,
@@ -136,11 +169,19 @@ class TrainingBatches:
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
         users = np.flatnonzero(trained_U)
-        end, positions = held_out.train_end[users], held_out.train_end[users] - dataset.offsets[users] - 1
+        end = held_out.sequence_end[users]
+        positions = end - dataset.offsets[users] - 1
         which, behind = _windows(positions, max_length, stride)
-        # Of each sequence: its user, the place after its last action, and its positions.
-        self.user_S, self.end_S = users[which], end[which] - behind
-        self.length_S = np.minimum(positions[which] - behind, max_length)
+        length_S, self.places = np.minimum(positions[which] - behind, max_length), held_out.places
+        # The targets of a sequence are consecutive among all places that may be targets.
+        first_S, last_S = end[which] - behind - length_S, end[which] - behind
+        if self.places is not None:
+            first_S, last_S = (np.searchsorted(self.places, of) for of in (first_S, last_S))
+            has_S = last_S > first_S
+            which, behind, length_S, first_S, last_S = (of[has_S] for of in (which, behind, length_S, first_S, last_S))
+        # Of each sequence: its user, the place after its last action, its positions, its first target and how many.
+        self.user_S, self.end_S, self.length_S = users[which], end[which] - behind, length_S
+        self.first_S, self.targets_S = first_S, last_S - first_S
         longer = np.zeros(0, np.int64) if stride else positions[positions > max_length]
         # How many users have earlier actions than their sequence, and how many these are.
         self.left_out = len(longer), int((longer - max_length).sum())
@@ -168,16 +209,20 @@ class TrainingBatches:
         """This rank's part of the global batch of a step, on the CPU."""
         epoch, index = divmod(step, self.steps_per_epoch)
         sequences = self._sequences(step)
-        bounds = np.concatenate([[0], np.cumsum(self.length_S[sequences])])
+        bounds, bounds_Q = (np.append(0, np.cumsum(of[sequences])) for of in (self.length_S, self.targets_S))
         first, last = self._part(bounds)
-        group_B = self._groups(bounds)
-        negatives = self._negatives([self.seed, epoch, index + 1], sequences, bounds, group_B, slice(first, last))
-        of_part = bounds[first : last + 1] - bounds[first]
+        group_B = self._groups(bounds_Q)
+        negatives = self._negatives([self.seed, epoch, index + 1], sequences, bounds_Q, group_B, slice(first, last))
+        of_part = bounds_Q[first : last + 1] - bounds_Q[first]
         sequences = sequences[first:last]
         users, lengths = self.user_S[sequences], self.length_S[sequences]
         inputs = ranges(self.end_S[sequences] - 1 - lengths, lengths)
-        items = self.dataset.items_flat
-        named = np.concatenate([items[inputs], items[inputs + 1], negatives.ravel()])
+        items, targets = self.dataset.items_flat, self.targets_S[sequences]
+        place_Q, position_Q = self._place(ranges(self.first_S[sequences], targets)), None
+        if self.places is not None:
+            before_B = self.end_S[sequences] - lengths - (bounds[first:last] - bounds[first])
+            position_Q = torch.from_numpy(place_Q - np.repeat(before_B, targets))
+        named = np.concatenate([items[inputs], items[place_Q], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
         row_V = self._without("item_id_dropout", self.item_id_dropout, unique, unique, ITEM, step)
         row_B = None
@@ -186,23 +231,28 @@ class TrainingBatches:
             row_B = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
         found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, row_B)
         times = action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
-        input_T, target_T, negative = np.split(inverse, [len(inputs), 2 * len(inputs)])
+        input_T, target_Q, negative = np.split(inverse, [len(inputs), len(inputs) + len(place_Q)])
         return Batch(
             ids=found.ids,
             id_V=torch.from_numpy(unique),
             features=found.features,
             packing=Packing(torch.from_numpy(lengths), int(bounds[first]), *times),
             input_T=torch.from_numpy(input_T),
-            target_T=torch.from_numpy(target_T),
+            target_T=torch.from_numpy(target_Q),
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
             bounds=self._bounds(of_part, group_B[first:last]),
             noise=Noise(derive_key("dropout", self.seed, step)),
-            total_positions=int(bounds[-1]),
+            total_targets=int(bounds_Q[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
+            position_Q=position_Q,
         )
 
+    def _place(self, target: Ints) -> Ints:
+        """Places among the dataset's actions, of places among the targets."""
+        return target if self.places is None else self.places[target]
+
     def _groups(self, bounds: Ints) -> Ints:
-        """The number of each sequence's group, for sequences at positions between `bounds` of a global batch; in
+        """The number of each sequence's group, for sequences with targets between `bounds` of a global batch's; in
         order, from 0."""
         match self.share:
             case "batch":
@@ -214,7 +264,7 @@ class TrainingBatches:
                 return np.arange(len(bounds) - 1)
 
     def _bounds(self, bounds: Ints, group_B: Ints) -> list[int]:
-        """Where the groups of some sequences begin and end among their positions; `bounds` and `group_B` are those of
+        """Where the groups of some sequences begin and end among their targets; `bounds` and `group_B` are those of
         these sequences."""
         if self.share == "batch":
             return [0, int(bounds[-1])]
@@ -224,15 +274,15 @@ class TrainingBatches:
         return [*bounds[begins].tolist(), int(bounds[-1])]
 
     def _negatives(self, key: list[int], sequences: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
-        """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, which are at positions between
+        """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
         uniform_GN = self._draw(key, bounds, group_B, part, self.dataset.num_items, self.negatives)
         if not self.in_batch:
             return uniform_GN
-        position_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
-        sequence_GM = np.searchsorted(bounds, position_GM, side="right") - 1
-        target_GM = self.dataset.items_flat[(self.end_S[sequences] - bounds[1:])[sequence_GM] + position_GM]
-        return np.concatenate([uniform_GN, target_GM], axis=1)
+        target_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
+        sequence_GM = np.searchsorted(bounds, target_GM, side="right") - 1
+        place_GM = self._place((self.first_S[sequences] - bounds[:-1])[sequence_GM] + target_GM)
+        return np.concatenate([uniform_GN, self.dataset.items_flat[place_GM]], axis=1)
 
     def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
         """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""
@@ -248,14 +298,14 @@ class TrainingBatches:
     def _log_q(self) -> NDArray[np.float32]:
         """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are
         targets, which an epoch has as often as there are sequences that have them."""
-        change = np.zeros(len(self.dataset.items_flat) + 1, np.int16)
-        # No two sequences begin at one place, nor end.
-        change[self.end_S - self.length_S] += 1
-        change[self.end_S] -= 1
+        items = self.dataset.items_flat if self.places is None else self.dataset.items_flat[self.places]
+        change = np.zeros(len(items) + 1, np.int16)
+        np.add.at(change, self.first_S, 1)
+        np.subtract.at(change, self.first_S + self.targets_S, 1)
         times = np.cumsum(change[:-1], dtype=np.int16, out=change[:-1])
         count_X = np.zeros(self.dataset.num_items, np.int64)
         for least in range(1, times.max() + 1):
-            count_X += np.bincount(self.dataset.items_flat[times >= least], minlength=len(count_X))
+            count_X += np.bincount(items[times >= least], minlength=len(count_X))
         N, M = self.negatives, self.in_batch
         q_X = (N / len(count_X) + M * count_X / count_X.sum()) / (N + M)
         return np.log(q_X).astype(np.float32)

@@ -27,13 +27,16 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "=": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
 }  # fmt: skip
 
+WHERE = "--where"
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|==?|<|>)\s*([\"\']?)(.*?)\3\s*", re.DOTALL)
 _EXACT = 2**53
 """Floats represent all whole numbers below it exactly; from it on, they are compared as text."""
 
 
-def holds(text: str, columns: Mapping[str, pa.Array], units: Mapping[str, str] = MappingProxyType({})) -> np.ndarray:
-    """bool [actions]: whether the condition holds for each.
+def holds(
+    text: str, columns: Mapping[str, pa.Array], units: Mapping[str, str] = MappingProxyType({}), flag: str = WHERE
+) -> np.ndarray:
+    """bool [actions]: whether the condition, given by this flag, holds for each.
 
     Numbers are compared as numbers, dates as times, all else as text. A column of numbers that is compared with a date
     has the unit that `units` say, or that its values tell. For missing values, and for non-numbers compared with a
@@ -49,19 +52,19 @@ def holds(text: str, columns: Mapping[str, pa.Array], units: Mapping[str, str] =
         distinct = pa.concat_arrays([values.dictionary, pa.nulls(1, values.dictionary.type)])
         return _compare(distinct, operator, value, unit)[values.indices.fill_null(len(distinct) - 1).to_numpy()]
     except (ValueError, pa.ArrowException) as error:
-        raise _of_condition(text, error, columns) from None
+        raise _of_condition(flag, text, error, columns) from None
 
 
-def column_of(text: str, columns: Collection[str]) -> str:
+def column_of(text: str, columns: Collection[str], flag: str = WHERE) -> str:
     """The column that a condition is on. ValueError as `holds` raises it."""
     try:
         return _parse(text, list(columns))[0]
     except ValueError as error:
-        raise _of_condition(text, error, columns) from None
+        raise _of_condition(flag, text, error, columns) from None
 
 
-def _of_condition(text: str, error: Exception, columns: Iterable[str]) -> ValueError:
-    return ValueError(f"--where {text!r}: {error}; the columns are: {', '.join(columns)}")
+def _of_condition(flag: str, text: str, error: Exception, columns: Iterable[str]) -> ValueError:
+    return ValueError(f"{flag} {text!r}: {error}; the columns are: {', '.join(columns) or 'none'}")
 
 
 def _parse(text: str, columns: list[str]) -> tuple[str, str, str]:

@@ -1,9 +1,10 @@
 """Baselines for a model: popularity, item-kNN and EASE, fitted to the same training actions and ranked by the same
 rules as the model.
 
-Popularity scores an item by its training actions. Item-kNN scores it by the sum of its similarities to the items of the
-user's history, each action counting RECENCY of the one after it; similarity is the cosine of the sets of users whose
-training actions have the items, and an item of the history counts only for the NEIGHBORS items most similar to it.
+Popularity scores an item by its training actions that may be targets. Item-kNN scores it by the sum of its similarities
+to the items of the user's history, each action counting RECENCY of the one after it; similarity is the cosine of the
+sets of users whose training actions have the items, and an item of the history counts only for the NEIGHBORS items most
+similar to it.
 EASE ("Embarrassingly Shallow Autoencoders for Sparse Data", Steck, 2019) scores it by the sum of weights from the items
 of the history, in any order; the weights are those of a ridge regression of each item on all others.
 
@@ -85,8 +86,17 @@ def training_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
     return count_X
 
 
+def target_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
+    """How many training actions each item has that may be targets [X]."""
+    if held_out.places is None:
+        return training_counts(dataset, held_out)
+    user = np.searchsorted(dataset.offsets, held_out.places, side="right") - 1
+    seen = held_out.places[held_out.places < held_out.train_end[user]]
+    return np.bincount(dataset.items_flat[seen], minlength=dataset.num_items)
+
+
 def popularity(count_X: Ints) -> Score:
-    """From `training_counts` [X]."""
+    """From `target_counts` [X]."""
     score_X = count_X.astype(np.float64)
     return lambda users: np.broadcast_to(score_X, (len(users), len(score_X)))
 

@@ -24,6 +24,7 @@ from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_on
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
+from logitmix.trainer.data.targets import target_places
 from logitmix.trainer.evaluation.baselines import (
     MOST_ITEMS,
     MOST_SCORES,
@@ -31,6 +32,7 @@ from logitmix.trainer.evaluation.baselines import (
     Score,
     popularity,
     rank_targets,
+    target_counts,
     training_counts,
 )
 from logitmix.trainer.evaluation.embed import Embedder
@@ -85,10 +87,12 @@ def evaluate_run(
 
 
 def held_out(config: Config, dataset: Dataset) -> HeldOut:
-    """The held-out actions of the run's split; ValueError if a split by time leaves nobody to rank."""
+    """The held-out actions of the run's split; ValueError as of `target_places`, or if a split by time leaves nobody to
+    rank."""
+    places = target_places(dataset, config.data.targets)
     if config.data.split == "time":
-        return split_by_time(dataset, config.data.held_out, config.data.validation)
-    return leave_one_out(dataset, config.data.validation)
+        return split_by_time(dataset, config.data.held_out, config.data.validation, places)
+    return leave_one_out(dataset, config.data.validation, places)
 
 
 def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
@@ -96,9 +100,10 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
     if (rule := config.evaluate.exclude_history) == "no":
         return False
     shares = dataset.repeated_targets
-    if config.data.split == "time":
+    if config.data.split == "time" or config.data.targets:
         # A refit must come to the decision of its run, which has a validation part.
-        of = split_by_time(dataset, config.data.held_out) if rule == "auto" else held_out(config, dataset)
+        data = replace(config.data, validation=config.data.validation or rule == "auto")
+        of = held_out(replace(config, data=data), dataset)
         shares = {split: float(ranking_users(dataset, split, 1, of).repeats().mean()) for split in of.targets}
     repeats = said_of_repeats(shares)
     if rule == "auto" and are_common(shares):
@@ -168,7 +173,7 @@ class Evaluation:
         users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
         if len(users) < len(everyone):
             tell(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
-        scores: dict[str, Score] = {"popularity": popularity(self.training_counts)}
+        scores: dict[str, Score] = {"popularity": popularity(target_counts(self.dataset, self.held_out))}
         if num_items > MOST_ITEMS:
             tell(self.said, f"item-kNN is left out: the corpus has more than {MOST_ITEMS:,} items")
         else:

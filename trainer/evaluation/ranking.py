@@ -140,7 +140,7 @@ class _Ranking:
             item_V, target_B = np.unique(part.target, return_inverse=True)
             items = self.embedder.items(item_V)
             if len(part):
-                targets = _taken(items, torch.from_numpy(target_B).to(self.ranks.device))
+                targets = items.take(torch.from_numpy(target_B).to(self.ranks.device))
                 scores_BS = self._score_targets(queries, targets)
                 known_UQ[place * self.batch_size :][: len(part)] = torch.cat([_flat(queries), scores_BS], dim=1)
         known, S = all_reduce_sum(known_UQ, self.ranks).split(self.batch_size), len(self.stages)
@@ -166,7 +166,7 @@ class _Ranking:
         """Scores [B, S] of each query with its target, by products of the same shape as all others."""
         scores, count = [], len(targets.vector_RD)
         for start in range(0, count, self.chunk):
-            part = _taken(targets, slice(start, start + self.chunk))
+            part = targets.take(slice(start, start + self.chunk))
             sides, N = self._items(part, self.stages), len(part.vector_RD)
             score_SBN = [self._score(*of_stage, N) for of_stage in zip(self.stages, queries, sides, strict=True)]
             scores.append(torch.stack([score_BN[start : start + N].diag() for score_BN in score_SBN], dim=1))
@@ -264,10 +264,6 @@ class _Cells:
         first, last = np.searchsorted(self.item_E, [chunk.start, chunk.start + chunk.count])
         row_E, item_E = (of[first:last] for of in self.on_device)
         return row_E, item_E - chunk.start
-
-
-def _taken(of: Embedded, index: Tensor | slice) -> Embedded:
-    return Embedded(of.vector_RD[index], [group_RD[index] for group_RD in of.groups])
 
 
 def _flat(sides: list[Side]) -> Tensor:

@@ -26,6 +26,7 @@ from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.targets import said_of_targets
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.trace import StepTrace
 from logitmix.trainer.parallel.parallelize import ParallelModel, autocast, computes_bf16
@@ -262,6 +263,8 @@ def start_block(
         "precision": precision,
         "wire": sent,
     }
+    if line := said_of_targets(dataset, model.config.data.targets, model.config.model.features):
+        block["targets"] = line
     if left_out[0]:
         longest = model.config.model.encoder.max_length
         block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "

@@ -148,6 +148,11 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) ->
             f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
             f"give --data.split {before.data.split}"
         )
+    if now.data.split == "leave-one-out" and before.data.targets != now.data.targets:
+        raise ValueError(
+            f"{run} has data.targets {list(before.data.targets)}, so it may have been trained on what is held out now; "
+            "give the same --data.targets, or --data.split time to both"
+        )
     if now.data.split == "time":
         path = fetch(before.data.path)
         trained_to = _held_out_since(before, dataset if path == dataset.path else load_dataset(path))

@@ -290,7 +290,7 @@ class Pipeline:
             self.optimizer.zero_grad()
             if self.model.average:
                 self.model.average.update(self.step - self.skipped)
-        self.examples += self.batch.total_positions
+        self.examples += self.batch.total_targets
         self.state = "rows sent" if next_batch else "no rows sent"
 
     def _skip(self, next_batch: RowExchange | None) -> None:

@@ -145,7 +145,7 @@ def test_every_user_comes_once_an_epoch_in_an_order_of_its_own(batch_size: int) 
 
 
 def same(a: Batch, b: Batch) -> bool:
-    return items_of(a) == items_of(b) and a.noise == b.noise and a.total_positions == b.total_positions
+    return items_of(a) == items_of(b) and a.noise == b.noise and a.total_targets == b.total_targets
 
 
 def test_a_batch_follows_from_seed_and_step_alone() -> None:
@@ -187,13 +187,13 @@ def test_the_ranks_parts_make_up_the_same_global_batch(share: Share, world_size:
         whole = batches(share=share).at(step)
         parts = [batches(share=share, rank=rank, world_size=world_size).at(step) for rank in range(world_size)]
         expected = items_of(whole)
-        assert whole.packing.row_T.tolist() == list(range(whole.total_positions))
+        assert whole.packing.row_T.tolist() == list(range(whole.total_targets))
         together = [items_of(part) for part in parts]
         for key in ("inputs", "targets", "rows", "positions"):
             assert [entry for part in together for entry in part[key]] == expected[key]
         assert [entry for part in parts for entry in negatives_of_positions(part)] == negatives_of_positions(whole)
         assert {part.noise for part in parts} == {whole.noise}
-        assert {part.total_positions for part in parts} == {len(whole.input_T)} == {whole.total_positions}
+        assert {part.total_targets for part in parts} == {len(whole.input_T)} == {whole.total_targets}
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -17,12 +17,13 @@ from torch import Tensor
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.config import ModelConfig, SASRecConfig
 from logitmix.modules.features import Embedded
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer import cli
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryRule
 from logitmix.trainer.data.batches import ranking_users, split_by_time
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation, excludes_history, how_popular, metrics_of
 from logitmix.trainer.evaluation.ranking import Rankings
@@ -175,6 +176,18 @@ def test_a_split_by_time_counts_repeats_of_its_own(repeated: bool) -> None:
     )
     assert excludes_history(ruled("auto"), dataset) is repeated
     assert excludes_history(ruled("auto", "time"), dataset) is not repeated
+
+
+def test_repeats_are_those_of_the_targets() -> None:
+    """The last action is new to each user, and the last one that may be a target is not."""
+    dataset = dataset_of([[1, 2, 3, 1, 5]] * 4)
+    rated = replace(dataset.schema, features=(*dataset.schema.features, Feature("rating", "event", "number")))
+    ratings = np.tile(np.array([0, 0, 1, 1, 0], np.float32), 4)
+    dataset = replace(dataset, schema=rated, event_features={"rating": Column(ratings)})
+    dataset = replace(dataset, repeated_targets={"validation": 0.0, "test": 0.0})
+    config = ruled("auto")
+    assert excludes_history(config, dataset)
+    assert not excludes_history(replace(config, data=DataConfig(targets=("rating = 1",))), dataset)
 
 
 def test_repeats_are_common_or_not() -> None:

@@ -152,6 +152,14 @@ def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_th
     train(small_config(data, unheld | {"warm_start": str(first)}), tmp_path / "third")
 
 
+def test_a_run_with_other_targets_is_no_start(tmp_path: Path) -> None:
+    data, first = write_dataset(tmp_path / "data", features=True), tmp_path / "first"
+    train(small_config(data, {"train.epochs": 1}), first)
+    settings = {"warm_start": str(first), "train.epochs": 1, "data.targets": ["action = type-1"]}
+    with pytest.raises(ValueError, match="so it may have been trained on what is held out now; give the same"):
+        train(small_config(data, settings), tmp_path / "second")
+
+
 TIME = {"data.split": "time", "data.held_out": 0.1, "train.epochs": 1}
 
 

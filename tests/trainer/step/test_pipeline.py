@@ -66,7 +66,7 @@ def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
         assert made == [2, 3, 4, 5]
         progress = pipeline.progress
     assert (progress.step, progress.validation) == (6, {})
-    assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_positions for i in range(2, 6))
+    assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_targets for i in range(2, 6))
 
 
 def losses_and_table(config: Config, prefetch: bool) -> tuple[list[Tensor], Tensor]:

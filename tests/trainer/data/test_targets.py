@@ -1,0 +1,192 @@
+"""Which actions are predicted: against lists cut by hand, in which an action that may be a target has an even item."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_data import in_memory, write_dataset
+
+from logitmix.modules.batch import Batch
+from logitmix.trainer.data.batches import HeldOut, TrainingBatches, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.targets import said_of_targets, target_places
+from logitmix.trainer.evaluation.baselines import target_counts
+
+OPTIONS: dict[str, Any] = {"negatives": 3, "share": "sequence", "seed": 0, "in_batch": 2}
+LISTS = st.lists(st.lists(st.integers(0, 40), max_size=9), min_size=1, max_size=7)
+
+
+def of_lists(lists: list[list[int]]) -> tuple[Dataset, np.ndarray]:
+    """A dataset with these items, whose times are few, and the places of its targets."""
+    offsets, flat = np.cumsum([0, *map(len, lists)]), np.array([item for each in lists for item in each], np.int64)
+    times = np.concatenate([np.arange(len(each)) // 2 for each in lists])
+    return replace(in_memory(offsets, flat, 41), timestamps_flat=times), np.flatnonzero(flat % 2 == 0)
+
+
+def ranked(dataset: Dataset, held_out: HeldOut, split: Any) -> list[tuple[list[int], int]]:
+    users = ranking_users(dataset, split, 100, held_out)
+    histories = np.split(users.history, np.cumsum(users.lengths)[:-1])
+    return [(history.tolist(), target) for history, target in zip(histories, users.target.tolist(), strict=False)]
+
+
+def trained(lists: list[list[int]], ends: list[int], longest: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """Inputs, targets, and the positions that have one, of each user who has some before these ends."""
+    found = []
+    for items, stop in zip(lists, ends, strict=True):
+        places = [at for at in range(1, stop) if items[at] % 2 == 0]
+        if places:
+            end = places[-1]
+            start = max(0, end - longest)
+            kept = [at for at in places if at > start]
+            found.append((items[start:end], [items[at] for at in kept], [at - 1 - start for at in kept]))
+    return found
+
+
+def parts_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
+    found = []
+    for start, end in zip(batch.packing.bounds[:-1], batch.packing.bounds[1:], strict=True):
+        assert batch.position_Q is not None
+        own_Q = (batch.position_Q >= start) & (batch.position_Q < end)
+        inputs, targets = batch.id_V[batch.input_T[start:end]], batch.id_V[batch.target_T[own_Q]]
+        found.append((inputs.tolist(), targets.tolist(), (batch.position_Q[own_Q] - start).tolist()))
+    return found
+
+
+@given(lists=LISTS, longest=st.integers(1, 8), validation=st.booleans())
+def test_each_users_last_targets_are_held_out(lists: list[list[int]], longest: int, validation: bool) -> None:
+    dataset, places = of_lists(lists)
+    held_out = leave_one_out(dataset, validation, places)
+    expected: dict[str, list[tuple[list[int], int]]] = {"test": [], "validation": []}
+    ends = []
+    for items in lists:
+        own = [at for at, item in enumerate(items) if item % 2 == 0]
+        last = own[-2:]
+        if last and last[0] > 0:
+            for split, at in zip(("test", "validation"), reversed(last), strict=False):
+                expected[split].append((items[:at], items[at]))
+        ends.append((last[0] if validation else last[-1]) if last else 0)
+    for split in held_out.targets:
+        assert ranked(dataset, held_out, split) == expected[split]
+    check_training(dataset, held_out, trained(lists, ends, longest), longest)
+    popular = np.bincount(
+        [item for items, end in zip(lists, ends, strict=True) for item in items[:end] if item % 2 == 0], minlength=41
+    )
+    assert target_counts(dataset, held_out).tolist() == popular.tolist()
+
+
+@given(lists=LISTS, longest=st.integers(1, 8))
+def test_a_split_by_time_ranks_the_first_target_of_a_part(lists: list[list[int]], longest: int) -> None:
+    dataset, places = of_lists(lists)
+    times = np.sort(dataset.timestamps_flat)
+    if not len(times):
+        return
+    before, test = (int(times[int(len(times) * (1 - share))]) for share in (0.6, 0.3))
+    expected: dict[str, list[tuple[list[int], int]]] = {"validation": [], "test": []}
+    for items in lists:
+        for split, since, until in (("validation", before, test), ("test", test, 100)):
+            own = [at for at, item in enumerate(items) if item % 2 == 0 and since <= at // 2 < until]
+            if own and own[0] > 0:
+                expected[split].append((items[: own[0]], items[own[0]]))
+    if not all(expected.values()):
+        with pytest.raises(ValueError, match="but no user has a target in the"):
+            split_by_time(dataset, 0.3, places=places)
+        return
+    held_out = split_by_time(dataset, 0.3, places=places)
+    for split in expected:
+        assert ranked(dataset, held_out, split) == expected[split]
+    ends = [sum(at // 2 < before for at in range(len(items))) for items in lists]
+    check_training(dataset, held_out, trained(lists, ends, longest), longest)
+
+
+def check_training(dataset: Dataset, held_out: HeldOut, expected: list[Any], longest: int) -> None:
+    options = OPTIONS | {"batch_size": 100, "max_length": longest, "held_out": held_out}
+    if not expected:
+        with pytest.raises(ValueError, match=r"2 actions, .* the second of them a target; prepare"):
+            TrainingBatches(dataset, dataset.schema, **options)
+        return
+    source = TrainingBatches(dataset, dataset.schema, **options)
+    whole = source.at(0)
+    assert sorted(parts_of(whole)) == sorted(expected)
+    targets = [target for _, own, _ in expected for target in own]
+    assert whole.total_targets == len(targets)
+    assert {*whole.id_V[whole.negatives_GN[:, 3:]].ravel().tolist()} <= {*targets}
+    count_X = np.bincount(targets, minlength=41)
+    q_X = (3 / 41 + 2 * count_X / len(targets)) / 5
+    np.testing.assert_allclose(source.log_q_X, np.log(q_X), rtol=1e-6)
+    ranks = [TrainingBatches(dataset, dataset.schema, rank=rank, world_size=2, **options).at(0) for rank in range(2)]
+    assert [part for rank in ranks for part in parts_of(rank)] == parts_of(whole)
+    assert {rank.total_targets for rank in ranks} == {len(targets)}
+    negatives = [rank.id_V[rank.negatives_GN] for rank in ranks]
+    assert torch.equal(torch.cat(negatives), whole.id_V[whole.negatives_GN])
+
+
+@given(lists=LISTS, longest=st.integers(1, 4))
+def test_windows_without_a_target_are_left_out(lists: list[list[int]], longest: int) -> None:
+    dataset, places = of_lists(lists)
+    held_out = leave_one_out(dataset, places=places)
+    if not held_out.trained(dataset).any():
+        return
+    options = OPTIONS | {"batch_size": 100, "max_length": longest, "stride": longest, "held_out": held_out}
+    parts = parts_of(TrainingBatches(dataset, dataset.schema, **options).at(0))
+    ends = (held_out.train_end - dataset.offsets[:-1]).tolist()
+    # Windows that do not overlap have each target once.
+    of_users = trained(lists, ends, 100)
+    assert sorted(target for _, own, _ in parts for target in own) == sorted(t for _, own, _ in of_users for t in own)
+    assert all(own for _, own, _ in parts)
+
+
+@pytest.mark.parametrize("share", ["position", "sequence", "group", "batch"])
+def test_with_all_actions_as_targets_batches_are_those_without_conditions(share: str) -> None:
+    dataset = of_lists([[int(i) for i in np.random.default_rng(u).integers(0, 41, 3 * u)] for u in range(9)])[0]
+    places = np.arange(len(dataset.items_flat))
+    options = OPTIONS | {"share": share, "group_positions": 5, "batch_size": 4, "max_length": 6, "stride": 3}
+    for split in (leave_one_out, lambda data, **of: split_by_time(data, 0.2, **of)):
+        plain, chosen = split(dataset), split(dataset, places=places)
+        assert all(np.array_equal(plain.targets[name], chosen.targets[name]) for name in plain.targets)
+        sources = [TrainingBatches(dataset, dataset.schema, held_out=held, **options) for held in (plain, chosen)]
+        assert sources[0].steps_per_epoch == sources[1].steps_per_epoch
+        for step in range(sources[0].steps_per_epoch):
+            one, other = (source.at(step) for source in sources)
+            assert one.position_Q is None and other.position_Q is not None
+            assert other.position_Q.tolist() == list(range(len(one.input_T)))
+            for name in ("id_V", "input_T", "target_T", "negatives_GN", "log_q_V"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+            assert (one.bounds, one.total_targets) == (other.bounds, other.total_targets)
+
+
+def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+    kind, rating = (dataset.event_features[name].values for name in ("action", "rating"))
+    assert target_places(dataset, ()) is None
+    both = target_places(dataset, ("action = type-1", "rating > 3"))
+    assert both is not None and both.tolist() == np.flatnonzero((kind == 1) & (rating > np.float32(3))).tolist()
+    assert (target_places(dataset, ("action != type-1",)) == np.flatnonzero(kind != 1)).all()
+    said = said_of_targets(dataset, ("action = type-1",), ["brand"])
+    places = np.flatnonzero(kind == 1)
+    without = sum(not len(of) for of in np.split(places, np.searchsorted(places, dataset.offsets[1:-1])))
+    assert said.startswith(f"{len(places):,} of {len(kind):,} actions (action = type-1)")
+    assert (f"; {without} of 60 users have none" in said) == bool(without)
+    assert said.endswith("; the model does not see which, without --model.features action")
+    assert "does not see" not in said_of_targets(dataset, ("action = type-1",), ["action"])
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        ("kind = type-1", "--data.targets 'kind = type-1': no column 'kind'; the columns are: action, query, rating"),
+        ("action", "--data.targets 'action': it must be a column, one of"),
+        (
+            "action = type-9",
+            "--data.targets 'action = type-9': no action of .*; action is type-1, type-2",
+        ),
+        ("query = tags-1", "--data.targets 'query = tags-1': query has several values for an action"),
+    ],
+)
+def test_other_conditions_are_refused(condition: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        target_places(load_dataset(write_dataset(tmp_path / "data", features=True)), (condition,))
