@@ -1,9 +1,11 @@
 """The export in a directory while it answers: a new one published in its place takes over, and deltas are applied."""
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, read_manifest, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
+from logitmix.serving.texts import Texts
 
 T = TypeVar("T")
 SEARCH_SECONDS = 1.0
@@ -228,19 +231,62 @@ class LiveExport:
 
 
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
-    """`items` with the query in their id or title, each as {"id": raw id, "title": title}, first the one whose id it
-    is; all items for an empty query. At most `limit`, and what a second suffices for; whether there may be `more`."""
+    """`items` that have each word of the query in their id or title, as {"id": raw id, "title": title}, first the one
+    whose id the query is; all items for an empty query. Where there are none, those that have words that differ from
+    the query's by one letter, or by two that are exchanged. At most `limit`, and what a second suffices for; whether
+    there may be `more`."""
     retriever.files.check()
-    ids, titles, deadline = retriever.raw_ids, retriever.titles, time.monotonic() + SEARCH_SECONDS
-    exact = ids.find(query)
-    places = {} if exact is None else {exact: None}
-    searched = 0
-    while searched < len(ids) and len(places) <= limit and time.monotonic() < deadline:
-        stop = min(searched + _WINDOW, len(ids))
-        found = set(range(searched, min(stop, searched + limit + 1)))
-        if query:
-            found = {item for texts in (ids, titles) if texts for item in texts.containing(query, searched, stop)}
-        places |= dict.fromkeys(sorted(found))
-        searched = stop
-    shown = [{"id": ids[item], "title": titles[item] if titles else None} for item in list(places)[:limit]]
+    deadline = time.monotonic() + SEARCH_SECONDS
+    exact = retriever.raw_ids.find(query)
+    places, searched = _places(retriever, query.split(), limit, deadline, _having)
+    if exact is not None:
+        places = [exact, *(place for place in places if place != exact)]
+    elif not places:
+        places, searched = _places(retriever, query.split(), limit, deadline, _nearly_having)
+    ids, titles = retriever.raw_ids, retriever.titles
+    shown = [{"id": ids[item], "title": titles[item] if titles else None} for item in places[:limit]]
     return {"items": shown, "more": searched < len(ids) or len(places) > limit}
+
+
+def _places(
+    retriever: Retriever,
+    words: list[str],
+    limit: int,
+    deadline: float,
+    having: Callable[[Texts, str, int, int], Iterable[int]],
+) -> tuple[list[int], int]:
+    """More than `limit` items that have all words, if there are as many, and how many items were looked at."""
+    texts = [of for of in (retriever.raw_ids, retriever.titles) if of]
+    places: list[int] = []
+    searched = 0
+    while searched < len(texts[0]) and len(places) <= limit and time.monotonic() < deadline:
+        stop = min(searched + _WINDOW, len(texts[0]))
+        found = set(range(searched, stop if words else min(stop, searched + limit + 1)))
+        for word in words:
+            found &= {item for of in texts for item in having(of, word, searched, stop)}
+        places += sorted(found)
+        searched = stop
+    return places, searched
+
+
+def _having(texts: Texts, word: str, start: int, stop: int) -> Iterable[int]:
+    return texts.containing(word, start, stop)
+
+
+def _nearly_having(texts: Texts, word: str, start: int, stop: int) -> Iterator[int]:
+    """One slip changes neighbors, so the first or the last letters of the word are intact."""
+    if len(word) < 5:
+        yield from texts.containing(word, start, stop)
+        return
+    intact = max(2, len(word) // 3)
+    for item in {item for part in (word[:intact], word[-intact:]) for item in texts.containing(part, start, stop)}:
+        if any(_is_slip(word.lower(), other) for other in re.findall(r"\w+", texts[item].lower())):
+            yield item
+
+
+def _is_slip(word: str, other: str) -> bool:
+    """Whether the other word begins with this one but for one letter too much, missing or wrong, or two exchanged."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
+    left, right = word[same:], other[same:]
+    exchanged = left[1:2] + left[:1] + left[2:]
+    return right.startswith((left[1:], exchanged)) or right[1:].startswith((left[1:], left))

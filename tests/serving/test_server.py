@@ -909,6 +909,29 @@ def test_the_item_of_the_very_id_comes_first() -> None:
     assert [row["id"] for row in search(retriever, "1", 5)["items"]] == ["1", "10"]
 
 
+def test_items_are_searched_by_words_and_with_slips() -> None:
+    titles = in_order(["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"])
+    retriever: Any = SimpleNamespace(raw_ids=in_order(["1", "2", "3", "4"]), titles=titles, files=MappedFiles({}))
+    for query, ids in {
+        "night": "123",
+        "night the": "13",
+        "train  NIGHT": "1",
+        "train 1": "1",
+        "train 2": "",
+        "nihgt": "123",  # two exchanged
+        "niht": "",  # too short for a slip
+        "nigth tran": "",
+        "trian night": "1",
+        "nightt": "123",  # one too much
+        "mornng": "4",  # one missing
+        "murning": "4",  # one wrong
+        "mourni": "4",  # while it is typed
+        "muurning": "",
+        "ladxx": "",
+    }.items():
+        assert "".join(row["id"] for row in search(retriever, query, 9)["items"]) == ids, query
+
+
 def test_the_page_needs_nothing_else(server: Running) -> None:
     page, headers = server.get("/")
     policy = headers["Content-Security-Policy"]
