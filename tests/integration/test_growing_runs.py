@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, small_config, write_dataset
+from small_data import a_model, gather_table, small_config, write_dataset
 
 from logitmix.modules.schema import USER
 from logitmix.serving.retriever import Retriever
@@ -20,6 +20,7 @@ from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.run import checkpoint
 from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.warm_start import warm_start
 
 SETTINGS = {
     "comm.forward": "fp32",
@@ -128,22 +129,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("from_growing", [True, False])
-def test_a_warm_start_says_which_tables_it_leaves(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], from_growing: bool
-) -> None:
-    """Rows of the other run are found by their values' places, which are not the rows here."""
+def test_a_warm_start_with_a_capacity_in_one_of_the_runs(folder: Path, tmp_path: Path, from_growing: bool) -> None:
+    """Values take their rows with them, as far as there is one in both."""
     growing = configured(folder)
     static = replace(growing, tables=replace(growing.tables, by_name={}))
     first, second = (folder / "whole", static) if from_growing else (tmp_path / "static", growing)
     if not from_growing:
         loop.train(with_epochs(static, 1), first)
-    capsys.readouterr()
-    loop.train(replace(with_epochs(second, 1), warm_start=str(first)), tmp_path / "run")
-    said = capsys.readouterr().err
-    assert "51 of 51 rows of table item, 0 of " in said
-    for name in GROWING:
-        assert f"warm start: table {name} starts as in any run, because its rows pass from value to value" in said
-    assert said.count("warm start: table") == len(GROWING)
+    dataset, saved = load_dataset(folder / "data"), load_saved(first)
+    with a_model(second) as (model, _):
+        said = warm_start(first, dataset, model)
+        assert "51 of 51 rows of table item" in said and "warm start: table" not in said
+        for name, capacity in zip(GROWING, (3, 5, 9), strict=True):
+            id_N = np.arange(1, dataset.schema.only(second.model.features).table(name).rows)
+            now = torch.from_numpy(id_N) if from_growing else model.growing[name].find(torch.from_numpy(id_N))
+            then, rows = saved.rows_of(name, id_N), saved.read_rows(name, 0, saved.tower.schema.table(name).rows)
+            both = (then > 0) & (now.numpy() > 0)
+            assert both.sum() == min(capacity, len(id_N))
+            assert torch.equal(gather_table(model, name)[now[both]], rows[then[both]])
+            assert f"{1 + both.sum()} of {len(gather_table(model, name))} rows of table {name}" in said
 
 
 def test_evaluation_of_a_checkpoint_is_that_of_the_run(folder: Path) -> None:

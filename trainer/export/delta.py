@@ -43,6 +43,8 @@ from logitmix.serving.model import scales_of
 from logitmix.serving.texts import Texts
 from logitmix.trainer.export.export import export
 
+WHOLE = ".whole"
+"""How the hidden name of the whole export ends that a delta is made of."""
 COMPARED_ROWS = 2**16
 """Rows that are compared at once."""
 
@@ -55,7 +57,11 @@ def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "la
     """
     _require_folders(earlier, out)
     out = out.absolute()
-    whole = out.with_name(f".{out.name}.whole")
+    whole = out.with_name(f".{out.name}{WHOLE}")
+    for left in out.parent.glob(f".*{WHOLE}"):
+        # Of a process that was killed when its delta was complete.
+        if left.with_name(left.name.removeprefix(".").removesuffix(WHOLE)).exists():
+            shutil.rmtree(left, ignore_errors=True)
     if out.exists():
         raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
     base = reader.read(earlier)
@@ -79,14 +85,15 @@ def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False, keep: 
     exported."""
     _require_folders(earlier, folder, out)
     writer.require_keepable(out, keep)
-    writer.check_target(out, overwrite)
-    contents, deltas = with_deltas(reader.read(earlier), folder)
-    if not deltas:
-        raise ValueError(f"no delta in {folder} is to be applied to {earlier}")
-    last = deltas[-1]
     with ExitStack() as held:
         held.enter_context(in_turn(out))
+        # It may give the earlier export its name back.
         clean_up(out)
+        writer.check_target(out, overwrite)
+        contents, deltas = with_deltas(reader.read(earlier), folder)
+        if not deltas:
+            raise ValueError(f"no delta in {folder} is to be applied to {earlier}")
+        last = deltas[-1]
         staging = held.enter_context(whole_directory(out, writer.kept(out, keep)))
         entries = _written(staging, contents, last.manifest["files"])
         if CARD in last.manifest["files"]:

@@ -74,6 +74,12 @@ class GrowingTable:
             news.append(answer[len(at) :].view(2, -1).numpy())
         return Placed(row_U, *np.concatenate(news, axis=1))
 
+    def adopt(self, whole: RowMap) -> None:
+        """Takes this rank's part of a map of all buckets."""
+        for mine, all_of in ((self.map.rows, whole.rows), (self.map.candidates, whole.candidates)):
+            for name in ("id", "last", "count") if mine else ():
+                getattr(mine, name)[:] = getattr(all_of, name)[slice(*self.part)]
+
     def state(self) -> dict[str, Ints]:
         """What training alone needs, by name, int64 [B, K] each, by reference."""
         rows, waiting = self.map.rows, self.map.candidates

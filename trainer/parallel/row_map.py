@@ -21,7 +21,7 @@ WAYS = 64
 EMPTY, NONE = 0, -1
 """In place of an id: a slot without a value, and a place behind the slots of a shorter bucket. 0 is the id of unknown
 values, which have row 0 and no slot."""
-_TAKEN = np.iinfo(np.int64).max
+_FREE, _TAKEN = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,14 @@ def map_bytes(capacity: int, admit_after: int) -> int:
     return 3 * 8 * layout.buckets * layout.ways * (2 if admit_after > 1 else 1)
 
 
+class Named(NamedTuple):
+    """Some ids, each with the step that named it last and the number of steps that have named it: int64 [N]."""
+
+    id: Ints
+    last: Ints
+    steps: Ints
+
+
 class Slots:
     """Ids in buckets, each with the step that named it last and the number of steps that have named it: int64 [B, K]"""
 
@@ -74,6 +82,17 @@ class Slots:
         self.last[bucket, place] = step
         self.count[bucket, place] += 1
 
+    def fill(self, bucket_N: Ints, known: Named, frequency: bool) -> None:
+        """Gives ids slots, all of which are empty, in their order; where a bucket has too few, not those that `insert`
+        would evict first."""
+        place_N = np.arange(len(bucket_N))
+        last_first = np.lexsort((-place_N, -known.last, -known.steps if frequency else place_N * 0, bucket_N))
+        size_B, bucket = (self.id != NONE).sum(1), bucket_N[last_first]
+        kept = np.sort(last_first[_place_in_run(bucket) < size_B[bucket]])
+        kept = kept[np.argsort(bucket_N[kept], kind="stable")]
+        at = bucket_N[kept], _place_in_run(bucket_N[kept])
+        self.id[at], self.last[at], self.count[at] = (of[kept] for of in known)
+
     def insert(self, bucket_M: Ints, id_M: Ints, count_M: Ints, step: int, since: int, frequency: bool) -> Ints:
         """Gives ids slots of their buckets, in the order of the ids; returns the places, or -1 where there was none.
 
@@ -87,7 +106,7 @@ class Slots:
             at = left[first]
             id_TK, last_TK = self.id[bucket_T], self.last[bucket_T]
             key_TK = (self.count[bucket_T] << 32) + last_TK if frequency else last_TK
-            key_TK = np.where(id_TK == EMPTY, -1, np.where((id_TK == NONE) | (last_TK >= since), _TAKEN, key_TK))
+            key_TK = np.where(id_TK == EMPTY, _FREE, np.where((id_TK == NONE) | (last_TK >= since), _TAKEN, key_TK))
             best_T = key_TK.argmin(1)
             free = key_TK[np.arange(len(best_T)), best_T] < _TAKEN
             at, bucket, place = at[free], bucket_T[free], best_T[free]
@@ -96,6 +115,11 @@ class Slots:
             left = np.delete(left, first)
             left = left[~np.isin(bucket_M[left], bucket_T[~free])]
         return place_M
+
+
+def _place_in_run(bucket_N: Ints) -> Ints:
+    """The place of each of sorted numbers among its equals."""
+    return np.arange(len(bucket_N)) - np.searchsorted(bucket_N, bucket_N)
 
 
 class Placed(NamedTuple):
@@ -122,6 +146,12 @@ class RowMap:
         self.rows = Slots(self.layout, self.start, stop)
         self.candidates = Slots(self.layout, self.start, stop) if admit_after > 1 else None
         """Values that have no row yet: at most as many as there are rows, those named last."""
+
+    def adopt(self, rows: Named, candidates: Named) -> None:
+        """Goes on, as an empty map of all buckets, from another one, whose ids had rows or were candidates."""
+        self.rows.fill(self.layout.bucket(rows.id), rows, self.evict == "frequency")
+        if self.candidates:
+            self.candidates.fill(self.layout.bucket(candidates.id), candidates, frequency=False)
 
     def find(self, id_U: Ints) -> Ints:
         """The rows of ids; 0 for those that have none."""

@@ -20,13 +20,14 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.growing import GrowingTable
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
-from logitmix.trainer.parallel.row_map import NONE, Layout
+from logitmix.trainer.parallel.row_map import NONE, Layout, Named
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.run.folder import checkpoint_paths, read_config, read_schema, require_alike
 from logitmix.trainer.run.manifest import MANIFEST, by_merit, manifests, read_manifest, require_same_model
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.state import (
     AVERAGE,
+    GROWING,
     VALUES,
     evaluated,
     fill,
@@ -89,6 +90,34 @@ class SavedModel:
             return None
         id_BK = self._values(table, 0, Layout(table.rows - 1).buckets)
         return F.pad(id_BK[id_BK != NONE], (1, 0))
+
+    def named(self, name: str) -> tuple[Named, Named]:
+        """What is known of the ids that have rows of a table, in the order of these, and of those that wait for one.
+        Steps are those of a run that goes on, so below 0; -1 for all of a table whose rows stay with their values."""
+        table = self.tower.schema.table(name)
+        none = np.empty(0, np.int64)
+        if not table.values:
+            id_N = np.arange(1, table.rows)
+            return Named(id_N, id_N * 0 - 1, id_N * 0), Named(none, none, none)
+        kind, steps = kind_of_values(table), torch.empty((), dtype=torch.int64)
+
+        def read(name: str, into: Tensor) -> np.ndarray:
+            self.tensors.check({name: Kind(into.dtype, tuple(into.shape))}, beside=("",))
+            self.tensors.read(name, (0,) * into.ndim, into)
+            return into.numpy()
+
+        def slots(ids: str, beside: str) -> Named:
+            id_BK, *others = (
+                read(of, torch.empty(kind.shape, dtype=kind.dtype))
+                for of in (ids, *(f"{GROWING}{name}/{beside}{what}" for what in ("last", "count")))
+            )
+            last, count = (of[id_BK > 0] for of in others)
+            return Named(id_BK[id_BK > 0], last - int(steps) - 1, count)
+
+        read(f"{GROWING}{name}/steps", steps)
+        waiting = self.config.tables.of(name).admit_after > 1
+        of_candidates = slots(f"{GROWING}{name}/candidates/id", "candidates/") if waiting else Named(none, none, none)
+        return slots(f"{VALUES}{name}", ""), of_candidates
 
     def rows_of(self, name: str, id_N: np.ndarray) -> np.ndarray:
         """The rows of ids of a table."""

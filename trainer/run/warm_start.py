@@ -3,8 +3,9 @@ more features; or that goes on from it, with the states of its optimizers.
 
 Rows of tables are matched by what they stand for: raw ids of items, values of features. New rows start as in any run;
 so do the similarity and the h-indexer if the similarity is another, and the h-indexer alone if only it is another.
-Features are matched by name; what maps the values of new ones to the model's width starts at zero. A rank reads the
-other run's tables in blocks and keeps its own rows. Where that run has averaged its weights, these are taken.
+Features are matched by name; what maps the values of new ones to the model's width starts at zero. Where rows pass from
+value to value, those that have one keep it, as far as there is room. A rank reads the other run's tables in blocks and
+keeps its own rows. Where that run has averaged its weights, these are taken.
 
 Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 """
@@ -32,7 +33,9 @@ from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.times import UNIT_NAMES
+from logitmix.trainer.parallel.growing import GrowingTable
 from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
+from logitmix.trainer.parallel.row_map import Named, RowMap
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved, restore_tables
 from logitmix.trainer.run.folder import read_schema, recorded_dataset
 from logitmix.trainer.run.tensor_files import BLOCK_BYTES, Kind
@@ -80,16 +83,12 @@ def warm_start(
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
     added = ", ".join(said for before, now in of_owners for said in now if said not in before)
     said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
-    matched = {name: of for name, of in totals.items() if not _passes(name, saved.tower, model.tower)}
+    tables = (*saved.tower.schema.tables, *model.tower.schema.tables)
+    passing = {table.name for table in tables if table.values}
+    matched = {name: of for name, of in totals.items() if name not in passing}
     unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, matched), model.ranks)
-    passing = [
-        f"warm start: table {name} starts as in any run, because its rows pass from value to value in this run or the "
-        "other (tables.NAME.capacity)"
-        for name in totals
-        if name not in matched
-    ]
     said += ", with their optimizers' states" if optimizer else ""
-    return "\n".join([said + (f"; new features: {added}" if added else ""), *passing, *unlike])
+    return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
@@ -282,16 +281,22 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
     counts = {}
     for name, sharded in model.shards().items():
         counts[name] = 0
-        if name not in known or _passes(name, saved.tower, model.tower):
+        if name not in known:
             continue
+        here = partial(stored_values, dataset.path, dataset.schema, name)
+        there = partial(stored_values, before, schema, name)
+        inherited = _inherited(saved, name, model.growing[name], here, there) if name in model.growing else None
         matched: dict[tuple[int, int], np.ndarray] = {}
         kept = [(partial(_state, saved, name, key, of), of) for key, of in of_states.get(name, {}).items()]
         for read_rows, tensor in [(partial(saved.read_rows, name), sharded), *kept]:
             for shard in tensor.local_shards() if isinstance(tensor, ShardedTensor) else ():
                 (row, *column), (rows, *columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
                 if (row, rows) not in matched:
-                    own = _between(stored_values(dataset.path, dataset.schema, name), row, row + rows)
-                    matched[row, rows] = _places(own, stored_values(before, schema, name))
+                    if inherited is not None:
+                        matched[row, rows] = inherited[row : row + rows]
+                    else:
+                        places = _places(_between(here(), row, row + rows), there())
+                        matched[row, rows] = _rows_of(saved, name, places)
                 old_R, part = matched[row, rows], [slice(a, a + n) for a, n in zip(column, columns, strict=True)]
                 for start, row_SD in _blocks(saved, name, read_rows):
                     at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
@@ -312,10 +317,40 @@ def _state(saved: SavedModel, name: str, key: str, now: ShardedTensor, start: in
     return of_rows
 
 
-def _passes(name: str, *towers: Tower) -> bool:
-    """Whether rows of this table pass from value to value in one of two runs that both have it."""
-    tables = [table for tower in towers for table in tower.schema.tables if table.name == name]
-    return len(tables) == len(towers) and any(table.values for table in tables)
+def _rows_of(saved: SavedModel, name: str, place_N: np.ndarray) -> np.ndarray:
+    """The rows of values by their places, -1 for those without one."""
+    if not saved.tower.schema.table(name).values:
+        return place_N
+    row_N = saved.rows_of(name, place_N)
+    return np.where((row_N > 0) | (place_N == 0), row_N, -1)
+
+
+def _inherited(
+    saved: SavedModel,
+    name: str,
+    growing: GrowingTable,
+    here: Callable[[], Iterator[pa.Array]],
+    there: Callable[[], Iterator[pa.Array]],
+) -> np.ndarray:
+    """Gives rows of a table, as far as there is room, to the values that had some in the other run, and has its
+    candidates wait for one. Returns, for each row, that which its value had in the other run, or -1 [R]."""
+
+    def now(named: Named) -> Named:
+        return named._replace(id=_places(_taken(there(), named.id), here()))
+
+    def known(named: Named) -> Named:
+        return Named(*(of[named.id > 0] for of in named))
+
+    whole = RowMap(growing.map.layout.capacity, growing.map.admit_after, growing.map.evict)
+    were, waited = saved.named(name)
+    are = now(were)
+    whole.adopt(known(are), known(now(waited)))
+    growing.adopt(whole)
+    row_N = whole.find(are.id.clip(0))
+    inherited_R = np.full(1 + whole.layout.capacity, -1)
+    inherited_R[row_N] = np.where(row_N > 0, saved.rows_of(name, were.id), 0)
+    inherited_R[0] = 0
+    return inherited_R
 
 
 FEW = 0.5
@@ -363,6 +398,16 @@ def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArr
         kept.append(array[max(0, start - place) : max(0, stop - place)])
         place += len(array)
     return pa.chunked_array(kept)
+
+
+def _taken(values: Iterator[pa.Array], place_N: np.ndarray) -> pa.ChunkedArray:
+    """The values at these places."""
+    order, start, kept = np.argsort(place_N), 0, []
+    for array in values:
+        within = slice(*np.searchsorted(place_N[order], [start, start + len(array)]))
+        kept.append(array.take(pa.array(place_N[order][within] - start)))
+        start += len(array)
+    return pa.chunked_array(kept).take(pa.array(np.argsort(order)))
 
 
 def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:

@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bags rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad"} | BAGS,
     "clip": CLIP | BAGS | {"comm.parts": 2},
     "average": {"train.ema": 0.9},
+    "capacity": {"tables.tags.capacity": 5, "tables.brand.capacity": 3, "train.ema": 0.9},
 }
 ALIKE = {"sgd": "columns", "adam": "average", "bags sgd": "clip", "bags rowwise_adagrad": "rowwise_adagrad"}
 """Of each with the other, one is in the sample."""
@@ -93,7 +94,7 @@ def test_groups_do_together_what_one_process_does(trained: dict[str, tuple[list[
     for key, gradient in alone.gradients.items():
         assert_close(ranks[0].gradients[key], gradient, 1e-5)
     # Adam divides by a root of small numbers, where a rounding weighs more.
-    relative = 1e-3 if name in ("adam", "bags adam", "average") else 1e-5
+    relative = 1e-3 if name in ("adam", "bags adam", "average", "capacity") else 1e-5
     for table, expected in alone.tables.items():
         assert_close(ranks[0].tables[table], expected, relative)
     if alone.norm is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitmix.trainer.parallel import row_map
-from logitmix.trainer.parallel.row_map import Layout, RowMap
+from logitmix.trainer.parallel.row_map import Layout, Named, RowMap
 
 
 @dataclass
@@ -129,6 +129,39 @@ def test_parts_of_the_buckets_do_what_the_whole_does(
                 own = (cuts[part] <= whole.layout.bucket(id_U)) & (whole.layout.bucket(id_U) < cuts[part + 1])
                 found[own] = held.advance(id_U[own], step).row
             assert found.tolist() == expected.tolist()
+
+
+@given(
+    stream=STREAMS, later=STREAMS, capacity=st.integers(1, 17), ways=st.sampled_from([1, 3, 64]),
+    evict=st.sampled_from(["last_use", "frequency"]), fewer=st.integers(0, 5),
+)  # fmt: skip
+def test_a_map_goes_on_from_another(
+    stream: list[list[int]], later: list[list[int]], capacity: int, ways: int, evict: Any, fewer: int
+) -> None:
+    """As if it were that one. Where it has fewer rows, each bucket keeps the ids that would have been evicted last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_map, "WAYS", ways)
+        first, none = RowMap(capacity, 1, evict), np.empty(0, np.int64)
+        for step, named in enumerate(stream, 1):
+            first.advance(np.array(named, np.int64), step)
+        there = first.rows.id > 0
+        known = Named(first.rows.id[there], first.rows.last[there] - len(stream) - 1, first.rows.count[there])
+        second, small = RowMap(capacity, 1, evict), RowMap(max(1, capacity - fewer), 1, evict)
+        second.adopt(known, Named(none, none, none))
+        small.adopt(known, Named(none, none, none))
+        of_bucket: dict[int, list[tuple[Any, int]]] = {}
+        for place, (value, last, count) in enumerate(zip(*(of.tolist() for of in known), strict=True)):
+            key = (count if evict == "frequency" else 0, last, place)
+            of_bucket.setdefault((value - 1) % small.layout.buckets, []).append((key, value))
+        sizes = (small.rows.id >= 0).sum(1)
+        kept = [value for bucket, of in of_bucket.items() for _, value in sorted(of)[-sizes[bucket] :]]
+        assert sorted(small.rows.id[small.rows.id > 0].tolist()) == sorted(kept)
+        everything = np.arange(31)
+        for step, named in enumerate([[], *later]):
+            if step:
+                second.advance(np.array(named, np.int64), step)
+                first.advance(np.array(named, np.int64), step + len(stream) + 1)
+            assert first.find(everything).tolist() == second.find(everything).tolist()
 
 
 @given(

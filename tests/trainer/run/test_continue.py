@@ -1,7 +1,7 @@
 """A run that goes on from another: states of the optimizers, new actions first, and nothing evaluated that was trained
 on."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 import two_ranks
 from small_data import a_model, small_config
+from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
 
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.trainer.commands.train import _words_of_continued
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
@@ -20,7 +22,9 @@ from logitmix.trainer.data.batches import TrainingBatches, leave_one_out, rankin
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.seen import Seen
-from logitmix.trainer.loop import train
+from logitmix.trainer.loop import train, training_batches
+from logitmix.trainer.parallel.parallelize import ParallelModel
+from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.warm_start import warm_start
@@ -177,6 +181,101 @@ def test_states_go_to_the_ids_they_stand_for(first: Path) -> None:
                     kept = torch.empty_like(state)
                     saved.tensors.read(f"dense_optimizer/{name}/{key}", (0,) * state.ndim, kept)
                     assert torch.equal(state, kept)
+
+
+GROWING = SPLIT | {
+    "data.validation": False,
+    "model.features": [USER],
+    "train.batch_size": 4,
+    "train.epochs": 3,
+    "tables.user.capacity": 20,
+    "tables.user.admit_after": 2,
+    "tables.user.evict": "frequency",
+}
+
+
+@dataclass
+class Rows:
+    """Of the table of users, by raw id: what has its row, with its optimizer's states, and of this rank's part of the
+    map, when and how often it was named."""
+
+    of: dict[str, Tensor]
+    rows: dict[str, tuple[int, int]]
+    candidates: dict[str, tuple[int, int]]
+
+    @classmethod
+    def now(cls, model: ParallelModel, names: list[str]) -> "Rows":
+        table, states = model.growing[USER], model.table_optimizers.state_dict()[USER].values()
+        row_N = table.find(torch.arange(len(names)))
+        sharded = [model.shards()[USER], *(of for of in states if isinstance(of, ShardedTensor))]
+        whole = torch.cat([ShardedRows.of_shards(of, model.ranks).fetch(row_N) for of in sharded], 1)
+        slots = [
+            {
+                names[value]: (last, count)
+                for value, last, count in zip(of.id.flat, of.last.flat, of.count.flat, strict=True)
+                if value > 0
+            }
+            for of in (table.map.rows, table.map.candidates)
+            if of
+        ]
+        return cls({names[value]: whole[value] for value in row_N.nonzero().flatten().tolist()}, *slots)
+
+
+def going_on_with_rows(config: Config, run: Path) -> tuple[Rows, Rows]:
+    """After a start from the run, and after the batches of two epochs have been placed."""
+    with a_model(config) as (model, optimizer):
+        dataset = load_dataset(config.data.path)
+        names = [str(name) for name in dataset.vocabulary(USER)]
+        warm_start(run, dataset, model, optimizer)
+        before = Rows.now(model, names)
+        batches = training_batches(config, dataset, model.ranks)
+        for step in range(2 * batches.steps_per_epoch):
+            model.placed(batches.at(step), step + 1)
+        return before, Rows.now(model, names)
+
+
+@pytest.fixture(scope="module")
+def two_days(first: Path) -> list[Path]:
+    """A run, and one of two ranks that goes on from it."""
+    folder = first.parent
+    write_log(folder / "newer", 119 * 60, USERS + 8)
+    train(small_config(folder / "old", GROWING), folder / "day 1")
+    second = going_on(folder / "day 1", folder / "new", GROWING | {"tables.sharding": "row_wise"})
+    two_ranks.run(train, second, folder / "day 2")
+    return [folder / "day 1", folder / "day 2"]
+
+
+@pytest.mark.parametrize(("day", "ranks"), [(0, 1), (1, 3)])
+def test_rows_that_pass_from_value_to_value_go_on(two_days: list[Path], day: int, ranks: int) -> None:
+    """With their values, also those that have got other numbers, and in both cases with the states of the optimizer;
+    the next value that takes a row begins anew."""
+    run, data = two_days[day], two_days[0].parent / ("new", "newer")[day]
+    config = going_on(run, data, GROWING)
+    found = two_ranks.run(going_on_with_rows, config, run, world_size=ranks)
+    saved, names = load_saved(run), load_dataset(load_saved(run).config.data.path).vocabulary(USER)
+    id_R = saved.id_of_row(USER)
+    assert id_R is not None
+    rows = [saved.read_rows(USER, 0, 21)]
+    for key in ("exp_avg", "exp_avg_sq"):
+        rows.append(torch.empty(21, 8))
+        saved.tensors.read(f"table_optimizers/{USER}/{key}", (0, 0), rows[-1])
+    whole = torch.cat(rows, 1)
+    expected = {str(names[value]): whole[row] for row, value in enumerate(id_R.tolist()) if value}
+    assert len(expected) > 9
+    known = [
+        {str(names[value]): (last, steps) for value, last, steps in zip(*of, strict=True)} for of in saved.named(USER)
+    ]
+    assert all(last < 0 for of in known for last, _ in of.values()) and known[1]
+    for before, after in found:
+        assert before.of.keys() == expected.keys()
+        assert all(torch.equal(of, expected[name]) for name, of in before.of.items())
+        fresh = [name for name, of in after.of.items() if not of[8:].any()]
+        assert set(fresh) >= after.of.keys() - expected.keys() and fresh
+        assert all(name in fresh or torch.equal(of, expected[name]) for name, of in after.of.items())
+    for kind, of_kind in zip(("rows", "candidates"), known, strict=True):
+        parts = [getattr(before, kind) for before, _ in found]
+        assert sum(map(len, parts)) == len(of_kind)
+        assert {name: of for part in parts for name, of in part.items()} == of_kind
 
 
 def test_it_trains_and_resumes_as_without_an_interruption(
