@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from logitmix.common.storage import fetch, is_copy
-from logitmix.serving.directory.delta import applied, chain, stamps
+from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, read_manifest, stamp
 from logitmix.serving.group import Group
@@ -220,12 +220,8 @@ class LiveExport:
             contents = read(self._directory, self._group.rank, self._group.size)
         if self._deltas:
             found, refused = chain(self._deltas, contents.digest, contents.delta or None)
-            try:
-                for delta in found:
-                    contents = applied(contents, delta)
-            except (ValueError, OSError) as error:
-                refused = " ".join(str(error).split())
-            self.refused = refused
+            contents, problem = all_applied(contents, found)
+            self.refused = problem or refused
         self._base = there, contents
         return contents
 

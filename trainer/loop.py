@@ -130,7 +130,11 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         if done.step == 0 and (source := source_of(run, config)):
             if seen:
                 job.say(on_first_rank_at_length(partial(_said_of_seen, seen, config, dataset, batches), ranks))
-            job.say(warm_start(source, dataset, model, optimizer if seen else None))
+            job.say(
+                warm_start(source, dataset, model, optimizer, seen.earlier)
+                if seen
+                else warm_start(source, dataset, model)
+            )
         # It holds the earlier dataset.
         del seen
         evaluation = Evaluation(config, dataset, ranks, job.stopping.check) if config.evaluate.every_epochs else None

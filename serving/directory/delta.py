@@ -168,23 +168,41 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
     return found, "; ".join(problems)
 
 
+def all_applied(contents: Contents, deltas: Sequence[Delta]) -> tuple[Contents, str]:
+    """The export that results from as many of these deltas as can be applied, and one line why the next one cannot be;
+    empty where there is none. What the last one that is `computed` computes, those before it need not."""
+    last = max((number for number, delta in enumerate(deltas) if delta.computed), default=0)
+    result = contents
+    for number, delta in enumerate(deltas):
+        try:
+            result = applied(result, delta, sides=number >= last)
+        except (ValueError, OSError) as error:
+            if 0 < number <= last:
+                result, _ = all_applied(contents, deltas[:number])
+            return result, " ".join(str(error).split())
+    return result, ""
+
+
 @torch.no_grad()
-def applied(contents: Contents, delta: Delta) -> Contents:
+def applied(contents: Contents, delta: Delta, sides: bool = True) -> Contents:
     """The export that results. What did not change stays mapped from the earlier one's files, all else is in memory.
-    ValueError that names the delta if it is damaged, or not for such an export."""
+    Without `sides`, it lacks what can be computed from the items' rows. ValueError that names the delta if it is
+    damaged, or not for such an export."""
     assert delta.applies_to == contents.digest
     where = delta.path / ROWS
     weights = _tensors(delta, WEIGHTS) if WEIGHTS in delta.files else dict(contents.weights)
     rows = _tensors(delta, ROWS)
     try:
-        return _applied(contents, delta, weights, rows)
+        return _applied(contents, delta, weights, rows, sides)
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where} does not fit the export: {' '.join(str(error).split()):.200}") from None
 
 
-def _applied(contents: Contents, delta: Delta, weights: dict[str, Tensor], rows: dict[str, Tensor]) -> Contents:
-    about, entries = delta.about, delta.manifest["files"]
-    before = columns(contents, delta.computed)
+def _applied(
+    contents: Contents, delta: Delta, weights: dict[str, Tensor], rows: dict[str, Tensor], sides: bool
+) -> Contents:
+    about, entries, stored = delta.about, delta.manifest["files"], sides and not delta.computed
+    before = columns(contents, not stored)
     sizes = {ITEM: [of["tensors"][row_tensor(about)]["shape"][0] for of in _entries(entries, items_file)]}
     of_tables: dict[str, list[int]] = defaultdict(list)
     for entry in _entries(entries, tables_file):
@@ -192,7 +210,7 @@ def _applied(contents: Contents, delta: Delta, weights: dict[str, Tensor], rows:
             of_tables[name].append(of["shape"][0])
     found: Columns = {}
     for group, names, parts in (
-        ("items", items_columns(contents, delta.computed, "titles.data" in entries[IDS]["tensors"]), sizes[ITEM]),
+        ("items", items_columns(contents, not stored, "titles.data" in entries[IDS]["tensors"]), sizes[ITEM]),
         *((f"tables/{name}", table_columns(name), of) for name, of in of_tables.items()),
     ):
         count = sum(parts)
@@ -207,7 +225,7 @@ def _applied(contents: Contents, delta: Delta, weights: dict[str, Tensor], rows:
     of_items = {name: of for name, of in found.items() if name.startswith("items/") and name not in TEXTS}
     for number in range(len(sizes[ITEM])):
         part = {name.removeprefix("items/"): of[number] for name, of in of_items.items()}
-        shards.append(_shard(part, delta, tower, tables))
+        shards.append(_shard(part, delta, tower, tables, sides))
     groups = {name: rows.get(f"tables/{name}/places") for name in of_tables} | {ITEM: rows.get("items/places")}
 
     def texts(name: str, earlier: Texts, table: str) -> Texts:
@@ -234,7 +252,7 @@ def _applied(contents: Contents, delta: Delta, weights: dict[str, Tensor], rows:
         delta=delta.number,
         files=contents.files,
     )
-    _require_described(result, entries)
+    _require_described(result, entries, sides)
     return result
 
 
@@ -341,11 +359,13 @@ def _patched(
     return found
 
 
-def _shard(part: dict[str, Values], delta: Delta, tower: Any, tables: Mapping[str, StoredTable]) -> dict[str, Tensor]:
+def _shard(
+    part: dict[str, Values], delta: Delta, tower: Any, tables: Mapping[str, StoredTable], sides: bool
+) -> dict[str, Tensor]:
     """The tensors of a shard."""
     about, scales = delta.about, delta.scales
     features = [] if about.item_cache else about.schema.of("item")
-    if delta.computed:
+    if delta.computed and sides:
         inputs = ItemInputs(part[row_tensor(about)].values, {of.name: part[f"{of.name}.values"] for of in features})
         return items_of(tower, inputs, tables, about.precision, about.item_cache, scales)
     tensors: dict[str, Tensor] = {}
@@ -444,9 +464,9 @@ def _ordered(texts: Texts, earlier: Texts, place_R: Tensor | None, changed_C: Te
     return replace(texts, order=torch.from_numpy(merged))
 
 
-def _require_described(contents: Contents, entries: Mapping[str, Any]) -> None:
+def _require_described(contents: Contents, entries: Mapping[str, Any], sides: bool) -> None:
     """ValueError if the tensors are not those of the manifest."""
-    for number, shard in enumerate(contents.shards):
+    for number, shard in enumerate(contents.shards if sides else ()):
         name = items_file(number, len(contents.shards))
         if described(shard) != entries[name]["tensors"]:
             raise ValueError(f"the tensors of {name} would not be those of its manifest")

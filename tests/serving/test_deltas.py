@@ -17,7 +17,7 @@ from test_server import Running, assert_alike, running, until
 
 from logitmix.modules.schema import Schema
 from logitmix.serving import server as server_module
-from logitmix.serving.directory import reader
+from logitmix.serving.directory import delta, reader
 from logitmix.serving.directory.delta import DELTA, DELTA_MANIFEST, ROWS
 from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
@@ -43,9 +43,9 @@ def replace_items(schema: Schema, num_items: int) -> Schema:
     return replace(schema, tables=(replace(first, rows=num_items + 1), *others))
 
 
-def other_tower(model: SmallModel) -> SmallModel:
+def other_tower(model: SmallModel, seed: int = 9) -> SmallModel:
     schema = model.tower.schema
-    return replace(model, tower=small_model("mol", len(model.item_XD), schema=schema, seed=9).tower)
+    return replace(model, tower=small_model("mol", len(model.item_XD), schema=schema, seed=seed).tower)
 
 
 class Chain:
@@ -193,6 +193,25 @@ def test_what_is_not_in_order_is_refused_and_the_rest_is_served(chain: Chain, tm
         (chain.deltas / "d3" / ROWS).write_bytes(rows)
         until(export.refresh)
         assert (export.retriever.delta, export.refused) == (3, "")
+
+
+def test_items_pass_through_the_last_of_several_towers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last delta is damaged; what the server has then is that of the one before."""
+    one = small_model("mol", X)
+    two = touched(one, [3], 1)
+    made = Chain(tmp_path, one, other_tower(one, 8), two, other_tower(two), other_tower(two, 8))
+    computed = [delta.read_delta(made.deltas / f"d{number}").computed for number in (1, 2, 3, 4)]
+    assert computed == [True, True, True, True]
+    calls: list[Any] = []
+    items_of = delta.items_of
+    monkeypatch.setattr(delta, "items_of", lambda *of: calls.append(of) or items_of(*of))
+    for applied in (4, 3):
+        calls.clear()
+        live, whole = LiveExport(made.base, print, deltas=made.deltas).retriever, Retriever.load(made.wholes[applied])
+        assert live.digest == whole.digest and len(calls) == 1
+        found, wanted = live.retrieve([[3, 1], [X]], 9), whole.retrieve([[3, 1], [X]], 9)
+        assert torch.equal(found.items, wanted.items) and torch.equal(found.scores, wanted.scores)
+        (made.deltas / "d4" / ROWS).write_bytes(b"")
 
 
 def test_deltas_go_on_where_an_export_has_the_first_ones(chain: Chain, tmp_path: Path) -> None:

@@ -124,7 +124,19 @@ def reading(path: Path, file: str) -> Iterator[None]:
 
 
 def broken(path: Path, problem: str) -> NoReturn:
-    raise ValueError(f"{path}: {problem}; make it again with: {_command(path)} --overwrite") from None
+    again = f"{_command(path)} --overwrite{_and_append(path)}"
+    raise ValueError(f"{path}: {problem}; make it again with: {again}") from None
+
+
+def _and_append(path: Path) -> str:
+    """What was appended to a dataset, as far as its dataset.json tells."""
+    try:
+        parts = from_json((path / "dataset.json").read_text(encoding="utf-8"))[APPENDED]
+        names = [str(part["source"]["name"]) for part in parts]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return f", then with --append, in this order: {', '.join(names[:3])}{more}"
 
 
 def _command(path: Path) -> str:

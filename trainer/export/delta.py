@@ -26,6 +26,7 @@ from logitmix.serving.directory.delta import (
     DELTA_MANIFEST,
     ROWS,
     Delta,
+    all_applied,
     applied,
     chain,
     columns,
@@ -117,10 +118,10 @@ def _require_folders(*paths: Path) -> None:
 def with_deltas(contents: Contents, folder: Path) -> tuple[Contents, list[Delta]]:
     """An export with the deltas of a folder, and these. ValueError if not all of them follow it."""
     deltas, problem = chain(folder, contents.digest)
+    if not problem:
+        contents, problem = all_applied(contents, deltas)
     if problem:
         raise ValueError(problem)
-    for delta in deltas:
-        contents = applied(contents, delta)
     return contents, deltas
 
 

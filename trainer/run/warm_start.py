@@ -42,17 +42,21 @@ from logitmix.trainer.run.tensor_files import BLOCK_BYTES, Kind
 
 
 def warm_start(
-    run: Path, dataset: Dataset, model: ParallelModel, optimizer: torch.optim.Optimizer | None = None
+    run: Path,
+    dataset: Dataset,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    earlier: Dataset | None = None,
 ) -> str:
     """Gives the model the weights of the best checkpoint of `run`, and returns what to say of them: a line, and one for
     each table of which few rows could be matched. With the tower's `optimizer`, its state and that of the tables' are
-    taken over as well. Collective. Raises ValueError on every rank if `run` is not a run
-    directory or has no intact checkpoint, if its dataset is missing or changed or has none of the items, if its weights
-    do not fit, or if it was trained on what is held out now.
+    taken over as well. `earlier`: the dataset of `run`, if it is loaded. Collective. Raises ValueError on every rank if
+    `run` is not a run directory or has no intact checkpoint, if its dataset is missing or changed or has none of the
+    items, if its weights do not fit, or if it was trained on what is held out now.
     """
     saved = load_saved(run, ranks=model.ranks)
     on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
-    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config), model.ranks)
+    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config, earlier), model.ranks)
     on_all_ranks(partial(_require_same_unit, run, dataset), model.ranks)
     fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
     taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
@@ -141,7 +145,7 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
         raise ValueError(f"the weights of {run} do not fit: {differences}")
 
 
-def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) -> None:
+def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, earlier: Dataset | None) -> None:
     if before.data.split != now.data.split:
         raise ValueError(
             f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
@@ -154,7 +158,9 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config) ->
         )
     if now.data.split == "time":
         path = fetch(before.data.path)
-        trained_to = _held_out_since(before, dataset if path == dataset.path else load_dataset(path))
+        if earlier is None:
+            earlier = dataset if path == dataset.path else load_dataset(path)
+        trained_to = _held_out_since(before, earlier)
         if trained_to > (since := _held_out_since(now, dataset)):
             raise ValueError(
                 f"{run} was trained on the actions before time {trained_to}, but those from {since} on are held out "
